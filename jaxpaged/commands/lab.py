@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from jaxpaged.checks import InputError, checked_choice, checked_int, checked_number
 from jaxpaged.commands.parser import Commands, require
 from jaxpaged.config import EngineConfig
+from jaxpaged.contracts import versions
 from jaxpaged.lab.combination import UNBOUNDED, Combination
 
 if TYPE_CHECKING:
@@ -32,7 +33,11 @@ def add_lab(commands: Commands) -> None:
         help="JSON lines in Mooncake's format, Azure's CSV, or what LLM(..., record_trace=FILE) has written",
     )
     lab.add_argument(
-        "--policies", type=_names, default=["lru"], metavar="NAME,...", help="eviction policies (default lru)"
+        "--policies",
+        type=_names,
+        default=["lru"],
+        metavar="NAME,...",
+        help="eviction policies, or package.module:Name of one of yours (default lru)",
     )
     lab.add_argument(
         "--block-size",
@@ -135,8 +140,11 @@ def run(args: argparse.Namespace) -> None:
     ]
     served = trace.first(num_served)
     # Not Belady's rule, for one: it needs to know the future, and who runs when depends on what was hit.
-    known = eviction.EVICTION_POLICIES if num_served else ()
-    in_engine = [each for each in combinations if each.policy in known]
+    in_engine = [
+        each
+        for each in combinations
+        if num_served and (each.policy in eviction.EVICTION_POLICIES or versions.is_path(each.policy))
+    ]
     machine.keep_on_disk()
     total = trace.num_requests * len(combinations) + served.num_requests * len(in_engine)
     if not args.json:

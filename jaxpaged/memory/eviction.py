@@ -12,15 +12,19 @@ Blocks without content always go first, in the order in which they were given ba
 - `s3fifo`: two such orders, a small one for what is new and a main one; who was found twice in the small one,
   or comes back soon after it was evicted from there, moves to the main one (S3-FIFO).
 
-`named` knows these and those of `policies`. Their oracles are in `reference/eviction.py`.
+`named` knows these, those of `policies`, and by "package.module:Name" those from outside. The oracles are in
+`reference/eviction.py`.
 """
 
 import functools
+from dataclasses import replace
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from jaxpaged.checks import check
+from jaxpaged.checks import InputError, check, shown
+from jaxpaged.contracts import versions
 from jaxpaged.memory import policies, ranked_queue
 from jaxpaged.memory.policies import Policy, Sweep
 from jaxpaged.memory.ranked_queue import RankedQueue, Ranking, Spared
@@ -32,8 +36,9 @@ MOST_HITS = 3  # that count under `s3fifo`
 type Rank = tuple[Int[Array, " n"], Int[Array, " n"]]
 
 
+@functools.cache
 def policy(name: str, ranking: Ranking) -> Policy:
-    """Return the policy of a pool whose free blocks are ranked so."""
+    """Return the policy of a pool whose free blocks are ranked so; the same object for the same arguments."""
     return Policy(
         name,
         functools.partial(ranked_queue.create, ranking=ranking),
@@ -54,6 +59,7 @@ def policy(name: str, ranking: Ranking) -> Policy:
         remove=ranked_queue.remove,
         note_hits=ranked_queue.note_hits,
         note_content=functools.partial(ranked_queue.note_content, ranking),
+        contract=ranking.contract,
     )
 
 
@@ -122,9 +128,33 @@ RANKINGS = {
 EVICTION_POLICIES = {name: each for name, each in policies.POLICIES.items() if each.keeps_content} | {
     name: policy(name, ranking) for name, ranking in RANKINGS.items()
 }
+OURS = frozenset(EVICTION_POLICIES.values())  # whatever is put into the table later
 
 
-def named(name: str) -> Policy:
-    """Return the policy of this name. Raises `InputError` for an unknown one."""
-    check("policy", name, f"one of {', '.join(EVICTION_POLICIES)}", name in EVICTION_POLICIES)
-    return EVICTION_POLICIES[name]
+def named(asked: Any, option: str = "policy") -> Policy:
+    """Return the policy that a user means: a name of ours, "package.module:Name", a `Policy`, or a `Ranking`.
+
+    option: the option's name, for the error.
+
+    A policy from outside that is found by its path has that path as its name. Raises `InputError`.
+    """
+    rule = f"one of {', '.join(EVICTION_POLICIES)}, or 'package.module:Name' of a Policy or a Ranking"
+    if isinstance(asked, str) and not versions.is_path(asked):
+        check(option, asked, rule, asked in EVICTION_POLICIES)
+        return EVICTION_POLICIES[asked]
+    path = asked if isinstance(asked, str) else None
+    found = asked if path is None else versions.imported(option, path, rule)
+    if isinstance(found, Ranking):
+        found = policy(path or getattr(found.rank, "__qualname__", "ranking"), found)
+    if not isinstance(found, Policy):
+        raise InputError(f"{option}={shown(asked)} must be {rule}, not {type(found).__name__}")
+    versions.check_version(option, path or found.name, found, "policy")
+    if not found.keeps_content:
+        raise InputError(
+            f"{option}={shown(path or found.name)} must keep content: its keeps_content must be True"
+        )
+    if path is not None:
+        return replace(found, name=path)
+    if EVICTION_POLICIES.get(found.name, found) != found:
+        raise InputError(f"{option}={shown(found.name)} must have another name than ours of that name")
+    return found

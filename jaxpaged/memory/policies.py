@@ -50,6 +50,7 @@ class Policy:
     # before each in its prompt, fingerprints of the contents, mask).
     note_hits: Callable[..., Any] | None = None
     note_content: Callable[..., Any] | None = None
+    contract: int = 1  # version of the contract that it is written for (docs/research/contracts.md)
 
 
 def lowest_first(num_blocks: int) -> FreeQueue:

@@ -84,6 +84,7 @@ class Ranking:
     remembers: bool = False  # evicted content of kind 0; what comes back is of kind 1
     # Whether the floor rises to the lowest rank that is left when a block is evicted.
     floor_follows_lowest: bool = False
+    contract: int = 1  # version of the contract that it is written for (docs/research/contracts.md)
 
 
 type Spared = tuple[Bool[Array, ""], Int[Array, "2"], Int[Array, ""], Int[Array, ""]]
