@@ -14,6 +14,9 @@ from jaxpaged.checks import InputError
 from jaxpaged.config import EngineConfig
 from jaxpaged.contracts import samplers, versions
 from jaxpaged.contracts.samplers import SamplingOptions
+from jaxpaged.engine import capacity
+from jaxpaged.engine.door import Door
+from jaxpaged.engine.setup import Setup
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.verify import kernels
 from pallas_kernels import layouts
@@ -141,7 +144,7 @@ def test_a_filter_that_a_sampler_does_not_obey_is_refused_at_the_door():
     [
         (
             {"attention": f"{OUTSIDERS}.attention:for_large_heads"},
-            r"must serve the model: it does not serve dtype=float32 \(served: bfloat16\); head_dim=8 \(served",
+            r"must serve the model: it does not serve dtype=float32 .served: bfloat16.; head_dim=8 .served",
         ),
         (
             {"attention": f"{OUTSIDERS}.attention:decode", "kv_layout": "fused"},
