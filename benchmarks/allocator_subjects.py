@@ -20,7 +20,7 @@ from reference.v0.block_manager import BlockSpaceManager
 from reference.v0.sequence import Sequence, SequenceGroup
 from reference.v063 import block_manager as v063_manager
 from reference.v063 import sequence as v063_sequence
-from reference.v1.kv_cache_manager import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheManager
+from reference.v1.kv_cache_manager import KVCacheManager
 from reference.v1.kv_cache_utils import (
     BlockHash,
     Request,
@@ -28,6 +28,7 @@ from reference.v1.kv_cache_utils import (
     make_block_hash_with_group_id,
     sha256,
 )
+from reference.v1.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
 BLOCK_SIZE = 16
 NUM_ROWS = 256

@@ -22,8 +22,8 @@ import numpy as np
 from absl import app, flags
 
 from benchmarks import device, record
-from jaxpaged.verify import tiles
-from jaxpaged.verify.cases import Case, case
+from jaxpaged.verify.cases import tiles
+from jaxpaged.verify.cases.decode import DecodeCase, case
 from pallas_kernels import ops
 from pallas_kernels.gpu.decode import attention as paged_attention
 from tests.kernels import checks
@@ -94,13 +94,13 @@ def check(names: tuple[str, ...], *, interpret: bool) -> Iterator[dict[str, Any]
                 yield line | {"ok": False, "raised": f"{type(error).__name__}: {str(error)[:300]}"}
 
 
-def kernel_of(c: tiles.Case) -> str:
+def kernel_of(c: tiles.TileCase) -> str:
     """Return the kernel that takes tiles like these."""
     few = paged_attention.serves(c.tile_len, c.num_q_heads // c.num_kv_heads, c.head_dim)
     return "decode" if few else "prompts"
 
 
-def check_tiles(cases: list[tiles.Case], *, interpret: bool) -> Iterator[dict[str, Any]]:
+def check_tiles(cases: list[tiles.TileCase], *, interpret: bool) -> Iterator[dict[str, Any]]:
     """Return a line for each case of tiles of several tokens: prompts, and a few tokens a row."""
     for c in cases:
         line: dict[str, Any] = {"case": c.name, "version": f"tiles of {c.tile_len}"}
@@ -148,7 +148,7 @@ def compare_products(
     }
 
 
-def compare_tiles(c: tiles.Case, interpret: bool) -> dict[str, Any]:
+def compare_tiles(c: tiles.TileCase, interpret: bool) -> dict[str, Any]:
     """Compare attention of tiles with the oracle, as `compare` does for decode steps."""
     (q, k, v, tables, seq_lens), starts, _ = tiles.inputs(c)
     arrays = [jnp.asarray(array) for array in (q, k, v, tables, starts, seq_lens)]
@@ -156,7 +156,7 @@ def compare_tiles(c: tiles.Case, interpret: bool) -> dict[str, Any]:
         checks.TILES, *arrays, **c.options, implementation="mosaic_gpu", interpret=interpret
     )
     runs = [np.asarray(program(), np.float64) for _ in range(1 if interpret else NUM_RUNS)]
-    error, allowed = tiles.worst(c, runs[0])
+    error, allowed, _ = checks.worst(c, runs[0])
     same_bits = all(np.array_equal(runs[0], run, equal_nan=True) for run in runs)
     return {
         "ok": same_bits and error <= allowed,
@@ -166,7 +166,7 @@ def compare_tiles(c: tiles.Case, interpret: bool) -> dict[str, Any]:
     }
 
 
-def compare(c: Case, version: str, interpret: bool) -> dict[str, Any]:
+def compare(c: DecodeCase, version: str, interpret: bool) -> dict[str, Any]:
     """Run a case, more than once on a device, and compare it with the oracle and with itself."""
     named, options = checks.inputs(c, version)
     arrays = padded(**named)
@@ -174,7 +174,7 @@ def compare(c: Case, version: str, interpret: bool) -> dict[str, Any]:
     num_runs = 1 if interpret else NUM_RUNS
     first, *others = (np.asarray(program(**arrays, interpret=interpret), np.float64) for _ in range(num_runs))
     num_rows = len(c.seq_lens)
-    error, allowed, _ = checks.worst(c, first[:num_rows], checks.weights_dtype(c))
+    error, allowed, _ = checks.worst(c, first[:num_rows])
     same_bits = all(np.array_equal(first, other, equal_nan=True) for other in others)
     return {
         "ok": same_bits and error <= allowed and not first[num_rows:].any(),

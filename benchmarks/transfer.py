@@ -75,7 +75,7 @@ def measure() -> dict[str, Any]:
     median = {name: statistics.median(its) for name, its in seconds.items()}
     return {
         "model": _MODEL.value,
-        "dtype": kept["blocks"].kind.dtype,
+        "dtype": kept["blocks"].block_format.dtype,
         "kv_layout": _LAYOUT.value,
         "tokens": _TOKENS.value,
         "hit_tokens": answer.num_cached_tokens,

@@ -21,7 +21,19 @@ Quantization = Literal["gguf", "int8", "int4", "fp8"]
 Attention = Literal["auto", "mosaic_gpu", "native", "xla"]
 PreemptionMode = Literal["recompute", "swap"]
 # Names of the policies in `memory/eviction.py`.
-EvictionPolicy = Literal["lru", "lru_split", "fifo", "lfu", "depth", "sieve", "s3fifo"]
+EvictionPolicy = Literal[
+    "lru",
+    "lru_split",
+    "fifo",
+    "lfu",
+    "depth",
+    "sieve",
+    "s3fifo",
+    "plain_lfu",
+    "tinylfu",
+    "greedy_dual",
+    "queue_lru",
+]
 Loop = Literal["auto", "device", "host"]
 Sums = Literal["fast", "ordered"]  # see `models.shards.Shards`
 SchedulingPolicy = Literal["fcfs", "priority"]  # first come first served; or lower `priority` first
@@ -197,7 +209,8 @@ class EngineConfig:
         ),
         flag=text(
             "order in which free blocks are taken: the longest unused first (lru, default), those without "
-            "content and then the longest unused (lru_split), fifo, lfu, depth, sieve, s3fifo, or module:Name"
+            "content and then the longest unused (lru_split), or fifo, lfu, depth, sieve, s3fifo, plain_lfu, "
+            "tinylfu, greedy_dual, queue_lru, or module:Name of one of yours"
         ),
     )
     # Treatment of a request that is preempted when blocks run out.

@@ -10,11 +10,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_kernels.layouts import LAYOUTS, TOKEN_MAJOR, BlockSlice, Layout, Pool, Sizes, View
 from pallas_kernels.native import why_not_layout
 
-OPTIONAL = ("alibi_slopes", "sliding_window", "soft_cap", "sinks", "block_sparse")  # served by all
+# Served by all.
+OPTIONAL = ("alibi_slopes", "sliding_window", "attention_chunk", "soft_cap", "sinks", "block_sparse")
 QUANTISED_DTYPES = ("float8_e4m3fn", "float8_e5m2", "int8")
 
 
@@ -79,6 +81,7 @@ class Options:
     scale: float
     alibi_slopes: jax.Array | None = None  # [num_q_heads] float32
     sliding_window: int | None = None  # tokens, the query's own included
+    attention_chunk: int | None = None  # tokens; a query sees its own chunk of the sequence alone
     soft_cap: float | None = None
     sinks: jax.Array | None = None  # [num_q_heads] float32
     k_scale: jax.Array | None = None  # [num_kv_heads] float32
@@ -89,6 +92,18 @@ class Options:
     packed: PackedArrays | None = None  # the arrays of a packed view besides the codes
     kv_layout: Layout = TOKEN_MAJOR
     blocks: BlockSlice | None = None  # which of the arrays' blocks the call's ids name; None: all
+
+
+def first_seen(position: jax.Array, window: int | None, chunk: int | None) -> jax.Array | None:
+    """Return the first token that a query at `position` may see, inside of kernels or outside.
+
+    With a window it may be negative, if the window begins before the sequence. None: there is no bound.
+    A position before the sequence, of no query, gives a number that is not positive.
+    """
+    if chunk is not None:
+        length = jnp.int32(chunk) if position.ndim == 0 else jnp.full_like(position, chunk)
+        return position - lax.rem(position, length)
+    return None if window is None else position + (1 - window)
 
 
 def view_of(options: Options) -> View:

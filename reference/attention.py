@@ -11,8 +11,9 @@ For query head h of a sequence of n tokens, with t running over the tokens it ma
     s[t]  += alibi_slopes[h] * (t - (n - 1))           if slopes are given
     out[h] = sum_t exp(s[t]) * v[t] / (sum_t exp(s[t]) + exp(sinks[h]))      the last term if sinks are given
 
-A token t is seen if t < n, if it is among the last `sliding_window` tokens, and if the block-sparse pattern
-keeps it. A sequence without tokens gives zeros.
+A token t is seen if t < n, if it is among the last `sliding_window` tokens, if it is in the same chunk of
+`attention_chunk` tokens as the query's own, and if the block-sparse pattern keeps it. Chunks begin at
+multiples of their length. A sequence without tokens gives zeros.
 """
 
 import math
@@ -60,6 +61,7 @@ def paged_attention(
     scale: float | None = None,
     alibi_slopes: np.ndarray | None = None,
     sliding_window: int | None = None,
+    attention_chunk: int | None = None,
     soft_cap: float | None = None,
     sinks: np.ndarray | None = None,
     k_scale: np.ndarray | float | None = None,
@@ -86,7 +88,7 @@ def paged_attention(
     for row in range(num_seqs):
         for head in range(num_q_heads):
             tokens = _visible_tokens(
-                int(seq_lens[row]), q, k_cache, head, sliding_window, block_sparse, kv_layout
+                int(seq_lens[row]), q, k_cache, head, sliding_window, attention_chunk, block_sparse, kv_layout
             )
             if not tokens:
                 continue
@@ -147,6 +149,7 @@ def partition_partials(
     scale: float | None = None,
     alibi_slopes: np.ndarray | None = None,
     sliding_window: int | None = None,
+    attention_chunk: int | None = None,
     soft_cap: float | None = None,
     k_scale: np.ndarray | float | None = None,
     v_scale: np.ndarray | float | None = None,
@@ -165,7 +168,7 @@ def partition_partials(
     for row in range(num_seqs):
         for head in range(num_q_heads):
             visible = _visible_tokens(
-                int(seq_lens[row]), q, k_cache, head, sliding_window, block_sparse, kv_layout
+                int(seq_lens[row]), q, k_cache, head, sliding_window, attention_chunk, block_sparse, kv_layout
             )
             for p in range(num_partitions):
                 tokens = [t for t in visible if t // partition_size == p]
@@ -221,6 +224,7 @@ def paged_attention_v2(
     scale: float | None = None,
     alibi_slopes: np.ndarray | None = None,
     sliding_window: int | None = None,
+    attention_chunk: int | None = None,
     soft_cap: float | None = None,
     sinks: np.ndarray | None = None,
     k_scale: np.ndarray | float | None = None,
@@ -231,8 +235,8 @@ def paged_attention_v2(
     """Compute `paged_attention` in partitions of `partition_size` tokens that are merged afterwards."""
     partials = partition_partials(
         q, k_cache, v_cache, block_tables, seq_lens, partition_size=partition_size, scale=scale,
-        alibi_slopes=alibi_slopes, sliding_window=sliding_window, soft_cap=soft_cap, k_scale=k_scale,
-        v_scale=v_scale, block_sparse=block_sparse, kv_layout=kv_layout,
+        alibi_slopes=alibi_slopes, sliding_window=sliding_window, attention_chunk=attention_chunk,
+        soft_cap=soft_cap, k_scale=k_scale, v_scale=v_scale, block_sparse=block_sparse, kv_layout=kv_layout,
     )  # fmt: skip
     return merge_partials(partials, sinks)
 
@@ -243,6 +247,7 @@ def _visible_tokens(
     k_cache: np.ndarray,
     head: int,
     sliding_window: int | None,
+    attention_chunk: int | None,
     block_sparse: BlockSparse | None,
     kv_layout: str,
 ) -> list[int]:
@@ -252,6 +257,8 @@ def _visible_tokens(
     tokens = []
     for t in range(seq_len):
         if sliding_window is not None and t <= seq_len - 1 - sliding_window:
+            continue
+        if attention_chunk is not None and t // attention_chunk < (seq_len - 1) // attention_chunk:
             continue
         if block_sparse is not None:
             step = block_sparse.head_sliding_step

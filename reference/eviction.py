@@ -4,10 +4,9 @@ A policy sees five things: blocks that are taken (their content is forgotten), c
 findable, blocks that are found again (hits), the free ones among these that leave (revived), and the blocks
 of a prompt that nobody holds any more, the prompt's last first. It says which free block is taken next.
 
-`Prompts` sends prompts through a cache under a policy, one after the other: what `jaxpaged lab` must find.
+`prompts.Prompts` sends prompts through a cache under a policy.
 """
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -109,6 +108,13 @@ class Lfu(Ranked):
         return self.floor + 1 + self.hits[block], self.now
 
 
+class PlainLfu(Ranked):
+    """LFU as textbooks have it: the least used first, without ageing."""
+
+    def rank(self, block: int) -> tuple[int, int]:
+        return self.hits[block], self.now
+
+
 class Depth(Ranked):
     """The deepest in their prompts first, by powers of two, with the ageing of `Lfu`."""
 
@@ -201,6 +207,148 @@ class S3Fifo(Ranked):
         return self.empty.pop(0)
 
 
+class GreedyDual(Ranked):
+    """GreedyDual (Young, 1994; Cao and Irani, 1997) for prompts: what costs more to compute stays longer.
+
+    A block that is given back is worth the floor and the mean cost of a block of its prompt. That cost grows
+    with the prompt, because attention looks at all tokens before. A block that is worth more already keeps
+    that: so no block is worth less than one behind it, and what is behind always goes first. A prompt is a
+    run of blocks given back one after the other, each just before the last one in depth.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int = 16) -> None:
+        super().__init__(num_blocks)
+        self.block_size = block_size
+        self.worth: dict[int, int] = {}
+        self.last_depth, self.length = -1, 0  # of the block given back last, and of its prompt, in blocks
+
+    def publish(self, block: int, depth: int, content: int) -> None:
+        super().publish(block, depth, content)
+        self.worth.pop(block, None)
+
+    def rank(self, block: int) -> tuple[int, int]:
+        depth = self.depth[block]
+        if depth != self.last_depth - 1:
+            self.length = depth + 1
+        self.last_depth = depth
+        cost = 16 + self.length * self.block_size // 4096
+        self.worth[block] = max(self.worth.get(block, self.floor), self.floor + cost)
+        return self.worth[block], self.now
+
+
+class TinyLfu(Ranked):
+    """W-TinyLFU (Einziger, Friedman and Manes, 2017): a window for new blocks, and a main part that a block
+    must earn.
+
+    The window holds a hundredth, and the main part the rest, of the most free blocks with content that there
+    were. Both are in the order of use. While the main part has room, the window's first moves on. Else it
+    meets the main part's first. Who was used less often goes; the window's also where both are equal. The
+    main part has two halves: a block that was found there is protected, and is of the other half again when
+    more than four fifths are protected. Uses are estimated by a count-min sketch of four rows, up to 15, and
+    halved after every ten uses for each block. A row of the sketch has `row_size` counts, a power of two.
+    """
+
+    def __init__(self, num_blocks: int, row_size: int | None = None) -> None:
+        super().__init__(num_blocks)
+        self.part: dict[int, str] = {}  # window, probation or protected; of each block with content
+        self.content: dict[int, int] = {}
+        self.most = 0  # free blocks with content
+        self.width = row_size or 2 << (num_blocks - 1).bit_length()
+        self.counts = [[0] * self.width for _ in self.FACTORS]
+        self.num_uses = 0
+
+    FACTORS = (0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35, 0x27D4EB2F)
+
+    def places(self, content: int) -> list[int]:
+        bits = self.width.bit_length() - 1
+        return [(content * factor % 2**32) >> (32 - bits) for factor in self.FACTORS]
+
+    def use(self, content: int) -> None:
+        self.num_uses += 1
+        for row, place in zip(self.counts, self.places(content), strict=True):
+            row[place] = min(15, row[place] + 1)
+
+    def num_used(self, block: int) -> int:
+        return min(
+            row[place] for row, place in zip(self.counts, self.places(self.content[block]), strict=True)
+        )
+
+    def publish(self, block: int, depth: int, content: int) -> None:
+        super().publish(block, depth, content)
+        self.content[block], self.part[block] = content, "window"
+        self.use(content)
+
+    def hit(self, block: int) -> None:
+        super().hit(block)
+        self.use(self.content[block])
+        if self.part[block] == "probation":
+            self.part[block] = "protected"
+
+    def rank(self, block: int) -> tuple[int, int]:
+        return 0, self.now
+
+    def free(self, blocks: Sequence[tuple[int, bool]]) -> None:
+        super().free(blocks)
+        for block, has_content in blocks:
+            if not has_content:
+                self.part.pop(block, None)
+        self.most = max(self.most, len(self.ranks))
+
+    def take(self) -> int:
+        while not self.empty:
+            order = sorted(self.ranks, key=self.ranks.__getitem__)
+            window = [block for block in order if self.part[block] == "window"]
+            protected = [block for block in order if self.part[block] == "protected"]
+            main = [block for block in order if self.part[block] == "probation"] + protected
+            smallest = max(1, self.most // 100)
+            room = self.most - smallest - sum(part != "window" for part in self.part.values())
+            moves = window and room > 0 and len(window) > smallest
+            if window and main and room >= 0:
+                moves = moves or self.num_used(window[0]) > self.num_used(main[0])
+            if 5 * len(protected) > 4 * len(main):
+                self._move_to_probation(protected[0])
+            elif moves:
+                self._move_to_probation(window[0])
+            else:
+                block = window[0] if window and (room >= 0 or not main) else main[0]
+                del self.ranks[block], self.part[block]
+                if self.num_uses >= 10 * self.most:
+                    self.num_uses //= 2
+                    self.counts = [[count // 2 for count in row] for row in self.counts]
+                return block
+        return self.empty.pop(0)
+
+    def _move_to_probation(self, block: int) -> None:
+        self.now += 1
+        self.part[block], self.ranks[block] = "probation", (0, self.now)
+
+
+class QueueLru(Ranked):
+    """Queue-informed LRU (vLLM issue 48485): what waiting requests will find goes last.
+
+    Among these blocks what only later ones in the queue want goes first. All others go first, the least
+    recently used at first. `wait` says who waits: of each block that the first of them finds, the number is
+    the length of the queue, of the second's one less, and so on.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__(num_blocks)
+        self.wanted: dict[int, int] = {}
+        self.used: dict[int, int] = {}
+
+    def publish(self, block: int, depth: int, content: int) -> None:
+        super().publish(block, depth, content)
+        self.wanted.pop(block, None)
+
+    def wait(self, wanted: dict[int, int]) -> None:
+        self.wanted = wanted
+        self.ranks = {block: (wanted.get(block, 0), self.used[block]) for block in self.ranks}
+
+    def rank(self, block: int) -> tuple[int, int]:
+        self.used[block] = self.now
+        return self.wanted.get(block, 0), self.now
+
+
 class Belady(Ranked):
     """Farthest next use first; of several, the one unused for longest."""
 
@@ -220,93 +368,9 @@ POLICIES: dict[str, Callable[[int], Policy]] = {
     "depth": Depth,
     "sieve": Sieve,
     "s3fifo": S3Fifo,
+    "plain_lfu": PlainLfu,
+    "greedy_dual": GreedyDual,
+    "tinylfu": TinyLfu,
+    "queue_lru": QueueLru,
     "belady": Belady,
 }
-
-
-class Prompts:
-    """Prompts of symbols through a cache of `num_blocks - 1` blocks; the last `num_rows` hold theirs.
-
-    A block is found by its symbol and all before it in its prompt. When the last block with some content is
-    taken, what followed it cannot be found again, even if that content returns. Of several blocks with one
-    content the one cached first is found. `name_of` gives a prompt's beginning a number, for policies that
-    remember content.
-    """
-
-    def __init__(
-        self,
-        policy: Policy,
-        num_blocks: int,
-        num_rows: int = 1,
-        name_of: Callable[[Sequence[int]], int] = lambda symbols: 0,
-    ) -> None:
-        self.policy, self.name_of = policy, name_of
-        self.rows: list[list[int]] = [[] for _ in range(num_rows)]  # the one that came first first
-        self.holders = [0] * num_blocks
-        self.names = itertools.count(1)  # of nodes; 0 is before all prompts
-        self.nodes: dict[tuple[int, int], int] = {}  # by the node before it and its symbol
-        self.identity: dict[int, tuple[int, int]] = {}  # the other way round
-        self.blocks: dict[int, list[int]] = {}  # of each node, the one cached first first
-        self.node_of: dict[int, int] = {}  # of each block with content
-
-    def send(
-        self, symbols: Sequence[int], num_lookup: int, num_held: int, next_use: Sequence[int] = ()
-    ) -> int:
-        """Send one prompt through the cache; return how many of its blocks are hit.
-
-        At most the first `num_lookup` of its symbols may be hit. `num_held` blocks are held in all, those
-        beyond the symbols without content. `next_use`, of each symbol, is for `Belady`.
-        """
-        self._give_back(self.rows.pop(0))
-        held: list[int] = []
-        self.rows.append(held)
-        node = 0
-        for symbol in symbols[:num_lookup]:
-            found = self.nodes.get((node, symbol))
-            if found is None:
-                break
-            node = found
-            held.append(self.blocks[node][0])
-        num_hits = len(held)
-        for block in held:
-            self.policy.hit(block)
-            if not self.holders[block]:
-                self.policy.revive(block)
-            self.holders[block] += 1
-        for row in self.rows[:-1]:
-            if self.holders[1:].count(0) < num_held - num_hits:
-                self._give_back(row)
-        for _ in range(num_held - num_hits):
-            block = self.policy.take()
-            self._forget(block)
-            self.holders[block] = 1
-            held.append(block)
-        for depth in range(num_hits, len(symbols)):
-            node = self._cache(held[depth], node, symbols[depth])
-            self.policy.publish(held[depth], depth, self.name_of(symbols[: depth + 1]))
-        if isinstance(self.policy, Belady):
-            self.policy.next_use.update(zip(held, next_use, strict=False))
-        return num_hits
-
-    def _give_back(self, row: list[int]) -> None:
-        for block in reversed(row):
-            self.holders[block] -= 1
-        free = [block for block in reversed(row) if not self.holders[block]]
-        self.policy.free([(block, block in self.node_of) for block in free])
-        row.clear()
-
-    def _cache(self, block: int, before: int, symbol: int) -> int:
-        node = self.nodes.get((before, symbol))
-        if node is None:
-            node = next(self.names)
-            self.nodes[before, symbol], self.identity[node] = node, (before, symbol)
-        self.blocks.setdefault(node, []).append(block)
-        self.node_of[block] = node
-        return node
-
-    def _forget(self, block: int) -> None:
-        node = self.node_of.pop(block, None)
-        if node is not None:
-            self.blocks[node].remove(block)
-            if not self.blocks[node]:
-                del self.blocks[node], self.nodes[self.identity.pop(node)]

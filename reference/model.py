@@ -23,7 +23,11 @@ class Layer(Protocol):
     """Properties in which layers differ."""
 
     rope: Rope | None
+    temperature: Any  # None, or how queries grow with the position
     sliding_window: int | None  # tokens that a token sees, itself among them; None: all before it
+    attention_chunk: (
+        int | None
+    )  # tokens of a chunk of the sequence: a token sees its own alone; None: no chunks
 
 
 class Config(Protocol):
@@ -144,8 +148,8 @@ def attention(
 
     Query heads share kv heads in groups.
 
-    Token i sees token j if j <= i and, with a sliding window, i - j < sliding_window. A sink is one more
-    score, of a token without a value.
+    Token i sees token j if j <= i and, with a sliding window, i - j < sliding_window; with chunks, if both
+    are in one. A sink is one more score, of a token without a value.
     """
     c, num_tokens, first = config, len(x), cache.num_tokens if cache else 0
     qkv = linear(weights, f"{name}.qkv", x)
@@ -160,6 +164,13 @@ def attention(
         q, k = (rope(y, kind.rope, c.max_model_len, first) for y in (q, k))
     if c.norm_after_rope:
         q, k = qk_normed(c, weights, name, q, k)
+    if c.qk_norm == "plain" and kind.rope is not None:
+        q, k = (
+            y / np.sqrt(np.mean(y * y, axis=-1, keepdims=True) + y.dtype.type(c.norm_eps)) for y in (q, k)
+        )
+    if kind.temperature is not None:
+        number = np.arange(first + 1, first + num_tokens + 1) // kind.temperature.every
+        q = q * (1 + kind.temperature.scale * np.log1p(number)).astype(q.dtype)[:, None, None]
     if cache is not None:
         k, v = cache.add(name, k, v)
     out, group = np.empty_like(q), c.num_q_heads // c.num_kv_heads
@@ -167,6 +178,9 @@ def attention(
     seen = distance >= 0
     if kind.sliding_window is not None:
         seen &= distance < kind.sliding_window
+    if kind.attention_chunk is not None:
+        chunk = np.arange(first + num_tokens) // kind.attention_chunk
+        seen &= np.equal.outer(chunk[first:], chunk)
     for head in range(c.num_q_heads):
         scores = q[:, head] @ k[:, head // group].T * q.dtype.type(c.scale)
         scores = soft_capped(scores, c.attention_soft_cap)
@@ -187,7 +201,7 @@ def qk_normed(
     """Return queries and keys, [num_tokens, heads, head_dim]: normed each head by itself, with weights that
     all share or with its own, or all heads as one.
     """
-    if config.qk_norm is None:
+    if config.qk_norm in (None, "plain"):
         return q, k
 
     def normed(part: str, x: np.ndarray) -> np.ndarray:
@@ -217,13 +231,17 @@ def experts(config: Config, weights: Weights, name: str, x: np.ndarray) -> np.nd
         mix = sparse_mixer(e, its) if e.scoring == "sparse_mixer" else choose(e, its, correction)
         for expert, share in mix:
             prefix = f"{name}.experts.{expert}"
-            gate, up = np.split(linear(weights, f"{prefix}.gate_up", x[token]), 2)
+            share *= e.scale
+            given = x[token] * x.dtype.type(share) if e.scales_input else x[token]
+            gate, up = np.split(linear(weights, f"{prefix}.gate_up", given), 2)
             if e.glu_limit is None:
                 wide = activate(config, gate) * up
             else:
                 gate, up = np.minimum(gate, e.glu_limit), up.clip(-e.glu_limit, e.glu_limit)
                 wide = gate / (1 + np.exp(-1.702 * gate)) * (up + 1)
-            out[token] += x.dtype.type(e.scale * share) * linear(weights, f"{prefix}.down", wide)
+            out[token] += x.dtype.type(1 if e.scales_input else share) * linear(
+                weights, f"{prefix}.down", wide
+            )
     if e.shared_size:
         shared = mlp(config, weights, name, x, "shared.")
         if e.shared_gate:

@@ -102,14 +102,14 @@ def optimized(own_programs):
 
 
 @pytest.fixture(scope="module")
-def small_pieces(own_programs):
+def small_chunks(own_programs):
     """Process tables in chunks of 3, so that small tables take several chunks, too."""
     from jaxpaged.memory import entries, prefix_cache
     from jaxpaged.step import admission
 
     with pytest.MonkeyPatch.context() as patch:
         for module in (entries, prefix_cache, admission):
-            patch.setattr(module, "PIECE", 3)
+            patch.setattr(module, "CHUNK", 3)
         yield
 
 

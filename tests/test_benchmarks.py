@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import pytest
 
 from benchmarks import check_kernels, device, record
-from jaxpaged.verify.cases import case
+from jaxpaged.verify.cases.decode import case
 from pallas_kernels import ops
 from tests.kernels import checks
 from tests.lab.tracing import conversations, write

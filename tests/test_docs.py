@@ -43,7 +43,12 @@ PAGES = [
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 MODELS = {"smollm2": "tiny.gguf", "Qwen3-Embedding-0.6B": ROOT / "tests" / "goldens" / "pooling" / "qwen3"}
 # Pages whose engines share no program with other tests.
-SLOW = {"docs/guides/adapters.md", "docs/concepts/layouts.md", "docs/guides/pooling.md"}
+SLOW = {
+    "docs/research/lab.md",
+    "docs/guides/adapters.md",
+    "docs/concepts/layouts.md",
+    "docs/guides/pooling.md",
+}
 LANGUAGES = {"python", "sh", "json", "text"}
 NOT_INSTALLED = {"ray", "torch"}  # what may be missing where the tests run
 BLOCK = re.compile(

@@ -8,7 +8,7 @@ import pytest
 
 from jaxpaged import BeamSearchParams, InputError, SamplingParams
 from jaxpaged.api.arg_utils import OF_LLM
-from jaxpaged.api.llm import engine_config
+from jaxpaged.api.model import engine_config
 from jaxpaged.batch.prompt_files import for_llm, of_row
 from jaxpaged.cli import parser
 from jaxpaged.config import EngineConfig

@@ -13,9 +13,9 @@ import numpy as np
 
 from jaxpaged.api import streams
 from jaxpaged.api.arg_utils import EngineArgs
-from jaxpaged.api.llm import LLM, Prompt
+from jaxpaged.api.llm import LLM
 from jaxpaged.api.outputs import RequestOutput
-from jaxpaged.api.prompts import with_cut
+from jaxpaged.api.prompts import Prompt, with_cut
 from jaxpaged.checks import InputError, check
 from jaxpaged.engine.handle import EngineDeadError, Handle
 from jaxpaged.engine.request import Request

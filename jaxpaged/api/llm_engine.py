@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Self
 
 from jaxpaged.api.arg_utils import EngineArgs
-from jaxpaged.api.llm import LLM, Prompt
+from jaxpaged.api.model import LoadedModel
 from jaxpaged.api.outputs import RequestOutput
-from jaxpaged.api.prompts import with_cut
+from jaxpaged.api.prompts import Prompt, with_cut
 from jaxpaged.api.streams import Answers
 from jaxpaged.checks import check
 from jaxpaged.engine.handle import EngineDeadError, Handle, Item, collect, or_raise
@@ -38,14 +38,14 @@ class LLMEngine:
     the one before, and waits only where nothing has.
     """
 
-    def __init__(self, llm: LLM) -> None:
+    def __init__(self, llm: LoadedModel) -> None:
         self.llm = llm
         self._underway: dict[str, _Underway] = {}
         self._items: queue.SimpleQueue[tuple[str, Item]] = queue.SimpleQueue()
         self._ready: list[RequestOutput] = []  # of a step that raised an error of one request
 
     @classmethod
-    def of(cls, llm: LLM) -> Self:
+    def of(cls, llm: LoadedModel) -> Self:
         """Return an engine of a model that is there already, and that others may go on to use."""
         return cls(llm)
 
@@ -58,7 +58,7 @@ class LLMEngine:
         enable_multiprocessing: bool = False,
     ) -> Self:
         """Load the model of `EngineArgs`. vLLM's other arguments change nothing here. Raises `InputError`."""
-        return cls(LLM.from_engine_args(engine_args))
+        return cls(LoadedModel.from_engine_args(engine_args))
 
     def add_request(
         self,
@@ -158,11 +158,11 @@ class LLMEngine:
         return self.llm.get_tokenizer()
 
     def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Read an adapter now: see `LLM.add_lora`."""
+        """Read an adapter now: see `LoadedModel.add_lora`."""
         return self.llm.add_lora(lora_request)
 
     def remove_lora(self, lora_id: int) -> bool:
-        """Forget an adapter: see `LLM.remove_lora`."""
+        """Forget an adapter: see `LoadedModel.remove_lora`."""
         return self.llm.remove_lora(lora_id)
 
     def list_loras(self) -> set[int]:
@@ -170,7 +170,7 @@ class LLMEngine:
         return self.llm.list_loras()
 
     def reset_prefix_cache(self) -> bool:
-        """Forget the prefixes of former requests: see `LLM.reset_prefix_cache`."""
+        """Forget the prefixes of former requests: see `LoadedModel.reset_prefix_cache`."""
         return self.llm.reset_prefix_cache()
 
     def _waiting_items(self) -> list[tuple[str, Item]]:
@@ -196,7 +196,7 @@ class _Underway:
     """A request under way: its prompt, where that came as text, and its answers so far."""
 
     def __init__(
-        self, llm: LLM, prompt: str | None, requests: Sequence[Request], handles: list[Handle]
+        self, llm: LoadedModel, prompt: str | None, requests: Sequence[Request], handles: list[Handle]
     ) -> None:
         self.prompt = prompt
         self.answers = Answers(requests, llm.engine)

@@ -28,7 +28,8 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from jaxpaged.api.async_llm import AsyncLLM
-from jaxpaged.api.llm import LLM, engine_config
+from jaxpaged.api.llm import LLM
+from jaxpaged.api.model import engine_config
 from jaxpaged.batch import prompt_parts
 from jaxpaged.batch.prompt_parts import Part
 from jaxpaged.checks import check, checked_int, checked_number

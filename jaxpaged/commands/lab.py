@@ -3,19 +3,21 @@
 import argparse
 import json
 import math
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, get_args
 
-from jaxpaged.checks import InputError, checked_choice, checked_int, checked_number
+from jaxpaged.checks import InputError, check, checked_choice, checked_int, checked_number
 from jaxpaged.commands.parser import Commands, require
-from jaxpaged.config import EngineConfig
+from jaxpaged.config import EngineConfig, EvictionPolicy
 from jaxpaged.contracts import versions
-from jaxpaged.lab.combination import UNBOUNDED, Combination
+from jaxpaged.lab.combination import UNBOUNDED, Combination, default_cache_tokens
 
 if TYPE_CHECKING:
     from jaxpaged.lab.serving.replay import Served
     from jaxpaged.lab.sweep import Result
     from jaxpaged.lab.traces import Trace
 
+TABLES = (".csv", ".md")
 MOST_WARMUP = 1 - 1e-9
 SERVED = 1000  # requests, with --out
 DECODER = "Llama 3.1 8B"
@@ -37,7 +39,8 @@ def add_lab(commands: Commands) -> None:
         type=_names,
         default=["lru"],
         metavar="NAME,...",
-        help="eviction policies, or package.module:Name of one of yours (default lru)",
+        help=f"eviction policies (default lru): {', '.join(get_args(EvictionPolicy))}, belady, or "
+        "module:Name of one of yours",
     )
     lab.add_argument(
         "--block-size",
@@ -75,6 +78,9 @@ def add_lab(commands: Commands) -> None:
     )
     lab.add_argument(
         "--out", metavar="DIR", help="folder to write report.html, with plots, and report.json to"
+    )
+    lab.add_argument(
+        "--table", metavar="FILE", help="file to write the table to, as CSV (.csv) or Markdown (.md)"
     )
     lab.add_argument("--json", action="store_true", help="print a JSON line for each combination")
     serving = lab.add_argument_group(
@@ -126,6 +132,8 @@ def run(args: argparse.Namespace) -> None:
     config = EngineConfig(max_num_seqs=args.max_num_seqs, max_num_batched_tokens=num_tokens)
     if args.out is not None:
         require(("matplotlib",), "lab")
+    is_table = args.table is None or Path(args.table).suffix in TABLES
+    check("table", args.table, "a file that ends in .csv or .md", is_table)
     for name in args.policies:
         belady.named(name)
     trace = traces.read(args.trace)
@@ -136,7 +144,7 @@ def run(args: argparse.Namespace) -> None:
         Combination(policy, block_size, tokens)
         for block_size in block_sizes
         for policy in args.policies
-        for tokens in _cache_tokens(args.cache_tokens, trace.input_lens.sum(), block_size)
+        for tokens in _cache_tokens(args.cache_tokens, int(trace.input_lens.sum()), block_size)
     ]
     served = trace.first(num_served)
     # Not Belady's rule, for one: it needs to know the future, and who runs when depends on what was hit.
@@ -170,6 +178,8 @@ def run(args: argparse.Namespace) -> None:
                 caches.append(next(serving))
             with tqdm.external_write_mode():
                 print(_line(result, caches[-1] if is_served else None, args.json), flush=True)
+    if args.table is not None:
+        _write_table(args.table, results)
     if args.out is not None:
         from jaxpaged.lab import report
 
@@ -177,6 +187,18 @@ def run(args: argparse.Namespace) -> None:
         written = report.write(args.out, trace, results, of_gpu if caches else None)
         if not args.json:
             print(f"report: {written}")
+
+
+def _write_table(path: str, results: "list[Result]") -> None:
+    """Write a row for each combination. Raises `InputError`."""
+    from jaxpaged.lab import tables
+
+    rows = [result.line() for result in results]
+    text = tables.to_csv(rows) if Path(path).suffix == ".csv" else tables.to_markdown(rows)
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"table={path!r} cannot be written: {error}") from error
 
 
 def _names(text: str) -> list[str]:
@@ -193,17 +215,10 @@ def _size(name: str, text: str, least: int) -> int:
 
 
 def _cache_tokens(texts: list[str] | None, num_tokens: int, block_size: int) -> list[int | None]:
-    """Return the cache sizes that were given; by default each four times the last, up to the trace's
-    tokens.
-    """
-    if texts is not None:
-        return [None if text == UNBOUNDED else _size("cache_tokens", text, block_size) for text in texts]
-    sizes: list[int] = []
-    size = 2**14
-    while size < num_tokens and len(sizes) < 7:
-        sizes.append(size)
-        size *= 4
-    return [*(size for size in sizes if size >= block_size), None]
+    """Return the cache sizes that were given, or those by default."""
+    if texts is None:
+        return default_cache_tokens(num_tokens, block_size)
+    return [None if text == UNBOUNDED else _size("cache_tokens", text, block_size) for text in texts]
 
 
 def _headline(trace: "Trace", is_served: bool) -> str:

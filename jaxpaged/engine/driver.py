@@ -32,7 +32,7 @@ from jaxpaged.engine.snapshot import Snapshot
 from jaxpaged.engine.start import Shapes
 from jaxpaged.engine.stats import Stats
 from jaxpaged.handover import exchange
-from jaxpaged.handover.blocks import Blocks, Kind
+from jaxpaged.handover.blocks import BlockFormat, Blocks
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.decoder import Decoder
 from jaxpaged.models.layers import AdapterParam
@@ -67,7 +67,7 @@ class Run:
 CALL_CLASSES = Rows, SamplingState, LogitRules, Beams
 # The driver's calls to its devices, of host arrays, which all processes of a model make.
 CALLS = SharedCalls(
-    "_forget_prefixes", "_abort_arrivals", "_dispatch", "_put_adapter", "_place", "_write_piece"
+    "_forget_prefixes", "_abort_arrivals", "_dispatch", "_put_adapter", "_place", "_write_chunk"
 )
 
 
@@ -200,39 +200,41 @@ class Driver:
         self._state = loop.reset_prefix_cache(self._state, mesh=self._mesh)
 
     @functools.cached_property
-    def kind(self) -> Kind:
+    def block_format(self) -> BlockFormat:
         """Format of this engine's blocks. The first time it reads all weights. Raises `InputError` if blocks
         cannot travel.
         """
-        return exchange.kind(self.config, self.door.model_config, self.params, self._state.kv_cache)
+        return exchange.describe_format(
+            self.config, self.door.model_config, self.params, self._state.kv_cache
+        )
 
     def export_blocks(self, prompt: np.ndarray, cache_salt: str | None) -> Blocks:
         """Copy the cached blocks of a prompt to the host's memory. Waits for the run under way."""
-        kind, chain = self.kind, self.locate(prompt, cache_salt)
-        return Blocks(kind, chain.token_ids, cache_salt, exchange.on_host(self._state, chain, self._mesh))
+        block_format, chain = self.block_format, self.locate(prompt, cache_salt)
+        return Blocks(
+            block_format, chain.token_ids, cache_salt, exchange.on_host(self._state, chain, self._mesh)
+        )
 
     def locate(self, prompt: np.ndarray, cache_salt: str | None) -> exchange.Chain:
         return exchange.locate(self._state, prompt, self.door.salts.number(cache_salt), self._mesh)
 
-    def pieces(self, chain: exchange.Chain) -> list[exchange.Piece]:
+    def chunks(self, chain: exchange.Chain) -> list[exchange.Chunk]:
         """Return K and V of a chain that `locate` has just found, on the device."""
-        return list(exchange.pieces(self._state, chain, self._mesh))
+        return list(exchange.read_chunks(self._state, chain, self._mesh))
 
     def adopt_blocks(self, blocks: Blocks) -> int:
         """Cache blocks of another engine. Return how many can be found: all, or 0 if they do not fit. Raises
         `InputError`.
         """
-        self.kind.require(blocks)
-        its_pieces = exchange.cut(blocks.arrays, blocks.num_blocks, self._state.kv_cache, self._mesh)
-        return self.adopt(blocks.token_ids, blocks.cache_salt, its_pieces)
+        self.block_format.require(blocks)
+        chunks = exchange.cut(blocks.arrays, blocks.num_blocks, self._state.kv_cache, self._mesh)
+        return self.adopt(blocks.token_ids, blocks.cache_salt, chunks)
 
-    def adopt(
-        self, token_ids: np.ndarray, cache_salt: str | None, its_pieces: Iterator[exchange.Piece]
-    ) -> int:
-        room = exchange.make_room(self._state, token_ids, self.door.salts.number(cache_salt), self._mesh)
-        if room is None:
+    def adopt(self, token_ids: np.ndarray, cache_salt: str | None, chunks: Iterator[exchange.Chunk]) -> int:
+        reservation = exchange.reserve(self._state, token_ids, self.door.salts.number(cache_salt), self._mesh)
+        if reservation is None:
             return 0
-        for state in exchange.fill(self._state, room, its_pieces, self._mesh):
+        for state in exchange.fill(self._state, reservation, chunks, self._mesh):
             self._state = state
         return len(token_ids)
 
@@ -413,15 +415,15 @@ class Driver:
         anew.
         """
         for first in range(0, max(tokens.shape[1], 1), SUBMIT_TOKENS):
-            piece = tokens[:, first : first + SUBMIT_TOKENS]
-            padding = ((0, 0), (0, SUBMIT_TOKENS - piece.shape[1]))
-            piece = np.pad(piece, padding, constant_values=len(self.rows))  # beyond all rows: none
-            self._write_piece(self._replicas.with_rows(piece))
+            chunk = tokens[:, first : first + SUBMIT_TOKENS]
+            padding = ((0, 0), (0, SUBMIT_TOKENS - chunk.shape[1]))
+            chunk = np.pad(chunk, padding, constant_values=len(self.rows))  # beyond all rows: none
+            self._write_chunk(self._replicas.with_rows(chunk))
 
     @CALLS.shared
-    def _write_piece(self, piece: np.ndarray) -> None:
+    def _write_chunk(self, chunk: np.ndarray) -> None:
         rows = self._state.rows
-        token_ids = loop.write_tokens(rows.token_ids, piece, mesh=self._mesh)
+        token_ids = loop.write_tokens(rows.token_ids, chunk, mesh=self._mesh)
         self._state = dataclasses.replace(self._state, rows=dataclasses.replace(rows, token_ids=token_ids))
 
     def _read(self, run: Run) -> list[Delta]:

@@ -26,7 +26,7 @@ from jaxpaged.engine.start import Shapes
 from jaxpaged.engine.stats import Stats
 from jaxpaged.engine.texts import TextError
 from jaxpaged.handover.blocks import Blocks
-from jaxpaged.handover.exchange import Piece
+from jaxpaged.handover.exchange import Chunk
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.decoder import Decoder
 from jaxpaged.models.load_as import LoadAs
@@ -170,17 +170,17 @@ class Engine:
             engine.refuse_here("hand over blocks")
         prompt = self.door.checked_prompt(prompt_token_ids, cache_salt)
 
-        def take(driver: Driver) -> tuple[Blocks, list[Piece]]:
-            kind, chain = driver.kind, driver.locate(prompt, cache_salt)
-            return Blocks(kind, chain.token_ids, cache_salt, {}), driver.pieces(chain)
+        def take(driver: Driver) -> tuple[Blocks, list[Chunk]]:
+            block_format, chain = driver.block_format, driver.locate(prompt, cache_salt)
+            return Blocks(block_format, chain.token_ids, cache_salt, {}), driver.chunks(chain)
 
-        named, pieces = self._worker.ask(take)
+        named, chunks = self._worker.ask(take)
 
         def put(driver: Driver) -> int:
-            driver.kind.require(named)
-            return driver.adopt(named.token_ids, cache_salt, iter(pieces))
+            driver.block_format.require(named)
+            return driver.adopt(named.token_ids, cache_salt, iter(chunks))
 
-        return to._worker.ask(put) if pieces else 0
+        return to._worker.ask(put) if chunks else 0
 
     def refuse_here(self, what: str) -> None:
         """Raise `RuntimeError` in the engine's own thread, which a sink runs in: it would wait for itself."""

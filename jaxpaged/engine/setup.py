@@ -198,7 +198,11 @@ class Setup:
         the model.
         """
         c = self.model_config
-        windows = ("sliding_window",) if any(window is not None for window in c.sliding_windows) else ()
+        bounds = {
+            name
+            for name in ("attention_chunk", "sliding_window")
+            if any(getattr(kind, name) is not None for kind in c.attention_kinds)
+        }
         call = attentions.Call(
             dtype=self.dtype,
             head_dim=c.head_dim,
@@ -206,7 +210,7 @@ class Setup:
             group_size=c.num_q_heads // c.num_kv_heads,
             layout=self.layout,
             platform=jax.default_backend(),
-            options=(*windows, *c.attention_extras),
+            options=(*sorted(bounds), *c.attention_extras),
         )
         if why := own.support.why_not(call):
             raise InputError(f"attention={own.name!r} must serve the model: {why}")

@@ -17,7 +17,7 @@ OF_CACHE = "kv."  # begins the names of the cache's arrays
 
 
 @dataclasses.dataclass(frozen=True)
-class Kind:
+class BlockFormat:
     """The format of blocks: what two engines must have in common to use each other's."""
 
     block_size: int  # tokens
@@ -31,9 +31,9 @@ class Kind:
     tensor_parallel_size: int = 1  # devices, each with the K and V of its own heads
 
     def require(self, blocks: "Blocks") -> None:
-        """Raise `InputError` unless these are of this kind."""
+        """Raise `InputError` unless blocks have this format."""
         for name, mine in dataclasses.asdict(self).items():
-            its = getattr(blocks.kind, name)
+            its = getattr(blocks.block_format, name)
             check(f"blocks: {name}", its, f"{mine!r}, as this engine's", its == mine)
 
 
@@ -44,7 +44,7 @@ class Blocks:
     K and V cannot be checked: adopt only what comes from whom you trust.
     """
 
-    kind: Kind
+    block_format: BlockFormat
     token_ids: np.ndarray  # int32 [num_blocks, block_size]
     cache_salt: str | None
     # By the layout's names: [num_blocks, num_layers, ...], of several devices [num_blocks, devices, ...].
@@ -66,7 +66,7 @@ class Blocks:
     def to_bytes(self) -> bytes:
         """Serialise to a safetensors file: the token ids, and each array's bytes, block by block."""
         said = {
-            "kind": dataclasses.asdict(self.kind),
+            "kind": dataclasses.asdict(self.block_format),
             "cache_salt": self.cache_salt,
             "arrays": {name: [x.dtype.name, x.shape[1:]] for name, x in self.arrays.items()},
         }
@@ -90,12 +90,14 @@ class Blocks:
             length = int.from_bytes(data[:8], "little")
             said = read_json(read_json(data[8 : 8 + length])["__metadata__"][FORMAT])
             tensors = load(bytes(data))
-            kind, salt = _kind(said["kind"]), said["cache_salt"]
+            block_format, salt = _block_format(said["kind"]), said["cache_salt"]
             token_ids = tensors.pop(TOKENS)
             is_line = (
-                token_ids.dtype == np.int32 and token_ids.ndim == 2 and token_ids.shape[1] == kind.block_size
+                token_ids.dtype == np.int32
+                and token_ids.ndim == 2
+                and token_ids.shape[1] == block_format.block_size
             )
-            check("token_ids", token_ids, f"int32 [num_blocks, {kind.block_size}]", is_line)
+            check("token_ids", token_ids, f"int32 [num_blocks, {block_format.block_size}]", is_line)
             arrays = {
                 name: _unpacked(tensors.pop(OF_CACHE + name), len(token_ids), *its)
                 for name, its in said["arrays"].items()
@@ -106,7 +108,7 @@ class Blocks:
             raise InputError(f"blocks: {error}") from error
         except Exception as error:  # safetensors, and values of any type where others belong
             raise InputError(f"blocks cannot be read: {type(error).__name__}: {error}") from error
-        return cls(kind, token_ids, salt, arrays)
+        return cls(block_format, token_ids, salt, arrays)
 
 
 def _flat(dtype: np.dtype, shape: tuple[int, ...]) -> tuple[int, int]:
@@ -123,8 +125,8 @@ def _unpacked(flat: np.ndarray, num_blocks: int, dtype_name: str, shape: list[in
     return flat.reshape(-1).view(dtype).reshape(whole)
 
 
-def _kind(said: dict[str, Any]) -> Kind:
-    types = {field.name: field.type for field in dataclasses.fields(Kind)}
+def _block_format(said: dict[str, Any]) -> BlockFormat:
+    types = {field.name: field.type for field in dataclasses.fields(BlockFormat)}
     if said.keys() != types.keys() or any(type(said[name]) is not its for name, its in types.items()):
-        raise ValueError(f"its kind is {shown(said)}")
-    return Kind(**said)
+        raise ValueError(f"its format is {shown(said)}")
+    return BlockFormat(**said)

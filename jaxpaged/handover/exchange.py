@@ -1,7 +1,7 @@
 """Blocks taken out of an engine's state, and put into another's, between two runs.
 
-They move in pieces of one size, so that of any number of blocks nothing is compiled anew, and beside them one
-piece at a time is in the device's memory. Where several devices share a model, each has a piece of its own
+They move in chunks of one size, so that of any number of blocks nothing is compiled anew, and beside them one
+chunk at a time is in the device's memory. Where several devices share a model, each has a chunk of its own
 heads' K and V: these are one array along its first axis, as the cache is; in the host's memory what belongs
 to a block lies together.
 """
@@ -22,7 +22,7 @@ from jaxpaged.arithmetic import cdiv
 from jaxpaged.checks import check
 from jaxpaged.config import EngineConfig
 from jaxpaged.handover import programs
-from jaxpaged.handover.blocks import Kind
+from jaxpaged.handover.blocks import BlockFormat
 from jaxpaged.memory import transfer
 from jaxpaged.memory.block_pool import BlockPool
 from jaxpaged.memory.kv_cache import KVCache
@@ -31,11 +31,11 @@ from jaxpaged.models.layers import AdapterParam
 from jaxpaged.models.shards import MODEL
 from jaxpaged.parallel.mesh import BY_SHARD, ON_EACH
 from jaxpaged.status import Status, raise_if_error
-from jaxpaged.step.state import EngineState, none_turned_away
+from jaxpaged.step.state import EngineState, no_rejection
 
-PIECE_BYTES = 32 * 2**20
+CHUNK_BYTES = 32 * 2**20
 
-type Piece = Mapping[str, Any]  # by the layout's names, [devices * blocks of a piece, num_layers, ...] each
+type Chunk = Mapping[str, Any]  # by the layout's names, [devices * blocks of a chunk, num_layers, ...] each
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,9 @@ class Chain:
     block_ids: np.ndarray  # int32 [num_blocks]
 
 
-def kind(config: EngineConfig, model_config: ModelConfig, params: nnx.State, kv_cache: KVCache) -> Kind:
+def describe_format(
+    config: EngineConfig, model_config: ModelConfig, params: nnx.State, kv_cache: KVCache
+) -> BlockFormat:
     """Describe the format of an engine's blocks. Reads all weights once. Raises `InputError` if they cannot
     travel.
     """
@@ -69,7 +71,7 @@ def kind(config: EngineConfig, model_config: ModelConfig, params: nnx.State, kv_
     words = np.asarray(programs.digest(jax.tree.leaves(weights)))
     # What says nothing of K and V may differ, as between two files of one model.
     described = replace(model_config, eos_token_ids=(), max_model_len=1)
-    return Kind(
+    return BlockFormat(
         block_size=kv_cache.block_size,
         layout=repr(kv_cache.layout),
         dtype=kv_cache.dtype.name,
@@ -91,11 +93,11 @@ def locate(state: EngineState, prompt: np.ndarray, salt: int, mesh: Mesh | None 
     return Chain(token_ids[:num_blocks], block_ids[:num_blocks])
 
 
-def pieces(state: EngineState, chain: Chain, mesh: Mesh | None = None) -> Iterator[dict[str, jax.Array]]:
+def read_chunks(state: EngineState, chain: Chain, mesh: Mesh | None = None) -> Iterator[dict[str, jax.Array]]:
     """Read K and V of a chain chunk by chunk, on the devices. Beyond the chain's end the values are
     undefined.
     """
-    for ids in _in_pieces(state.kv_cache, chain.block_ids):
+    for ids in _in_chunks(state.kv_cache, chain.block_ids):
         yield programs.read_blocks(state.kv_cache, ids, mesh=mesh)
 
 
@@ -104,11 +106,11 @@ def on_host(state: EngineState, chain: Chain, mesh: Mesh | None = None) -> dict[
 
     Returns arrays [num_blocks, num_layers, ...], of several devices [num_blocks, devices, num_layers, ...].
     """
-    num_blocks, size = len(chain.block_ids), piece_size(state.kv_cache)
+    num_blocks, size = len(chain.block_ids), chunk_size(state.kv_cache)
     shapes = _shapes(state.kv_cache, num_blocks, mesh)
     arrays = {name: np.empty(like.shape, like.dtype) for name, like in shapes.items()}
-    for i, piece in enumerate(pieces(state, chain, mesh)):
-        for name, x in jax.device_get(piece).items():
+    for i, chunk in enumerate(read_chunks(state, chain, mesh)):
+        for name, x in jax.device_get(chunk).items():
             its = arrays[name][i * size : (i + 1) * size]
             its[:] = _by_block(x, mesh)[: len(its)]
     return arrays
@@ -116,21 +118,21 @@ def on_host(state: EngineState, chain: Chain, mesh: Mesh | None = None) -> dict[
 
 def cut(
     arrays: Mapping[str, np.ndarray], num_blocks: int, kv_cache: KVCache, mesh: Mesh | None = None
-) -> Iterator[Piece]:
+) -> Iterator[Chunk]:
     """Cut a chain's K and V into chunks, the last one padded with zeros. Raises `InputError` for other
     arrays.
     """
-    size, shapes = piece_size(kv_cache), _shapes(kv_cache, num_blocks, mesh)
+    size, shapes = chunk_size(kv_cache), _shapes(kv_cache, num_blocks, mesh)
     found, wanted = ({n: (x.shape, x.dtype.name) for n, x in its.items()} for its in (arrays, shapes))
     check("blocks: arrays", found, repr(wanted), found == wanted)
 
-    def piece(first: int, x: np.ndarray) -> np.ndarray:
+    def chunk(first: int, x: np.ndarray) -> np.ndarray:
         its = x[first : first + size]
         if len(its) < size:
             its = np.concatenate([its, np.zeros_like(x[:1]).repeat(size - len(its), 0)])
         return its if mesh is None else np.moveaxis(its, 1, 0).reshape(-1, *its.shape[2:])
 
-    return ({name: piece(i, x) for name, x in arrays.items()} for i in range(0, num_blocks, size))
+    return ({name: chunk(i, x) for name, x in arrays.items()} for i in range(0, num_blocks, size))
 
 
 def _shapes(kv_cache: KVCache, num_blocks: int, mesh: Mesh | None) -> dict[str, jax.ShapeDtypeStruct]:
@@ -146,16 +148,16 @@ def _shapes(kv_cache: KVCache, num_blocks: int, mesh: Mesh | None) -> dict[str, 
     }
 
 
-def _by_block(piece: np.ndarray, mesh: Mesh | None) -> np.ndarray:
+def _by_block(chunk: np.ndarray, mesh: Mesh | None) -> np.ndarray:
     """Return a chunk by blocks: each block's parts side by side, which were grouped by device."""
     if mesh is None:
-        return piece
+        return chunk
     size = mesh.shape[MODEL]
-    return np.moveaxis(piece.reshape(size, len(piece) // size, *piece.shape[1:]), 0, 1)
+    return np.moveaxis(chunk.reshape(size, len(chunk) // size, *chunk.shape[1:]), 0, 1)
 
 
 @dataclass(frozen=True)
-class Room:
+class Reservation:
     """A pool that has adopted a chain, and the pool to use until K and V are written to `destinations`."""
 
     adopted: BlockPool
@@ -163,7 +165,9 @@ class Room:
     destinations: np.ndarray  # int32 [num_blocks]; NULL_BLOCK where K and V are there already
 
 
-def make_room(state: EngineState, token_ids: np.ndarray, salt: int, mesh: Mesh | None = None) -> Room | None:
+def reserve(
+    state: EngineState, token_ids: np.ndarray, salt: int, mesh: Mesh | None = None
+) -> Reservation | None:
     """Find blocks for a whole chain [num_blocks, block_size]; None if they do not fit. The state is
     unchanged.
     """
@@ -179,11 +183,11 @@ def make_room(state: EngineState, token_ids: np.ndarray, salt: int, mesh: Mesh |
         logging.info("%d blocks are not adopted: %s", len(token_ids), Status(int(status)).name)
         return None
     raise_if_error(int(status))
-    return Room(adopted, until_then, destinations[: len(token_ids)])
+    return Reservation(adopted, until_then, destinations[: len(token_ids)])
 
 
 def fill(
-    state: EngineState, room: Room, its_pieces: Iterator[Piece], mesh: Mesh | None = None
+    state: EngineState, reservation: Reservation, chunks: Iterator[Chunk], mesh: Mesh | None = None
 ) -> Iterator[EngineState]:
     """Write a chain into the cache: yield the states on the way to the one that has adopted it, the last.
 
@@ -194,32 +198,32 @@ def fill(
     def with_pool(state: EngineState, pool: BlockPool) -> EngineState:
         # Requests that were looked up and did not fit may find more now.
         tables = replace(state.tables, pool=pool)
-        nobody = none_turned_away()
+        nothing = no_rejection()
         if mesh is not None:
-            nobody = jax.device_put(nobody, NamedSharding(mesh, ON_EACH))
-        return replace(state, tables=tables, turned_away=nobody)
+            nothing = jax.device_put(nothing, NamedSharding(mesh, ON_EACH))
+        return replace(state, tables=tables, last_rejected=nothing)
 
-    state = with_pool(state, room.until_then)
+    state = with_pool(state, reservation.until_then)
     yield state
-    for ids, piece in zip(_in_pieces(state.kv_cache, room.destinations), its_pieces, strict=True):
+    for ids, chunk in zip(_in_chunks(state.kv_cache, reservation.destinations), chunks, strict=True):
         if ids.any():
             if mesh is None:
-                arrays = transfer.placed(piece, state.kv_cache)
+                arrays = transfer.placed(chunk, state.kv_cache)
             else:
-                arrays = jax.device_put(piece, NamedSharding(mesh, BY_SHARD))
+                arrays = jax.device_put(chunk, NamedSharding(mesh, BY_SHARD))
             state = replace(state, kv_cache=programs.write_blocks(state.kv_cache, ids, arrays, mesh=mesh))
             yield state
-    yield with_pool(state, room.adopted)
+    yield with_pool(state, reservation.adopted)
 
 
-def piece_size(kv_cache: KVCache) -> int:
+def chunk_size(kv_cache: KVCache) -> int:
     """Return how many blocks a chunk has."""
     block_bytes = sum(x.nbytes for x in kv_cache.blocks.values()) // kv_cache.num_blocks
-    return max(PIECE_BYTES // block_bytes, 1)
+    return max(CHUNK_BYTES // block_bytes, 1)
 
 
-def _in_pieces(kv_cache: KVCache, block_ids: np.ndarray) -> Sequence[np.ndarray]:
-    size = piece_size(kv_cache)
+def _in_chunks(kv_cache: KVCache, block_ids: np.ndarray) -> Sequence[np.ndarray]:
+    size = chunk_size(kv_cache)
     padded = np.zeros(cdiv(len(block_ids), size) * size, np.int32)
     padded[: len(block_ids)] = block_ids
     return list(padded.reshape(-1, size))

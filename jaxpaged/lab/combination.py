@@ -17,3 +17,13 @@ class Combination:
     def size(self) -> str:
         """The cache's, for people."""
         return UNBOUNDED if self.cache_tokens is None else f"{self.cache_tokens:,}"
+
+
+def default_cache_tokens(num_tokens: int, block_size: int) -> list[int | None]:
+    """Return cache sizes to compare: each four times the last, up to the trace's tokens, and unbounded."""
+    sizes: list[int] = []
+    size = 2**14
+    while size < num_tokens and len(sizes) < 7:
+        sizes.append(size)
+        size *= 4
+    return [*(size for size in sizes if size >= block_size), None]

@@ -17,8 +17,8 @@ from jaxtyping import Array, Bool, Int
 from jaxpaged.memory import block_pool, block_table, prefix_cache
 from jaxpaged.memory.block_pool import BlockPool
 from jaxpaged.memory.block_table import BlockTables
-from jaxpaged.memory.entries import PIECE, after_reading, in_pieces
-from jaxpaged.memory.policies import Policy
+from jaxpaged.memory.entries import CHUNK, after_reading, in_chunks
+from jaxpaged.memory.policies import Policy, sized
 from jaxpaged.memory.ranked_queue import RankedQueue
 from jaxpaged.status import Status
 
@@ -36,6 +36,8 @@ class Requests:
     num_lookup: Int[Array, " n"]
     num_held: Int[Array, " n"]
     arrival_ms: Int[Array, " n"]
+    # Start and `num_lookup` of the requests that wait meanwhile, the next one first; None: nobody asks.
+    waiting: Int[Array, "n num_waiting 2"] | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -76,7 +78,7 @@ def limited_pool(
     """Create a pool with a prefix cache in which all but `num_usable` blocks are held for ever; return its
     status, too.
     """
-    pool = block_pool.create(num_blocks, policy)
+    pool = block_pool.create(num_blocks, sized(policy, block_size))
     pool, info = block_pool.allocate(pool, num_blocks - 1 - num_usable, num_blocks - 1)
     return replace(pool, prefix_cache=prefix_cache.create(num_blocks, block_size)), info.status
 
@@ -128,6 +130,8 @@ def _send(
         return after + 1, tables, status | freed.status
 
     status = cache.status | freed.status | adopted.status
+    if request.waiting is not None:
+        tables = _note_waiting(tables, symbols, request.waiting)
     if num_rows > 1:
         _, tables, status = lax.while_loop(is_short, go_early, (jnp.int32(1), tables, status))
 
@@ -137,8 +141,8 @@ def _send(
 
     def take(carry: Carry) -> Carry:
         tables, status = carry
-        count = jnp.minimum(request.num_held - tables.seq_lens[row], PIECE)
-        tables, info = block_table.append(tables, jnp.where(is_row, count, 0), max_new_blocks=PIECE)
+        count = jnp.minimum(request.num_held - tables.seq_lens[row], CHUNK)
+        tables, info = block_table.append(tables, jnp.where(is_row, count, 0), max_new_blocks=CHUNK)
         return tables, status | info.status
 
     def is_unfindable(carry: Carry) -> Bool[Array, ""]:
@@ -147,9 +151,9 @@ def _send(
 
     def publish(carry: Carry) -> Carry:
         tables, status = carry
-        num_tokens = jnp.minimum(tables.chains.num_blocks[row] + PIECE, request.num_findable)
+        num_tokens = jnp.minimum(tables.chains.num_blocks[row] + CHUNK, request.num_findable)
         num_tokens = jnp.where(is_row, num_tokens, 0)
-        tables, info = block_table.cache_full_blocks(tables, symbols_at, num_tokens, max_blocks=PIECE)
+        tables, info = block_table.cache_full_blocks(tables, symbols_at, num_tokens, max_blocks=CHUNK)
         return tables, status | info.status
 
     tables, status = lax.while_loop(wants_blocks, take, (tables, status))
@@ -178,7 +182,36 @@ def _age(
         return since.at[target].set(new, mode="drop"), lifetimes
 
     counts = (request.num_held - num_hits)[None]
-    return in_pieces(counts, note, (cache.since, cache.lifetimes))
+    return in_chunks(counts, note, (cache.since, cache.lifetimes))
+
+
+def _note_waiting(
+    tables: BlockTables, symbols: Int[Array, " total"], waiting: Int[Array, "num_waiting 2"]
+) -> BlockTables:
+    """Tell the policy which blocks waiting requests will find: see `step.waiting.note_waiting`."""
+    pool, cache, num_waiting = tables.pool, tables.pool.prefix_cache, waiting.shape[0]
+    assert cache is not None
+    assert pool.policy.note_waiting is not None
+
+    def mark(place: int | Int[Array, ""], wanted: Int[Array, " num_blocks"]) -> Int[Array, " num_blocks"]:
+        start, num_lookup = waiting[place]
+        hit = prefix_cache.lookup(
+            cache,
+            lambda *at: symbols.at[start + at[-1]].get(mode="clip"),
+            num_lookup + 1,
+            jnp.int32(NO_SALT),
+            max_tokens=tables.max_blocks_per_seq + 1,
+        )
+
+        def note(_: Array, k: Array, used: Array, wanted: Array) -> Array:
+            block_ids = jnp.where(used, hit.block_ids[k], pool.num_blocks)
+            return wanted.at[block_ids].max(num_waiting - place, mode="drop")
+
+        return in_chunks(hit.chain.num_blocks[None], note, wanted)
+
+    wanted = lax.fori_loop(0, num_waiting, mark, jnp.zeros(pool.num_blocks, jnp.int32))
+    queue = pool.policy.note_waiting(pool.free_queue, wanted)
+    return replace(tables, pool=replace(pool, free_queue=queue))
 
 
 def _foresee(
@@ -193,5 +226,5 @@ def _foresee(
 
     queue = tables.pool.free_queue
     assert isinstance(queue, RankedQueue)
-    noted = replace(queue, notes=in_pieces(request.num_findable[None], note, queue.notes))
+    noted = replace(queue, notes=in_chunks(request.num_findable[None], note, queue.notes))
     return replace(tables, pool=replace(tables.pool, free_queue=noted))

@@ -1,5 +1,6 @@
 """Statistics of a trace by itself, in NumPy."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,10 +11,10 @@ from jaxpaged.lab.traces import Trace, blocks
 WASTE_SIZES = tuple(2**i for i in range(11))  # tokens a block
 
 
-def waste(trace: Trace) -> dict[int, float]:
+def waste(trace: Trace, block_sizes: Sequence[int] = WASTE_SIZES) -> dict[int, float]:
     """Return, by block size, the share of slots in the blocks of finished requests that hold no token."""
     lens = trace.input_lens + trace.output_lens
-    places = {size: int((cdiv(lens, size) * size).sum()) for size in WASTE_SIZES}
+    places = {size: int((cdiv(lens, size) * size).sum()) for size in block_sizes}
     return {size: 1 - int(lens.sum()) / total for size, total in places.items()}
 
 

@@ -3,7 +3,7 @@
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import jax
@@ -16,10 +16,13 @@ from jaxpaged.lab import belady, loop
 from jaxpaged.lab.combination import Combination
 from jaxpaged.lab.threads import Programs, side_by_side
 from jaxpaged.lab.traces import Blocks, Trace, blocks
+from jaxpaged.memory.greedy_dual import ATTENTION_TOKENS
+from jaxpaged.memory.policies import Policy, sized
 from jaxpaged.status import Status, raise_if_error
 
 LIFETIME_EDGES_S = 2.0 ** np.arange(loop.LIFETIMES) / 1000
 REQUESTS_A_CALL = 256  # requests in one compiled call; progress is reported between calls
+NUM_WAITING = 16  # requests that wait while one is served, for a policy that asks
 
 
 @dataclass(frozen=True)
@@ -45,12 +48,27 @@ class Result:
         hit_tokens, input_tokens = self.counted
         return hit_tokens / input_tokens
 
+    @property
+    def saved_compute(self) -> float:
+        """Share of the prompts' computation that the hits save: a later token costs more than an earlier one.
+
+        Attention over `ATTENTION_TOKENS` tokens counts as much as all else that a token costs: that is a
+        model of Llama 3.1 8B's shape.
+        """
+        counted = slice(len(self.hit_tokens) - self.num_counted, None)
+        saved, all = (
+            (tokens + tokens.astype(np.float64) ** 2 / (2 * ATTENTION_TOKENS)).sum()
+            for tokens in (self.hit_tokens[counted], self.input_tokens[counted])
+        )
+        return float(saved / all)
+
     def line(self) -> dict[str, Any]:
         """Return the result as a JSON object."""
         hit_tokens, input_tokens = self.counted
         return {
             **asdict(self.combination),
             "hit_rate": self.hit_rate,
+            "saved_compute": self.saved_compute,
             "num_requests": self.num_counted,
             "num_warmup_requests": len(self.hit_tokens) - self.num_counted,
             "hit_tokens": hit_tokens,
@@ -109,11 +127,15 @@ class BlockTrace:
             return self.enough
         return min(combination.cache_tokens // self.blocks.block_size, self.enough)
 
+    def policy(self, combination: Combination) -> Policy:
+        """Return a combination's policy, for blocks of this size."""
+        return sized(belady.named(combination.policy), self.blocks.block_size)
+
     def create(self, combination: Combination) -> loop.Cache:
         """Create an empty cache for a combination."""
         return loop.create(
             self.usable(combination),
-            policy=belady.named(combination.policy),
+            policy=self.policy(combination),
             num_blocks=self.num_blocks,
             max_blocks=self.max_blocks,
             num_rows=self.resident,
@@ -123,7 +145,8 @@ class BlockTrace:
         usable, cache = self.usable(combination), self.create(combination)
         next_use = self.next_use if combination.policy == belady.BELADY.name else None
         hits = []
-        for requests, count in self.calls(usable):
+        asks = self.policy(combination).note_waiting is not None
+        for requests, count in self.calls(usable, num_waiting=NUM_WAITING if asks else 0):
             arguments = cache, self.symbols, next_use, requests
             cache, hit = self.programs.call(combination.policy, loop.replay, *arguments)
             hits.append(np.asarray(hit)[:count])
@@ -136,8 +159,11 @@ class BlockTrace:
             combination, usable, hit_tokens, self.trace.input_lens, num_counted, lifetimes, oversized
         )
 
-    def calls(self, usable: int) -> Iterator[tuple[loop.Requests, int]]:
-        """Yield the requests of each call; the last call is filled up with requests that hold nothing."""
+    def calls(self, usable: int, num_waiting: int = 0) -> Iterator[tuple[loop.Requests, int]]:
+        """Yield the requests of each call; the last call is filled up with requests that hold nothing.
+
+        With each request come the `num_waiting` after it.
+        """
         held = np.minimum(self.blocks.num_held, usable)  # a larger prompt holds its beginning only
         findable, lookup = (
             np.minimum(each, held) for each in (self.blocks.num_findable, self.blocks.num_lookup)
@@ -147,4 +173,9 @@ class BlockTrace:
         for first in range(0, self.trace.num_requests, REQUESTS_A_CALL):
             some = lines[:, first : first + REQUESTS_A_CALL]
             padded = np.pad(some, ((0, 0), (0, REQUESTS_A_CALL - some.shape[1])))
-            yield loop.Requests(*jax.device_put(padded)), some.shape[1]
+            waiting = None
+            if num_waiting:
+                ahead = first + 1 + np.arange(REQUESTS_A_CALL)[:, None] + np.arange(num_waiting)
+                later = np.pad(lines[[0, 2]], ((0, 0), (0, int(ahead.max()) + 1)))
+                waiting = jnp.asarray(np.moveaxis(later[:, ahead], 0, -1))
+            yield replace(loop.Requests(*jax.device_put(padded)), waiting=waiting), some.shape[1]

@@ -12,9 +12,10 @@ Three formats, told apart by their first line:
 import csv
 import datetime
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -93,6 +94,23 @@ def read(path: str) -> Trace:
         raise InputError(f"trace {path!r} has no requests")
     is_json = numbered[0][1].lstrip().startswith("{")
     return (_mooncake if is_json else _azure)(path, numbered)
+
+
+def of_requests(requests: Iterable[Mapping[str, Any]], name: str = "requests") -> Trace:
+    """Return the trace of requests that have the fields of Mooncake's lines: see the module.
+
+    A data frame's rows will do: `frame.to_dict("records")`. Raises `InputError`, with the request's number,
+    counted from 1, for what is wrong.
+    """
+    numbered = [(number, json.dumps(dict(each), default=_plain)) for number, each in enumerate(requests, 1)]
+    if not numbered:
+        raise InputError(f"trace {name!r} has no requests")
+    return _mooncake(name, numbered)
+
+
+def _plain(value: Any) -> Any:
+    """Return NumPy's arrays and numbers as Python's."""
+    return value.tolist() if isinstance(value, np.ndarray | np.generic) else str(value)
 
 
 type Lines = list[tuple[int, str]]

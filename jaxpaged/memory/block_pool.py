@@ -4,13 +4,12 @@ Block 0 is the null block. It is never given out; unused table entries name it a
 written to it, so every index that reaches a kernel is a real block.
 """
 
-import enum
 from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int
 
 from jaxpaged.config import check
 from jaxpaged.memory import free_queue, prefix_cache
@@ -50,19 +49,6 @@ class BlockPool:
         """Return whether these blocks have holders. The cost does not depend on the pool's size."""
         return self.free_queue.place[block_ids] < FreeQueue.NOT_QUEUED
 
-    @property
-    def usage(self) -> Float[Array, ""]:
-        """The share of blocks in use, from 0 to 1. The null block does not count."""
-        return 1 - self.num_free / (self.num_blocks - 1)
-
-
-class AllocStatus(enum.IntEnum):
-    """The answer of `can_allocate`: now; not now, but when all blocks are free; not even then."""
-
-    OK = 0
-    LATER = 1
-    NEVER = 2
-
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -91,15 +77,6 @@ def create(num_blocks: int, policy: Policy, *, prefix_cache: PrefixCache | None 
     if prefix_cache is not None and prefix_cache.num_blocks != num_blocks:
         raise ValueError(f"{prefix_cache.num_blocks=} must equal {num_blocks=}")
     return BlockPool(policy.new_queue(num_blocks), prefix_cache, policy)
-
-
-def can_allocate(
-    pool: BlockPool, count: Int[Array, "*n"], watermark_blocks: int | Int[Array, ""] = 0
-) -> Int[Array, "*n"]:
-    """Return the `AllocStatus` of taking `count` blocks so that `watermark_blocks` stay free."""
-    later = pool.num_free - count < watermark_blocks
-    never = pool.num_blocks - 1 - count < watermark_blocks
-    return jnp.where(never, AllocStatus.NEVER, jnp.where(later, AllocStatus.LATER, AllocStatus.OK))
 
 
 def allocate(pool: BlockPool, count: Int[Array, ""], max_count: int) -> tuple[BlockPool, AllocateInfo]:

@@ -16,7 +16,7 @@ from jaxpaged.arithmetic import cdiv
 from jaxpaged.config import check
 from jaxpaged.memory import block_pool, prefix_cache
 from jaxpaged.memory.block_pool import NULL_BLOCK, BlockPool, FreeInfo, StatusInfo, flag
-from jaxpaged.memory.entries import first_equal, in_pieces, number_through
+from jaxpaged.memory.entries import first_equal, in_chunks, number_through
 from jaxpaged.memory.free_queue import FreeQueue
 from jaxpaged.memory.policies import Sweep
 from jaxpaged.memory.prefix_cache import Chain
@@ -31,9 +31,9 @@ class BlockTables:
     pool: BlockPool
     block_tables: Int[Array, "max_seqs max_blocks_per_seq"]  # NULL_BLOCK beyond a row's blocks
     seq_lens: Int[Array, " max_seqs"]  # tokens each row has places for
-    num_skipped: Int[Array, " max_seqs"]  # leading blocks that left the window: NULL_BLOCK stands for them
-    chains: Chain  # how far each row is cached
-    block_size: int = field(metadata={"static": True})  # tokens a block
+    num_skipped: Int[Array, " max_seqs"]  # leading blocks outside the window, as NULL_BLOCK
+    chains: Chain  # each row's cached prefix
+    block_size: int = field(metadata={"static": True})  # tokens per block
 
     @property
     def max_seqs(self) -> int:
@@ -59,7 +59,7 @@ class BlockTables:
 class AppendInfo:
     """Before anything is written, block `copy_sources[r]` is to be copied to `copy_destinations[r]`."""
 
-    num_new_blocks: Int[Array, " max_seqs"]  # blocks each row took, copies included; 0 if refused
+    num_new_blocks: Int[Array, " max_seqs"]  # blocks that each row took, copies included; 0 if refused
     copy_sources: Int[Array, " max_seqs"]  # NULL_BLOCK where nothing is to be copied
     copy_destinations: Int[Array, " max_seqs"]
     status: Int[Array, ""]
@@ -109,8 +109,8 @@ def append(
     num_new = jnp.where(ok, num_new, 0)
     copies &= ok
     pool = block_pool.hold(pool, last_ids, copies, -1)
-    # Content about to be written over, which is rare, cannot be found any more.
-    if tables.block_size > 1:  # else no block is ever partly filled
+    # A block that is about to be overwritten, which is rare, loses its findable content.
+    if tables.block_size > 1:  # blocks of one token are never partly filled
         writes = _writes_into_last(tables, num_new_tokens)
         pool = block_pool.forget(pool, last_ids, writes & ~copies & ok)
 
@@ -172,7 +172,7 @@ def must_copy(
         last_writer = jnp.zeros_like(index).at[first].max(index)
         return writes & ((num_writers[first] < num_holders) | (last_writer[first] != index))
 
-    # Nearly always every row is alone.
+    # Rows rarely share blocks here.
     return lax.cond(jnp.any(writes & (num_holders > 1)), count_writers, lambda: jnp.zeros_like(writes))
 
 
@@ -197,7 +197,7 @@ def fork(
     unknown = jnp.any(mask & ~(exists & (tables.seq_lens[sources] > 0)))
     in_use = _any_in_use(tables, destinations, mask)
     done = mask & ~(unknown | in_use)
-    # Read once, before it is written to: else the whole table is copied to be read twice.
+    # The table is read once, before the write. A second read would make XLA copy the whole table.
     lines = lax.optimization_barrier(jnp.where(done[:, None], tables.block_tables[sources], NULL_BLOCK))
     target = jnp.where(done, destinations, tables.max_seqs)
     tables = replace(
@@ -247,7 +247,7 @@ def adopt(
         return pool, block_tables.at[line, k].set(ids, mode="drop")
 
     counts = jnp.where(done, chains.num_blocks, 0)
-    pool, block_tables = in_pieces(counts, hold, (tables.pool, tables.block_tables))
+    pool, block_tables = in_chunks(counts, hold, (tables.pool, tables.block_tables))
     tables = replace(
         tables,
         pool=pool,
@@ -301,7 +301,7 @@ def free_rows(tables: BlockTables, rows: Bool[Array, " max_seqs"]) -> tuple[Bloc
     In a row the first block goes first, or the last: the policy's sweeps say so. Costs what the rows hold; if
     they are empty, nothing.
     """
-    rows = rows & ((tables.seq_lens > 0) | (tables.chains.salt != 0))  # cut to nothing, a row has its salt
+    rows = rows & ((tables.seq_lens > 0) | (tables.chains.salt != 0))  # an empty row still has its salt
 
     def free() -> tuple[BlockTables, FreeInfo]:
         counts = jnp.where(rows, tables.num_held, 0)
@@ -401,7 +401,7 @@ def _release(
         col = first[row] + (counts[row] - 1 - k if sweep.last_block_first else k)
         pool, freed = block_pool.free(tables.pool, tables.block_tables[row, col], used, sweep)
         tables = replace(tables, pool=pool)
-        if sweep is sweeps[-1]:  # what the others take they still find by name
+        if sweep is sweeps[-1]:  # earlier sweeps still look their blocks up by name
             cleared = jnp.where(used & (freed.status == Status.OK), row, tables.max_seqs)
             block_tables = tables.block_tables.at[cleared, col].set(NULL_BLOCK, mode="drop")
             tables = replace(tables, block_tables=block_tables)
@@ -409,7 +409,7 @@ def _release(
 
     carry: Carry = tables, FreeInfo(jnp.int32(0), jnp.int32(Status.OK))
     for sweep in sweeps:
-        carry = in_pieces(counts, functools.partial(free_some, sweep), carry)
+        carry = in_chunks(counts, functools.partial(free_some, sweep), carry)
     return carry
 
 

@@ -32,7 +32,7 @@ def link(
     A node that `is_new` has no ring yet, though its slot's `last` says that it is taken.
     """
     index = jnp.arange(block_ids.shape[0], dtype=jnp.int32)
-    # Nearly always every block has a ring of its own.
+    # Blocks rarely share a ring.
     order = lax.cond(
         jnp.any(first_equal(slot, mask=mask) != index),
         lambda: jnp.argsort(jnp.where(mask, slot, cache.num_slots), stable=True),
@@ -47,7 +47,7 @@ def link(
     old_first = jnp.where(is_new, first, cache.neighbours[old_last, 0])
     new_last = jnp.where(unclaimed, 0, after_reading(jnp.minimum(old_last, 0), ids))
     old_last = jnp.where(is_new, final, old_last)
-    # Behind each comes the next, and the first again behind the last; the first comes behind the old last.
+    # Each block is linked to the next one. The last is linked to the first, and the first to the old last.
     before = jnp.concatenate([ids, old_last])
     after = jnp.concatenate([jnp.where(ends, old_first, jnp.roll(ids, -1)), ids])
     return replace(
@@ -65,7 +65,7 @@ def unlink(
     """Take the masked blocks out of the rings of their nodes; whose last block goes is dead for good."""
     target = jnp.where(mask, block_ids, cache.num_blocks)
     after, before = cache.neighbours[block_ids].T
-    # Mark the blocks that go with their index here, and see which neighbours are marked.
+    # Mark the blocks that leave with their index here. Then read which neighbours are marked.
     index = jnp.arange(block_ids.shape[0], dtype=jnp.int32)
     marks = cache.slot.at[target].min(PrefixCache.NO_SLOT - 1 - index, mode="drop")
     found = marks[jnp.stack([block_ids, after, before])]
@@ -97,7 +97,7 @@ def _survivor(
     max_rounds = block_ids.shape[0].bit_length()
     type Walk = tuple[Int[Array, ""], Int[Array, " n"], Int[Array, " n"]]
 
-    def walk(state: Walk) -> Walk:  # each round doubles the distance looked at
+    def walk(state: Walk) -> Walk:  # each round doubles the distance
         round, neighbour, gone = state
         return (
             round + 1,

@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Int, UInt32
 
 from jaxpaged.memory.entries import unbroken
 
-# What a block adds to the hash of its sequence: from its tokens and its place in the sequence.
+# Function of a block's tokens and position: the block's term in the hash of its sequence.
 HashFn = Callable[[Int[Array, "*n block_size"], Int[Array, "*n"]], UInt32[Array, "*n 2"]]
 
 
@@ -29,11 +29,11 @@ class PrefixCache:
     """
 
     last: Int[Array, " num_slots"]  # the block cached last with this content; 0 for an empty slot
-    generation: Int[Array, " num_slots"]  # nodes that have died here
-    slot: Int[Array, " num_blocks"]  # where the block's node is
-    neighbours: Int[Array, "num_blocks 2"]  # in the ring: the block cached after, the block cached before
-    hash: UInt32[Array, "num_blocks 2"]  # of all tokens up to the block's last
-    parent: Int[Array, "num_blocks 2"]  # its node's name; of a sequence's first block: ROOT and the salt
+    generation: Int[Array, " num_slots"]  # number of nodes removed from the slot
+    slot: Int[Array, " num_blocks"]  # slot of the block's node
+    neighbours: Int[Array, "num_blocks 2"]  # ring links: the block cached next, the block cached before
+    hash: UInt32[Array, "num_blocks 2"]  # hash of all tokens up to the block's last
+    parent: Int[Array, "num_blocks 2"]  # name of the parent node; a first block has ROOT and the salt
     token_ids: Int[Array, "num_blocks block_size"]
     hash_fn: HashFn = field(metadata={"static": True})
 
@@ -60,10 +60,10 @@ class Entries:
     """Blocks to find or to cache, row by row: each follows its parent, the first of a row the row's tip."""
 
     token_ids: Int[Array, "n block_size"]
-    hashes: UInt32[Array, "n 2"]  # of all tokens up to the block's last
-    tip: Int[Array, "n 2"]  # the name of the node that the row is cached up to
-    is_first: Bool[Array, " n"]  # in its row
-    mask: Bool[Array, " n"]  # where there is one
+    hashes: UInt32[Array, "n 2"]  # hash of all tokens up to the block's last
+    tip: Int[Array, "n 2"]  # name of the last cached node of the row
+    is_first: Bool[Array, " n"]  # whether the entry is the first of its row
+    mask: Bool[Array, " n"]  # whether the entry is used
 
 
 def hash_block(token_ids: Int[Array, "*n block_size"], index: Int[Array, "*n"]) -> UInt32[Array, "*n 2"]:
@@ -104,7 +104,7 @@ def match(cache: PrefixCache, entries: Entries) -> tuple[Int[Array, " n"], Bool[
     def choose(among: Bool[Array, "n candidates"]) -> Int[Array, " n"]:
         return jnp.take_along_axis(slots, jnp.argmax(among, axis=1)[:, None], axis=1)[:, 0]
 
-    # Where several have the tokens, the parents decide, and a parent may itself be undecided: each round
+    # If several candidates have the tokens, their parents decide. A parent may be undecided too; each round
     # settles at least one more entry of every row.
     def decide() -> Int[Array, " n"]:
         equal = same & jnp.all(cache.token_ids[block] == entries.token_ids[:, None], axis=-1)
@@ -119,7 +119,7 @@ def match(cache: PrefixCache, entries: Entries) -> tuple[Int[Array, " n"], Bool[
         start = refine((choose(equal), choose(equal)))
         return lax.while_loop(lambda choice: jnp.any(choice[0] != choice[1]), refine, start)[0]
 
-    # Nearly always there is one candidate at most. Its hash, tokens and parent decide if it is right.
+    # There is rarely more than one candidate. Its hash, tokens and parent decide whether it matches.
     slot = lax.cond(jnp.any(jnp.sum(same, axis=1) > 1), decide, lambda: choose(same))
     block = cache.last[slot]
     right = (block != 0) & jnp.all(cache.hash[block] == entries.hashes, axis=1)
@@ -147,7 +147,7 @@ def claim(
         choice = jnp.argmax(jnp.where(empty, 1 + (second == to_second[:, None]), 0), axis=1)
         wanted = jnp.take_along_axis(slots, choice[:, None], axis=1)[:, 0]
         pending &= jnp.any(empty, axis=1)
-        # Two entries may want one slot: the higher block gets it, and the other tries again.
+        # If two entries want one slot, the higher block id gets it. The other entry tries again.
         last = last.at[jnp.where(pending, wanted, last.shape[0])].max(block_ids, mode="drop")
         wins = pending & (last[wanted] == block_ids)
         return last, jnp.where(wins, wanted, slot), pending & ~wins

@@ -9,8 +9,8 @@ from jaxtyping import Array, Bool, Int, UInt32
 
 from jaxpaged.arithmetic import cdiv
 
-# Entries that a loop over things of unknown number takes at a time.
-PIECE = 128
+# Entries per iteration of a loop whose number of items is traced.
+CHUNK = 128
 
 
 def number_through(
@@ -31,18 +31,18 @@ def number_through(
     return row, index - start[row], index < end[-1]
 
 
-def in_pieces[Carry](
+def in_chunks[Carry](
     counts: Int[Array, " rows"], take: Callable[[Array, Array, Array, Carry], Carry], carry: Carry
 ) -> Carry:
-    """Take `counts[r]` things of each row r, row by row, PIECE at a time: costs what there is.
+    """Take `counts[r]` things of each row r, row by row, CHUNK at a time: costs what there is.
 
-    `take` gets the entries of a piece as `number_through` has them, and what the piece before it gave back.
+    `take` gets the entries of a chunk as `number_through` has them, and what the chunk before it gave back.
     """
 
-    def take_piece(i: int | Int[Array, ""], carry: Carry) -> Carry:
-        return take(*number_through(counts, PIECE, i * PIECE), carry)
+    def take_chunk(i: int | Int[Array, ""], carry: Carry) -> Carry:
+        return take(*number_through(counts, CHUNK, i * CHUNK), carry)
 
-    return lax.fori_loop(0, cdiv(jnp.sum(counts, dtype=jnp.int32), PIECE), take_piece, carry)
+    return lax.fori_loop(0, cdiv(jnp.sum(counts, dtype=jnp.int32), CHUNK), take_chunk, carry)
 
 
 def dealt(counts: Int[Array, " rows"], num: int) -> Int[Array, " rows"]:

@@ -11,12 +11,17 @@ Blocks without content always go first, in the order in which they were given ba
   New blocks are last in the current round, or, where none of it is left, in the next (SIEVE).
 - `s3fifo`: two such orders, a small one for what is new and a main one; who was found twice in the small one,
   or comes back soon after it was evicted from there, moves to the main one (S3-FIFO).
+- `plain_lfu`: the least often used, without ageing.
+- `tinylfu`: a small window and a main part, for which blocks compete by how often they were used (W-TinyLFU).
+- `greedy_dual`: the longest unused, where a block of a longer prompt, which costs more, counts as used later.
+- `queue_lru`: what waiting requests will find goes last.
 
 `named` knows these, those of `policies`, and by "package.module:Name" those from outside. The oracles are in
 `reference/eviction.py`.
 """
 
 import functools
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -25,31 +30,41 @@ from jaxtyping import Array, Bool, Int
 
 from jaxpaged.checks import InputError, check, shown
 from jaxpaged.contracts import versions
-from jaxpaged.memory import policies, ranked_queue
+from jaxpaged.memory import greedy_dual, policies, queue_lru, ranked_queue, tiny_lfu
 from jaxpaged.memory.policies import Policy, Sweep
 from jaxpaged.memory.ranked_queue import RankedQueue, Ranking, Spared
 
-MOST_TURNS = 16  # that a block at depth 0 is worth, under `depth`
-SMALL_SHARE = 10  # the small order of `s3fifo` has one block in so many
-MOST_HITS = 3  # that count under `s3fifo`
+MOST_TURNS = 16  # turns that a block at depth 0 is worth under `depth`
+SMALL_SHARE = 10  # the small queue of `s3fifo` has 1 of so many blocks
+MOST_HITS = 3  # hits that count under `s3fifo`
 
 type Rank = tuple[Int[Array, " n"], Int[Array, " n"]]
 
 
 @functools.cache
-def policy(name: str, ranking: Ranking) -> Policy:
-    """Return the policy of a pool whose free blocks are ranked so; the same object for the same arguments."""
+def policy(
+    name: str,
+    ranking: Ranking,
+    *,
+    push: Callable[..., Any] = ranked_queue.push,
+    note_content: Callable[..., Any] = ranked_queue.note_content,
+    **others: Any,
+) -> Policy:
+    """Return the policy of a pool whose free blocks are ranked so; the same object for the same arguments.
+
+    others: fields of `Policy`.
+    """
     return Policy(
         name,
         functools.partial(ranked_queue.create, ranking=ranking),
         (
             Sweep(
-                functools.partial(ranked_queue.push, ranking, content=True),
+                functools.partial(push, ranking, content=True),
                 last_block_first=True,
                 content=True,
             ),
             Sweep(
-                functools.partial(ranked_queue.push, ranking, content=False),
+                functools.partial(push, ranking, content=False),
                 last_block_first=True,
                 content=False,
             ),
@@ -57,9 +72,8 @@ def policy(name: str, ranking: Ranking) -> Policy:
         keeps_content=True,
         take=functools.partial(ranked_queue.take, ranking),
         remove=ranked_queue.remove,
-        note_hits=ranked_queue.note_hits,
-        note_content=functools.partial(ranked_queue.note_content, ranking),
-        contract=ranking.contract,
+        note_content=functools.partial(note_content, ranking),
+        **{"note_hits": ranked_queue.note_hits, "contract": ranking.contract, **others},
     )
 
 
@@ -73,6 +87,12 @@ def _by_uses(
     queue: RankedQueue, ids: Int[Array, " n"], is_first: Bool[Array, " n"], now: Int[Array, " n"]
 ) -> Rank:
     return queue.floor + 1 + queue.note(RankedQueue.HITS, ids), now
+
+
+def _by_uses_without_ageing(
+    queue: RankedQueue, ids: Int[Array, " n"], is_first: Bool[Array, " n"], now: Int[Array, " n"]
+) -> Rank:
+    return queue.note(RankedQueue.HITS, ids), now
 
 
 def _by_depth(
@@ -124,10 +144,31 @@ RANKINGS = {
     "depth": Ranking(_by_depth),
     "sieve": Ranking(_as_it_was, spare=_passed_over, floor_follows_lowest=True),
     "s3fifo": Ranking(_as_it_was, spare=_moved, choose=_small_or_main, num_kinds=2, remembers=True),
+    "plain_lfu": Ranking(_by_uses_without_ageing),
 }
-EVICTION_POLICIES = {name: each for name, each in policies.POLICIES.items() if each.keeps_content} | {
-    name: policy(name, ranking) for name, ranking in RANKINGS.items()
-}
+DEFAULT_BLOCK_SIZE = 16  # tokens
+
+
+@functools.cache
+def _greedy_dual(block_size: int) -> Policy:
+    return policy("greedy_dual", greedy_dual.ranking(block_size), push=greedy_dual.push)
+
+
+EVICTION_POLICIES = (
+    {name: each for name, each in policies.POLICIES.items() if each.keeps_content}
+    | {name: policy(name, ranking) for name, ranking in RANKINGS.items()}
+    | {
+        "tinylfu": policy(
+            "tinylfu",
+            tiny_lfu.RANKING,
+            push=tiny_lfu.push,
+            note_content=tiny_lfu.note_content,
+            note_hits=tiny_lfu.note_hits,
+        ),
+        "greedy_dual": replace(_greedy_dual(DEFAULT_BLOCK_SIZE), for_block_size=_greedy_dual),
+        "queue_lru": policy("queue_lru", queue_lru.RANKING, note_waiting=queue_lru.note_waiting),
+    }
+)
 OURS = frozenset(EVICTION_POLICIES.values())  # whatever is put into the table later
 
 

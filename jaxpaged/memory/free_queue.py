@@ -26,17 +26,17 @@ class FreeQueue:
     """
 
     ring: Int[Array, " capacity"]  # block ids; negative where one was removed; anything outside the span
-    # Where in the ring each block is. Of one that is not queued: anything negative, for the owner's use.
+    # Index of each block in the ring. A block that is not queued has a negative value, for the owner's use.
     place: Int[Array, " num_blocks"]
-    counters: Int[Array, "3"]  # head, span, num_free: one array, for every array costs time in every call
+    counters: Int[Array, "3"]  # head, span, num_free; in one array, because each array costs time per call
 
     HOLE: ClassVar[int] = -1  # any negative entry is a hole
     NOT_QUEUED: ClassVar[int] = -1
-    # How many holes a taking steps over without looking a second time.
+    # Number of holes that one pass can skip.
     HOLE_SLACK: ClassVar[int] = 64
 
     @property
-    def head(self) -> Int[Any, ""]:  # of a state read back, NumPy's
+    def head(self) -> Int[Any, ""]:  # a NumPy value in a state that was read back
         """The place of the first entry."""
         return self.counters[..., 0]
 
@@ -80,7 +80,7 @@ def pop_front(
     window = min(max_count + FreeQueue.HOLE_SLACK, queue.capacity)
     offsets = jnp.arange(window, dtype=jnp.int32)
 
-    # Look through the ring window by window; without many holes, the first holds enough.
+    # Search the ring window by window. With few holes the first window suffices.
     type Progress = tuple[Int[Array, ""], Int[Array, ""], Int[Array, " max_count"]]
 
     def look(progress: Progress) -> Progress:
@@ -92,7 +92,7 @@ def pop_front(
         taken = is_live & (rank < count)
         taken_ids = taken_ids.at[jnp.where(taken, rank, max_count)].set(ids, mode="drop")
         num_taken += jnp.sum(taken, dtype=jnp.int32)
-        # The queue now begins after the last id taken; or, if more are wanted, after the window.
+        # The queue now begins after the last id taken, or after the window if more are wanted.
         last = jnp.max(jnp.where(taken, offset + 1, passed))
         return jnp.where(num_taken < count, passed + window, last), num_taken, taken_ids
 

@@ -43,7 +43,7 @@ def _require(condition: object, sentence: str) -> None:
 
 
 def _queued_ids(queue: FreeQueue) -> list[int]:
-    if isinstance(queue, RankedQueue):  # in rank; a policy may spare some of them
+    if isinstance(queue, RankedQueue):  # in order of rank; a policy may spare some blocks
         free, rank = np.flatnonzero(queue.place >= 0), queue.rank - queue.clock
         return [int(free[i]) for i in np.lexsort(rank[free].T[::-1])]
     head, span, _ = queue.counters

@@ -19,19 +19,19 @@ from pallas_kernels.ops import caches
 class KVCache:
     """A layout's arrays, each with one more axis, for the layers. Block 0 is the null block.
 
-    A block's layers lie side by side, [num_blocks, num_layers, ...]: it moves in one piece an array, and a
+    A block's layers lie side by side, [num_blocks, num_layers, ...]: it moves in one copy an array, and a
     loop over layers carries arrays that are updated in place. A layout may ask for [num_layers, num_blocks,
     ...] instead. To a kernel it is a pool of `num_blocks * num_layers` blocks, of which a layer's are a part.
     """
 
     blocks: dict[str, Num[Array, "..."]]
-    shared: dict[str, Num[Array, "num_layers ..."]]  # what belongs to no block: `Layout.shared`
+    shared: dict[str, Num[Array, "num_layers ..."]]  # arrays that belong to no block: `Layout.shared`
     layout: Layout = field(metadata={"static": True})
     num_layers: int = field(metadata={"static": True})
     block_size: int = field(metadata={"static": True})
     num_kv_heads: int = field(metadata={"static": True})
     head_dim: int = field(metadata={"static": True})
-    dtype: jnp.dtype = field(metadata={"static": True})  # of the computation
+    dtype: jnp.dtype = field(metadata={"static": True})  # data type of the computation
 
     def __hash__(self) -> int:
         """Return the hash of a cache whose arrays are shapes: a static argument of programs made for it."""
@@ -90,7 +90,7 @@ def write(
     slot_mapping: Int[Array, " num_tokens"],
 ) -> KVCache:
     """Put K and V of one layer into the tokens' slots; in slot 0, the null block's, nobody looks."""
-    if cache.shared:  # of all tokens: what is none must not count
+    if cache.shared:  # padding must not count in statistics over tokens
         is_padding = (slot_mapping < cache.block_size)[:, None, None]
         k, v = jnp.where(is_padding, 0, k), jnp.where(is_padding, 0, v)
     new = caches.write(cache.pool(layer), k, v, slot_mapping).arrays

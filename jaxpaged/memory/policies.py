@@ -6,11 +6,11 @@ benchmarks then ask for its oracle.
 
 Blocks are taken from the head of the free queue. A policy that has to know more of each block has a queue of
 its own, a `FreeQueue` with more fields, and functions of its own to take from it and to note what happens:
-`eviction` has five.
+`eviction` has those.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -25,9 +25,9 @@ from jaxpaged.memory.free_queue import FreeQueue
 class Sweep:
     """A walk over the blocks that rows give back, row by row, in which each goes to the same end."""
 
-    push: Callable[[Any, Int[Array, " n"], Bool[Array, " n"]], Any]  # those masked, one by one
-    last_block_first: bool = False  # the way through a row
-    content: bool | None = None  # passes over blocks whose content can be found (False), or cannot (True)
+    push: Callable[[Any, Int[Array, " n"], Bool[Array, " n"]], Any]  # adds the masked ids one by one
+    last_block_first: bool = False  # direction through a row
+    content: bool | None = None  # takes only blocks with findable content (True), or without (False)
 
     def takes(self, has_content: Bool[Array, " n"]) -> Bool[Array, " n"]:
         return jnp.ones_like(has_content) if self.content is None else has_content == self.content
@@ -38,19 +38,30 @@ class Policy:
     """An eviction policy: the functions and flags that a pool, its block tables and swapping use."""
 
     name: str
-    new_queue: Callable[[int], Any]  # of all `num_blocks` blocks but the null block
-    sweeps: tuple[Sweep, ...]  # how blocks are given back; each block is taken by one of them
-    copies_last: bool = False  # of the blocks that a row takes, the one for its copy-on-write is the last
+    new_queue: Callable[[int], Any]  # makes a queue of all blocks but the null block
+    sweeps: tuple[Sweep, ...]  # orders in which blocks are freed; each block belongs to one sweep
+    copies_last: bool = False  # a row takes the block for its copy-on-write last
     unshares_in_swap: bool = False  # a block that several swapped rows share is copied for each of them
-    keeps_content: bool = False  # free blocks stay findable as long as may be
-    # How blocks are taken, and how those that were found leave the queue.
+    keeps_content: bool = False  # free blocks stay findable until they are evicted
+    # Functions that take blocks, and that remove found blocks from the queue.
     take: Callable[..., tuple[Any, Int[Array, " max_count"]]] = free_queue.pop_front
     remove: Callable[..., Any] = free_queue.remove
-    # What to note when blocks are found (queue, ids, mask), and when they have content (queue, ids, blocks
+    # Functions that note blocks that were found (queue, ids, mask), and that have content (queue, ids, blocks
     # before each in its prompt, fingerprints of the contents, mask).
     note_hits: Callable[..., Any] | None = None
     note_content: Callable[..., Any] | None = None
+    # What waiting requests will find: (queue, for each block a number, larger for the sooner; 0: nobody).
+    note_waiting: Callable[..., Any] | None = None
+    # The policy for blocks of so many tokens, where that makes a difference.
+    for_block_size: Callable[[int], "Policy"] | None = None
     contract: int = 1  # version of the contract that it is written for (docs/research/contracts.md)
+
+
+def sized(policy: Policy, block_size: int) -> Policy:
+    """Return the policy as it is for blocks of `block_size` tokens."""
+    if policy.for_block_size is None:
+        return policy
+    return replace(policy.for_block_size(block_size), name=policy.name)
 
 
 def lowest_first(num_blocks: int) -> FreeQueue:
@@ -77,7 +88,7 @@ LIFO = Policy("lifo", highest_first, (Sweep(to_head),))
 NAIVE = Policy("naive", lowest_first, (Sweep(to_head),), copies_last=True, unshares_in_swap=True)
 # vLLM V1's `BlockPool`. The beginning of a prompt, which others may share, is given back and evicted last.
 LRU = Policy("lru", lowest_first, (Sweep(to_tail, last_block_first=True),), keeps_content=True)
-# The same since mid-2026. What has no content goes to the head, a row's last block as the first to be taken.
+# vLLM V1 since mid-2026: blocks without content go to the head, and a row's last block is taken first.
 LRU_SPLIT = Policy(
     "lru_split",
     lowest_first,

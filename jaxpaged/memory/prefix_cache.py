@@ -37,7 +37,7 @@ from jaxtyping import Array, Bool, Int, UInt32
 from jaxpaged.arithmetic import cdiv
 from jaxpaged.memory import content_rings, content_table
 from jaxpaged.memory.content_table import Entries, HashFn, PrefixCache, hash_block, names, parents
-from jaxpaged.memory.entries import PIECE, first_equal, unbroken
+from jaxpaged.memory.entries import CHUNK, first_equal, unbroken
 
 
 @jax.tree_util.register_dataclass
@@ -45,7 +45,7 @@ from jaxpaged.memory.entries import PIECE, first_equal, unbroken
 class Chain:
     """The ends of sequences' cached prefixes: for each the node of its last cached block."""
 
-    fields: Int[Array, "*rows 6"]  # in the order of `of`; one array, for each costs time in every call
+    fields: Int[Array, "*rows 6"]  # in the order of `of`; one array costs less time per call
 
     @classmethod
     def of(
@@ -142,13 +142,13 @@ def lookup(
 ) -> Hit:
     """Find the longest cached beginning of a prompt, leaving at least one token to compute.
 
-    `tokens_at` is asked for the prompt's tokens by position, piece by piece, as far as they are found: costs
+    `tokens_at` is asked for the prompt's tokens by position, chunk by chunk, as far as they are found: costs
     what is hit, whatever the pool and `max_tokens` (static, of any prompt) are. Takes nothing: touch the
     blocks before any other is allocated.
     """
     block_size = cache.block_size
     max_blocks = max((max_tokens - 1) // block_size, 0)
-    size = min(PIECE, max_blocks)
+    size = min(CHUNK, max_blocks)
     start = root(cache, salt)
     if size == 0:
         return Hit(jnp.zeros(0, jnp.int32), start)
@@ -164,21 +164,21 @@ def lookup(
         index = reached.num_blocks + place
         token_ids = tokens_at(index[:, None] * block_size + jnp.arange(block_size, dtype=jnp.int32))
         added = jnp.cumsum(cache.hash_fn(token_ids, index), axis=0, dtype=jnp.uint32)
-        piece = Entries(
+        chunk = Entries(
             token_ids=token_ids,
             hashes=reached.hash + added,
             tip=jnp.broadcast_to(reached.tip, (size, 2)),
             is_first=place == 0,
             mask=(index + 1) * block_size < num_tokens,
         )
-        slot, hit = content_table.match(cache, piece)
+        slot, hit = content_table.match(cache, chunk)
         num_hits = jnp.sum(hit, dtype=jnp.int32)
         end = jnp.maximum(num_hits - 1, 0)
         further = Chain.of(
             salt=reached.salt,
             num_blocks=reached.num_blocks + num_hits,
             tip=names(cache, slot[end]),
-            hash=piece.hashes[end],
+            hash=chunk.hashes[end],
         )
         target = jnp.where(hit, index, max_blocks)
         block_ids = block_ids.at[target].set(content_rings.first_of(cache, slot), mode="drop")
@@ -224,29 +224,29 @@ def _insert(
     entries = _entries(cache, chain, counts, row, token_ids)
     index = jnp.arange(block_ids.shape[0], dtype=jnp.int32)
 
-    # Match: what is there already is a beginning of each row, for a parent not cached has no cached children.
+    # Match: existing content is a prefix of each row, because an uncached parent has no cached children.
     slot, is_there = content_table.match(cache, entries)
     is_new = entries.mask & ~is_there
 
-    # Hold: a block can have one content only, and joins a ring once, where it is first named.
+    # Hold: a block has one content at most. It joins a ring once, at its first entry.
     old = cache.slot[block_ids]
     is_block = entries.mask & (block_ids != 0) & (entries.tip[:, 0] != PrefixCache.BROKEN)
     naming = first_equal(block_ids, mask=is_block)
     links = is_block & (naming == index) & (old == PrefixCache.NO_SLOT)
 
-    # Lead: the same content may be new in several rows; the first block to have it claims a slot for all.
+    # Lead: content may be new in several rows. Its first block claims a slot for all of them.
     leader, follows = _leaders(cache, entries, slot, is_new, links)
     claims = is_new & (leader == index)
     last, claimed = content_table.claim(cache, block_ids, entries.hashes, claims)
     slot = jnp.where(is_new, claimed[leader], slot)
 
-    # Agree: what does not breaks its row, and every row that would have joined it there.
+    # Agree: an entry that differs ends its row there, and every row that would have joined it.
     agrees = is_there | (is_new & follows & (slot != PrefixCache.NO_SLOT))
     agrees &= ((old == PrefixCache.NO_SLOT) | (old == slot)) & (slot[naming] == slot)
     whole = unbroken(agrees, entries.is_first)
     cached = entries.mask & unbroken(whole & (is_there | whole[leader]), entries.is_first)
 
-    # Write: what is cached joins the end of its node's ring; a slot claimed for what is not is given up.
+    # Write: cached blocks join the end of their node's ring. Slots claimed in vain are released.
     links &= cached
     unclaimed = claims & ~cached & (claimed != PrefixCache.NO_SLOT)
     target = jnp.where(links, block_ids, cache.num_blocks)
@@ -326,7 +326,7 @@ def _grown(
 
 def remove(cache: PrefixCache, block_ids: Int[Array, " n"], mask: Bool[Array, " n"]) -> PrefixCache:
     """Forget the content of the masked blocks; a node whose last block goes is dead for good."""
-    slot = cache.slot[block_ids]  # read before the branch: in it, XLA would copy the array it writes to
+    slot = cache.slot[block_ids]  # a read inside the branch would make XLA copy the array that it writes to
     mask = mask & (slot != PrefixCache.NO_SLOT)
     return lax.cond(jnp.any(mask), lambda: content_rings.unlink(cache, block_ids, slot, mask), lambda: cache)
 

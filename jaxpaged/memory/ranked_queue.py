@@ -9,7 +9,7 @@ another rank.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -21,10 +21,10 @@ from jaxpaged.checks import INT32_MAX
 from jaxpaged.memory.free_queue import FreeQueue
 
 FAN_OUT = 16  # children of a node
-# Remembered contents lie in sets of so many. There is a set for every two blocks: a set that should hold more
-# than all its ways, and so forgets a content too early, occurs once in some 10 billion.
+# Ways of each set of remembered contents. There is one set for two blocks. A set overflows, and so forgets a
+# content too early, about once in 10 billion.
 GHOST_WAYS = 16
-WITHOUT_CONTENT = 1 << 29  # so far below all others rank blocks that hold nothing
+WITHOUT_CONTENT = 1 << 29  # rank offset of blocks without content, below all others
 
 
 @jax.tree_util.register_dataclass
@@ -37,23 +37,23 @@ class RankedQueue(FreeQueue):
     """
 
     rank: Int[Array, "num_blocks 2"]
-    kind: Int[Array, " num_blocks"]  # blocks of each kind have a tournament of their own
-    winners: Int[
-        Array, "num_nodes num_kinds"
-    ]  # level after level, from above the leaves to the root; 0: none
-    notes: Int[Array, "num_blocks 5"]  # what is known of a block: the columns below
-    clock: Int[Array, "2"]  # the floor, the first part of the last rank taken; and blocks given back so far
+    kind: Int[Array, " num_blocks"]  # each kind of blocks has its own tournament
+    winners: Int[Array, "num_nodes num_kinds"]  # all levels from above the leaves to the root; 0: none
+    notes: Int[Array, "num_blocks 5"]  # statistics of each block: the columns below
+    clock: Int[Array, "2"]  # the floor (first part of the last rank taken); number of blocks freed
     num_queued: Int[Array, " num_kinds"]  # free blocks of each kind with content
     marks: Int[Array, " num_blocks"]  # all 0 between two calls
     # Content that was evicted from kind 0: its fingerprint, and the number of its eviction; 0: none.
     ghosts: Int[Array, "num_sets ways 2"]
     num_ghosts: Int[Array, ""]  # such evictions so far
+    memory: Any = None  # what else a policy keeps: a pytree
 
-    HITS: ClassVar[int] = 0  # times it was found since it has this content
-    BORN: ClassVar[int] = 1  # when it was first given back since then; 0: not yet
-    DEPTH: ClassVar[int] = 2  # blocks of its prompt up to it; 0: since it was taken it had no content
-    FINGERPRINT: ClassVar[int] = 3  # of its content
-    NEXT_USE: ClassVar[int] = 4  # when its content is asked for next, where the future is known
+    HITS: ClassVar[int] = 0  # times the block was found with its present content
+    BORN: ClassVar[int] = 1  # when the block was first freed with this content; 0: not yet
+    DEPTH: ClassVar[int] = 2  # blocks of its prompt up to this one; 0: no content since it was taken
+    FINGERPRINT: ClassVar[int] = 3  # fingerprint of its content
+    NEXT_USE: ClassVar[int] = 4  # next use of its content, where the future is known
+    OTHER: ClassVar[int] = 4  # for a policy's own use, where it is not
 
     @property
     def floor(self) -> Int[Array, ""]:
@@ -81,9 +81,13 @@ class Ranking:
     # Choice of the kind from which the next block is taken.
     choose: Callable[[RankedQueue, Int[Array, " num_kinds"]], Int[Array, ""]] | None = None
     num_kinds: int = 1
-    remembers: bool = False  # evicted content of kind 0; what comes back is of kind 1
+    remembers: bool = False  # whether evicted content of kind 0 is remembered; if it returns it has kind 1
     # Whether the floor rises to the lowest rank that is left when a block is evicted.
     floor_follows_lowest: bool = False
+    # The queue's `memory` at first: (number of blocks) -> pytree.
+    memory: Callable[[int], Any] | None = None
+    # The memory after a turn of taking: (queue before it, kind, was it spared, was its content evicted).
+    note_turn: Callable[[RankedQueue, Int[Array, ""], Bool[Array, ""], Bool[Array, ""]], Any] | None = None
     contract: int = 1  # version of the contract that it is written for (docs/research/contracts.md)
 
 
@@ -115,8 +119,9 @@ def create(num_blocks: int, ranking: Ranking) -> RankedQueue:
         marks=jnp.zeros_like(ids),
         ghosts=jnp.zeros((num_sets, GHOST_WAYS, 2), jnp.int32),
         num_ghosts=jnp.int32(0),
+        memory=None if ranking.memory is None else ranking.memory(num_blocks),
     )
-    return _play(queue, ids, jnp.ones(num_blocks, bool))
+    return play(queue, ids, jnp.ones(num_blocks, bool))
 
 
 def push(
@@ -150,7 +155,7 @@ def push(
         clock=queue.clock.at[1].add(count),
         counters=queue.counters.at[2].add(count),
     )
-    return _play(queue, ids, mask)
+    return play(queue, ids, mask)
 
 
 def remove(queue: RankedQueue, ids: Int[Array, " n"], mask: Bool[Array, " n"]) -> RankedQueue:
@@ -168,7 +173,7 @@ def remove(queue: RankedQueue, ids: Int[Array, " n"], mask: Bool[Array, " n"]) -
         counters=queue.counters.at[2].add(-jnp.sum(leaves, dtype=jnp.int32)),
         num_queued=queue.num_queued.at[kind].add(-1, mode="drop"),
     )
-    return _play(queue, ids, mask)
+    return play(queue, ids, mask)
 
 
 def take(
@@ -184,7 +189,7 @@ def take(
 
     def one(progress: Progress) -> Progress:
         queue, num_taken, taken_ids = progress
-        # All that is written to below is read up here, once.
+        # Arrays that are written below are read here, once.
         heads = lax.optimization_barrier(queue.winners[-1])
         kind = jnp.int32(0) if ranking.choose is None else ranking.choose(queue, heads)
         block_id = heads[kind]
@@ -201,6 +206,8 @@ def take(
         evicted = holds & ~spared
         if ranking.remembers:
             queue = _remember(queue, notes[RankedQueue.FINGERPRINT], evicted & (kind == 0))
+        if ranking.note_turn is not None:
+            queue = replace(queue, memory=ranking.note_turn(queue, kind, spared, evicted))
         moves = jnp.zeros_like(queue.num_queued).at[kind].add(-1)
         moves = moves.at[new_kind].add(spared)
         kept = notes.at[RankedQueue.HITS].set(hits)
@@ -214,7 +221,7 @@ def take(
             counters=queue.counters.at[2].add(jnp.where(spared, 0, -1)),
             num_queued=queue.num_queued + jnp.where(holds, moves, 0),
         )
-        queue = _play(queue, block_id[None], jnp.ones(1, bool))
+        queue = play(queue, block_id[None], jnp.ones(1, bool))
         if ranking.floor_follows_lowest:
             lowest = queue.winners[-1, 0]  # 0: no free block is left
             rises = evicted & (lowest != 0) & has_content(queue, lowest)
@@ -274,7 +281,7 @@ def has_content(queue: RankedQueue, block_id: Int[Array, "*n"]) -> Bool[Array, "
     return queue.rank[block_id, 0] - queue.floor > -WITHOUT_CONTENT // 2
 
 
-def _play(queue: RankedQueue, ids: Int[Array, " n"], mask: Bool[Array, " n"]) -> RankedQueue:
+def play(queue: RankedQueue, ids: Int[Array, " n"], mask: Bool[Array, " n"]) -> RankedQueue:
     """Find the winners again of all nodes above the masked blocks."""
     children, first, below = queue.winners, 0, None
     for level, size in enumerate(_levels(queue.num_blocks)):
@@ -290,7 +297,7 @@ def _play(queue: RankedQueue, ids: Int[Array, " n"], mask: Bool[Array, " n"]) ->
                 rivals = jnp.where(below + place < first, rivals, 0)
             children = children.at[target, kind].set(_lowest(queue, rivals), mode="drop")
         below, first = first, first + size
-    # What is written to these next is written when they have been read.
+    # These arrays are written after they have been read.
     place, rank, kind, winners = lax.optimization_barrier((queue.place, queue.rank, queue.kind, children))
     return replace(queue, place=place, rank=rank, kind=kind, winners=winners)
 

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from jaxpaged.checks import INT32_MAX, InputError, check
 from pallas_kernels.layouts import TOKEN_MAJOR, Layout
 
-MOST_BLOCKS = 2**20  # of a small model in a large memory: beyond, more blocks only cost time to make
+MOST_BLOCKS = 2**20  # limit for small models in a large memory: more blocks only cost time to make
 FITTED, CAPPED = "as many as fit into", "as many as are made without being asked for, in"
-SPARED = 64  # one block in so many is given up where that saves compiling a program once more
+SPARED = 64  # 1 of so many blocks is given up if that avoids compiling another program
 
 
 @dataclass(frozen=True)
@@ -18,8 +18,8 @@ class Budget:
     """A memory, and what takes how much of it before the cache does. In bytes."""
 
     total: int
-    what: str  # the total is
-    taken: tuple[tuple[str, int], ...] = ()  # by what
+    what: str  # description of the total
+    taken: tuple[tuple[str, int], ...] = ()  # description and size of each part that is taken
 
     @property
     def left(self) -> int:
@@ -48,8 +48,8 @@ class CacheSize:
     num_blocks: int  # the null block included
     bytes_per_block: int
     block_size: int  # tokens
-    why: str  # it has so many: in words, to which the budget belongs if there is one
-    budget: Budget | None = None  # what they were reckoned from
+    why: str  # reason for the number of blocks, in words; it refers to the budget if there is one
+    budget: Budget | None = None  # memory from which the numbers follow
 
     @property
     def reason(self) -> str:
@@ -125,7 +125,7 @@ def fitted(guess: int, most: int, fit_beside: Callable[[int], int]) -> int:
 
     `fit_beside` makes the program for so many blocks and says how many fit beside it, which hardly depends on
     their number. One program is made where the guess fits and gives up at most one block in `SPARED`, else
-    two. All numbers are `coarse`: who finds a little less memory next time finds the program again.
+    two. All numbers are `coarse`: a little less memory next time gives the same program.
     """
     guess = coarse(min(guess, most))
     fit = min(fit_beside(guess), most)

@@ -18,7 +18,7 @@ from jaxpaged.status import Status
 class SwapInfo:
     """Block `sources[i]` of the one pool is to be copied to `destinations[i]` of the other."""
 
-    sources: Int[Array, " max_blocks"]  # in the order of rows and places; NULL_BLOCK where nothing is to do
+    sources: Int[Array, " max_blocks"]  # in the order of rows and positions; NULL_BLOCK: nothing to copy
     destinations: Int[Array, " max_blocks"]
     status: Int[Array, ""]
 

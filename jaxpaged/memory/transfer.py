@@ -23,7 +23,7 @@ from jaxpaged.status import Status
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class AdoptInfo:
-    # Where K and V of each block are to be written; NULL_BLOCK: they are there, or the chain is refused.
+    # Block to which K and V are to be written; NULL_BLOCK: present already, or the chain is refused.
     destinations: Int[Array, " max_blocks"]
     status: Int[Array, ""]
 
@@ -45,7 +45,7 @@ def locate(
     return prefix_cache.lookup(
         _cache_of(pool),
         lambda positions: line.at[positions].get(mode="clip"),
-        jnp.minimum(num_blocks, max_blocks) * block_size + 1,  # behind which one is left to compute
+        jnp.minimum(num_blocks, max_blocks) * block_size + 1,  # one more token, which is left to compute
         salt,
         max_tokens=max_blocks * block_size + 1,
     )
@@ -72,7 +72,7 @@ def adopt(
     index, num_hits = jnp.arange(max_blocks, dtype=jnp.int32), hit.chain.num_blocks
     num_new = num_blocks - num_hits
 
-    # Held while the others are taken, they are not among them.
+    # Found blocks are held while others are allocated, so that allocation does not take them.
     after, _ = block_pool.touch(pool, hit.block_ids, index < num_hits)
     after, taken = block_pool.allocate(after, num_new, max_blocks)
     chain = jax.tree.map(lambda leaf: leaf[None], hit.chain)
@@ -103,7 +103,7 @@ def adopt(
 def read(kv_cache: KVCache, block_ids: Int[Array, " n"]) -> dict[str, Num[Array, "n num_layers ..."]]:
     """Return K and V of these blocks, block by block, by the names of the layout's arrays.
 
-    In a layout of one array, `all_layers`, a block is one contiguous piece. What belongs to no block
+    In a layout of one array, `all_layers`, a block is one contiguous range. What belongs to no block
     (`Layout.shared`) is not among them.
     """
     axis = kv_cache.axis

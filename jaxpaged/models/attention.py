@@ -13,6 +13,7 @@ from jaxpaged.contracts import attentions
 from jaxpaged.contracts.attentions import Attention
 from jaxpaged.memory import kv_cache
 from jaxpaged.memory.kv_cache import KVCache
+from jaxpaged.models.config import LayerKind
 from jaxpaged.models.layers import kind_of
 from pallas_kernels import ops
 from pallas_kernels.gpu.decode.attention import SharedPlan
@@ -28,17 +29,18 @@ class PassBatch:
     hidden states are wanted.
     """
 
-    slot_mapping: Int[Array, " num_tokens"]  # of each K and V, 0 for none; num_tokens = tiles x tile_len
+    slot_mapping: Int[Array, " num_tokens"]  # one per token, 0: padding; num_tokens = tiles x tile_len
     block_tables: Int[Array, "num_tables max_blocks_per_seq"]
     query_starts: Int[Array, " num_tiles"]  # position of each tile's first token
     seq_lens: Int[Array, " num_tiles"]  # tokens in the cache, the tile's own included; 0 for an unused tile
-    implementation: TiledImplementation | Attention = field(metadata={"static": True})  # of the attention
+    # Implementation of attention.
+    implementation: TiledImplementation | Attention = field(metadata={"static": True})
     # Adapter slot of each tile, from 1; 0 for no adapter. None where the model has no adapter slots.
     adapters: Int[Array, " num_tiles"] | None = None
-    table_rows: Int[Array, " num_tiles"] | None = None  # of each tile, of block_tables; None: in their order
-    # What there is to do, for each kind of window, the same in all layers: by `planned`.
+    table_rows: Int[Array, " num_tiles"] | None = None  # row of block_tables per tile; None: in order
+    # Kernel plans from `planned`, one for each different bound of attention, shared by all layers.
     plans: tuple[SharedPlan | None, ...] | None = None
-    # The tokens whose hidden states are asked for; None: all. What others have may be anything.
+    # Tokens whose hidden states are wanted; None: all. The others' are undefined.
     wanted: Bool[Array, " num_tokens"] | None = None
 
     @property
@@ -62,11 +64,12 @@ def _ours(implementation: TiledImplementation | Attention, tile_len: int) -> Til
     return implementation.ours(tile_len) if isinstance(implementation, Attention) else implementation
 
 
-def planned(
-    batch: PassBatch, cache: KVCache, num_q_heads: int, sliding_windows: Sequence[int | None]
-) -> PassBatch:
-    """Return the batch with its attention plans: what each layer would otherwise find out again."""
-    pool = cache.pool(0)  # of any layer: their sizes are the same
+def planned(batch: PassBatch, cache: KVCache, num_q_heads: int, kinds: Sequence[LayerKind]) -> PassBatch:
+    """Return the batch with its attention plans: what each layer would otherwise find out again.
+
+    kinds: of each layer, what bounds its attention (`ModelConfig.attention_kinds`).
+    """
+    pool = cache.pool(0)  # all layers have the same sizes
     tile_len = batch.slot_mapping.shape[0] // batch.query_starts.shape[0]
     ours = _ours(batch.implementation, tile_len)
     if ours is None:
@@ -79,11 +82,12 @@ def planned(
             batch.seq_lens,
             tile_len=tile_len,
             num_q_heads=num_q_heads,
-            sliding_window=window,
+            sliding_window=kind.sliding_window,
+            attention_chunk=kind.attention_chunk,
             table_rows=batch.table_rows,
             implementation=ours,
         )
-        for window in dict.fromkeys(sliding_windows)
+        for kind in dict.fromkeys(kinds)
     )
     return replace(batch, plans=plans)
 
@@ -97,22 +101,22 @@ def attend(
     batch: PassBatch,
     *,
     scale: float,
-    sliding_windows: Sequence[int | None] = (None,),
+    kinds: Sequence[LayerKind] = (LayerKind(),),
     soft_cap: float | None = None,
     alibi_slopes: Float[Array, " num_q_heads"] | None = None,
     sinks: Float[Array, " num_q_heads"] | None = None,
 ) -> tuple[Float[Array, "num_tokens num_q_heads head_dim"], KVCache]:
     """Write the tokens' K and V of one layer, then let each token look at its sequence up to itself.
 
-    `sliding_windows`: of each layer, or one for all. With one a token sees only the last so many tokens,
-    itself among them; blocks that lie wholly before the window of a tile's first token may be gone, with
-    anything in their places of the block table.
+    `kinds`: what bounds the attention of each layer, or one for all (`ModelConfig.attention_kinds`). Blocks
+    that lie wholly before what a tile's first token sees may be gone, with anything in their places of the
+    block table.
     """
     cache = kv_cache.write(cache, layer, k, v, batch.slot_mapping)
-    kinds = list(dict.fromkeys(sliding_windows))
+    different = list(dict.fromkeys(kinds))
 
     def look(
-        window: int | None, q: Float[Array, "num_tokens num_q_heads head_dim"]
+        kind: LayerKind, q: Float[Array, "num_tokens num_q_heads head_dim"]
     ) -> Float[Array, "num_tokens num_q_heads head_dim"]:
         tiles = q.reshape(batch.query_starts.shape[0], -1, *q.shape[1:])
         ours = _ours(batch.implementation, tiles.shape[1])
@@ -127,7 +131,8 @@ def attend(
                 batch.seq_lens,
                 batch.table_rows,
                 scale=scale,
-                sliding_window=window,
+                sliding_window=kind.sliding_window,
+                attention_chunk=kind.attention_chunk,
                 soft_cap=soft_cap,
                 alibi_slopes=alibi_slopes,
                 sinks=sinks,
@@ -140,19 +145,20 @@ def attend(
             batch.query_starts,
             batch.seq_lens,
             scale=scale,
-            sliding_window=window,
+            sliding_window=kind.sliding_window,
+            attention_chunk=kind.attention_chunk,
             soft_cap=soft_cap,
             alibi_slopes=alibi_slopes,
             sinks=sinks,
             table_rows=batch.table_rows,
-            plan=None if batch.plans is None else batch.plans[kinds.index(window)],
+            plan=None if batch.plans is None else batch.plans[different.index(kind)],
             implementation=ours,
         )
         return out.reshape(q.shape)
 
-    if len(kinds) == 1:
-        return look(kinds[0], q), cache
+    if len(different) == 1:
+        return look(different[0], q), cache
     if isinstance(layer, int):
-        return look(sliding_windows[layer], q), cache
-    branches = [functools.partial(look, window) for window in kinds]
-    return lax.switch(kind_of(kinds, sliding_windows, layer), branches, q), cache
+        return look(kinds[layer], q), cache
+    branches = [functools.partial(look, kind) for kind in different]
+    return lax.switch(kind_of(different, kinds, layer), branches, q), cache

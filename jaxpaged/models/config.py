@@ -6,7 +6,7 @@ from typing import Literal
 
 from jaxpaged.checks import InputError, check, checked_bool, checked_choice, checked_int, checked_number
 
-ROTARY_MULTIPLE = 2  # RoPE turns pairs
+ROTARY_MULTIPLE = 2  # RoPE rotates pairs
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "xielu")
 
 
@@ -66,11 +66,42 @@ class Rope:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LayerKind:
-    """The properties in which one layer may differ from the next."""
+class Temperature:
+    """Queries at position p multiplied by `1 + scale * log(1 + floor((p + 1) / every))`."""
 
-    rope: Rope | None = None  # None: positions do not turn anything
-    sliding_window: int | None = None  # tokens that a token sees, itself among them; None: all before it
+    every: int  # tokens
+    scale: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerKind:
+    """The properties in which one layer may differ from the next.
+
+    A layer without a bound is full: a token sees all tokens up to itself. A sliding layer shows the last
+    `sliding_window` tokens, the token itself among them. A chunked layer cuts each sequence into chunks of
+    `attention_chunk` tokens, from position 0 on; a token sees its own chunk up to itself.
+    """
+
+    rope: Rope | None = None  # None: no rotary embedding
+    sliding_window: int | None = None  # tokens
+    attention_chunk: int | None = None  # tokens
+    temperature: Temperature | None = None
+
+    @property
+    def attention(self) -> "LayerKind":
+        """Return what bounds attention alone: layers with equal bounds need the same tokens."""
+        return LayerKind(sliding_window=self.sliding_window, attention_chunk=self.attention_chunk)
+
+    @property
+    def most_seen(self) -> int | None:
+        """Return the most tokens that a token sees, itself among them; None: all up to itself."""
+        return self.sliding_window if self.attention_chunk is None else self.attention_chunk
+
+    def first_seen(self, position: int) -> int:
+        """Return the first position that the token at `position` sees."""
+        if self.attention_chunk is not None:
+            return position // self.attention_chunk * self.attention_chunk
+        return 0 if self.sliding_window is None else max(position + 1 - self.sliding_window, 0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,20 +115,21 @@ class Experts:
 
     num_experts: int
     num_chosen: int
-    renormalise: bool  # whether the weights of those chosen add up to 1
+    renormalise: bool  # whether the chosen experts' weights are scaled to sum to 1
     router_bias: bool = False
     bias: bool = False
-    glu_limit: float | None = None  # gate and up clamped to it, and gate * sigmoid(1.702 gate) * (up + 1)
+    glu_limit: float | None = None  # clamp of gate and up, with gate * sigmoid(1.702 gate) * (up + 1)
     scoring: Literal["softmax", "sigmoid", "sparse_mixer"] = "softmax"
     jitter: float = 0.0
-    correction: bool = False  # whether a number for each expert is added to scores, in choosing alone
-    num_groups: int = 1  # neighbouring experts; a group's score is the sum of its two highest
-    num_chosen_groups: int = 1  # groups with the highest scores, of which alone experts are chosen
-    scale: float = 1.0  # what weights are multiplied by at last
-    shared_size: int = 0  # width of an expert that all tokens have; 0: there is none
-    shared_gate: bool = False  # whether its output is multiplied by a sigmoid of a product of its own
-    dense_layers: int = 0  # first layers, which have an ordinary feed-forward part
-    dense_size: int = 0  # its width
+    correction: bool = False  # whether a bias per expert is added to scores for the choice only
+    num_groups: int = 1  # groups of neighbouring experts; a group's score sums its two highest
+    num_chosen_groups: int = 1  # number of best groups from which experts are chosen
+    scale: float = 1.0  # factor of the final weights
+    shared_size: int = 0  # width of the expert that all tokens share; 0: none
+    shared_gate: bool = False  # whether a sigmoid gate scales the shared expert's output
+    scales_input: bool = False  # whether an expert's weight scales its input, not its output
+    dense_layers: tuple[int, ...] = ()  # numbers of the layers with an ordinary feed-forward part
+    dense_size: int = 0  # width of that feed-forward part
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -106,7 +138,7 @@ class ModelConfig:
 
     vocab_size: int
     hidden_size: int
-    intermediate_size: int  # of an expert, where there are experts
+    intermediate_size: int  # width of the feed-forward part, or of one expert
     num_q_heads: int
     num_kv_heads: int
     head_dim: int
@@ -121,14 +153,14 @@ class ModelConfig:
     num_positions: int | None = None  # rows of a table of learned positions
     position_offset: int = 0  # the row of position 0
 
-    # Norms: of the input of attention and feed-forward, of their output, or of both.
+    # Norms before attention and feed-forward, after them, or both.
     norm: Literal["rms", "layer"] = "rms"
     norm_eps: float = 1e-6
-    norm_offset: float = 0.0  # what is added to the weights
+    norm_offset: float = 0.0  # constant that is added to the weights
     norm_bias: bool = False
     norm_place: Literal["before", "after", "both"] = "before"
 
-    # The residual: feed-forward after attention, or beside it, on the same norm's output or its own.
+    # Residual: feed-forward after attention, or parallel to it, with a shared or its own norm.
     parallel: bool = False
     shared_norm: bool = False
     residual_scale: float = 1.0
@@ -136,9 +168,10 @@ class ModelConfig:
     # Attention.
     qkv_bias: bool = False
     o_bias: bool = False
-    # Norm of queries and keys: of each head with shared or with its own weights, or of all heads as one.
-    qk_norm: Literal["head", "each", "all"] | None = None
-    norm_after_rope: bool = False  # whether queries and keys are turned before they are normed
+    # Norm of queries and keys: per head with shared or own weights, or over all heads together; or "plain",
+    # per head without weights, in layers with RoPE only.
+    qk_norm: Literal["head", "each", "all", "plain"] | None = None
+    norm_after_rope: bool = False  # whether RoPE comes before the norm of queries and keys
     qkv_clip: float | None = None
     attention_scale: float | None = None  # None: 1 / sqrt(head_dim)
     attention_soft_cap: float | None = None
@@ -203,16 +236,23 @@ class ModelConfig:
         rule = f"an int in [1, {chosen * size}], the number of experts in the chosen groups"
         checked_int("model config: experts a token", e.num_chosen, rule, 1, chosen * size)
         checked_number("model config: factor of experts' weights", e.scale, "a number > 0", 0, above=True)
-        rule = f"an int in [0, {self.num_layers}), the number of layers"
-        checked_int("model config: first dense layers", e.dense_layers, rule, 0, self.num_layers - 1)
+        rule = f"different ints in [0, {self.num_layers}), and not those of all layers"
+        numbers = set(e.dense_layers)
+        some = len(numbers) == len(e.dense_layers) < self.num_layers and numbers < {*range(self.num_layers)}
+        check("model config: dense layers", list(e.dense_layers), rule, some)
         if e.dense_layers:
             checked_int("model config: width of dense layers", e.dense_size, "an int >= 1", 1)
         check("model config: activation", self.activation, "another with experts", self.activation != "xielu")
         check("model config: gated", self.gated, "True with experts", self.gated)
 
     def _check_kind(self, kind: LayerKind) -> None:
-        if kind.sliding_window is not None:
-            checked_int("model config: sliding_window", kind.sliding_window, "None or an int >= 1", 1)
+        for name in ("sliding_window", "attention_chunk"):
+            if getattr(kind, name) is not None:
+                checked_int(f"model config: {name}", getattr(kind, name), "None or an int >= 1", 1)
+        if kind.temperature is not None:
+            checked_int("model config: floor_scale", kind.temperature.every, "an int >= 1", 1)
+        is_one = kind.sliding_window is None or kind.attention_chunk is None
+        check("model config: attention_chunk", kind.attention_chunk, "None beside a sliding_window", is_one)
         if kind.rope is None:
             return
         checked_number("model config: rope_theta", kind.rope.theta, "a number > 0", 0, above=True)
@@ -240,15 +280,18 @@ class ModelConfig:
         return max(self.intermediate_size, *((e.shared_size, e.dense_size) if e is not None else (0,)))
 
     @property
-    def sliding_windows(self) -> list[int | None]:
-        """Sliding window of each layer."""
-        return [kind.sliding_window for kind in self.layers]
+    def attention_kinds(self) -> tuple[LayerKind, ...]:
+        """Return what bounds the attention of each layer: full, sliding or chunked."""
+        return tuple(kind.attention for kind in self.layers)
 
     @property
     def sliding_window(self) -> int | None:
-        """The widest window: blocks that have left it are of no use to any layer. None if one sees all."""
-        windows = self.sliding_windows
-        return max((w for w in windows if w is not None), default=None) if None not in windows else None
+        """The widest window: blocks that have left it are of no use to any layer. None if one sees all.
+
+        A chunk counts as a window of its length: no token of it sees more.
+        """
+        most = [kind.most_seen for kind in self.layers]
+        return max((its for its in most if its is not None), default=None) if None not in most else None
 
     @property
     def scale(self) -> float:

@@ -11,17 +11,17 @@ from jaxpaged.memory import kv_cache
 from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.models import layers
 from jaxpaged.models.attention import PassBatch, attend, planned
-from jaxpaged.models.config import ModelConfig, Rope
+from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.experts import ExpertsMLP
 from jaxpaged.models.feed_forward import MLP, linear, stack
 from jaxpaged.models.load_as import LoadAs
-from jaxpaged.models.names import Names
+from jaxpaged.models.names import Names, layers_with
+from jaxpaged.models.positions import PositionTables, has_rope, of_layer, position_tables
 from jaxpaged.models.quantised.codes import Quantisation, QuantisedWeight
 from jaxpaged.models.weights import AbstractWeights, Weights
 from pallas_kernels.layouts import TOKEN_MAJOR, Layout
 
 Norm = layers.RMSNorm | layers.LayerNorm
-type Angles = tuple[Float[Array, "..."], Float[Array, "..."]]  # cosines and sines
 
 
 class Decoder(nnx.Module):
@@ -53,7 +53,7 @@ class Decoder(nnx.Module):
         else:
             return None
         assert table is not None
-        # What is packed becomes an array in a stack, of one, without a copy more.
+        # A packed weight becomes a stack of one array, without another copy.
         bias = weights.get("lm_head.bias")
         assert not isinstance(bias, QuantisedWeight)
         biases = None if bias is None else [bias]
@@ -78,23 +78,23 @@ class Decoder(nnx.Module):
         batch: PassBatch,
     ) -> tuple[Float[Array, "num_tokens hidden"], KVCache]:
         """Return the wanted tokens' hidden states after the last norm, and the cache with all tokens."""
-        # Zeros stay zeros in every layer without biases, and products on a CPU skip rows of zeros.
+        # Without biases zero rows stay zero in every layer, and CPU products skip rows of zeros.
         x = jnp.where(batch.is_padding[:, None], 0, self.embed(token_ids, positions))
         max_len = batch.block_tables.shape[1] * cache.block_size
-        angles = rope_tables(self.config, positions, max_len)
-        batch = planned(batch, cache, self.config.num_q_heads, self.config.sliding_windows)
-        if self.form.own != "native":  # where rows of zeros cost as much as others
+        tables = position_tables(self.config, positions, max_len)
+        batch = planned(batch, cache, self.config.num_q_heads, self.config.attention_kinds)
+        if self.form.own != "native":  # here rows of zeros cost as much as others
             batch = dataclasses.replace(batch, wanted=None)
         if batch.adapters is None:
-            x, cache = self._through_layers(x, cache, angles, batch)
-        else:  # nothing is paid for adapters while no token has one
-            # One branch after the other: of a choice between two that write to the cache XLA makes copies.
+            x, cache = self._through_layers(x, cache, tables, batch)
+        else:  # adapters cost nothing while no token has one
+            # Two conditions in turn: XLA copies the cache if both branches of one condition write to it.
             without = dataclasses.replace(batch, adapters=None)
             has_adapters = jnp.any(batch.adapters > 0)
             for runs, its in ((has_adapters, batch), (~has_adapters, without)):
                 x, cache = lax.cond(
                     runs,
-                    lambda x, cache, its=its: self._through_layers(x, cache, angles, its),
+                    lambda x, cache, its=its: self._through_layers(x, cache, tables, its),
                     lambda x, cache: (x, cache),
                     x,
                     cache,
@@ -105,20 +105,20 @@ class Decoder(nnx.Module):
         self,
         x: Float[Array, "num_tokens hidden"],
         cache: KVCache,
-        angles: Angles | None,
+        tables: PositionTables,
         batch: PassBatch,
     ) -> tuple[Float[Array, "num_tokens hidden"], KVCache]:
         count = self.config.num_layers
         if not self.form.loops:
             for layer in range(count):
-                x, cache = self.layers(x, cache, layer, angles, batch)
+                x, cache = self.layers(x, cache, layer, tables, batch)
             return x, cache
 
         type Carry = tuple[Int[Array, ""], Float[Array, "num_tokens hidden"], KVCache]
 
         def apply(_: Int[Array, ""], carry: Carry) -> Carry:
             layer, x, cache = carry
-            return layer + 1, *self.layers(x, cache, layer, angles, batch)
+            return layer + 1, *self.layers(x, cache, layer, tables, batch)
 
         # The layer's number goes along, and XLA cannot see where it begins: on a GPU, what is read at a place
         # that follows from the loop's own counter is read where the host says, and so in no CUDA graph.
@@ -172,12 +172,12 @@ class DecoderLayers(nnx.Module):
         x: Float[Array, "num_tokens hidden"],
         cache: KVCache,
         layer: layers.Layer,
-        angles: Angles | None,
+        tables: PositionTables,
         batch: PassBatch,
     ) -> tuple[Float[Array, "num_tokens hidden"], KVCache]:
         batch = batch.in_layer(layer == self.config.num_layers - 1)
         normed = self.attention_norm(x, layer) if self.attention_norm else x
-        attended, cache = self.attention(normed, cache, layer, angles, batch)
+        attended, cache = self.attention(normed, cache, layer, tables, batch)
         after = self._added(x, attended, self.attention_out_norm, layer)
 
         given = x if self.config.parallel else after
@@ -193,19 +193,22 @@ class DecoderLayers(nnx.Module):
     def _fed_forward(
         self, x: Float[Array, "num_tokens hidden"], layer: layers.Layer, batch: PassBatch
     ) -> Float[Array, "num_tokens hidden"]:
-        """Return the feed-forward part's output, in float32: in the first layers it may be a dense one."""
+        """Return the feed-forward part's output, in float32: some layers may have a dense one."""
         experts, dense = self.config.experts, self.dense
         if experts is None or dense is None:
             return self.mlp(x, layer, batch.is_padding, batch.adapters)
-        first = experts.dense_layers
+        with_dense, with_experts = (layers_with(self.config, role) for role in ("down", "experts"))
+        is_dense = [i in with_dense for i in range(self.config.num_layers)]
+        # Of each layer its number among those that are as it is.
+        numbers = [(with_dense if its else with_experts).index(i) for i, its in enumerate(is_dense)]
         if isinstance(layer, int):
-            if layer < first:
-                return dense(x, layer, batch.is_padding)
-            return self.mlp(x, layer - first, batch.is_padding)
+            part = dense if is_dense[layer] else self.mlp
+            return part(x, numbers[layer], batch.is_padding)
+        number = jnp.asarray(numbers, jnp.int32)[layer]
         return lax.cond(
-            layer < first,
-            lambda x: dense(x, jnp.minimum(layer, first - 1), batch.is_padding),
-            lambda x: self.mlp(x, jnp.maximum(layer - first, 0), batch.is_padding),
+            jnp.asarray(is_dense)[layer],
+            lambda x: dense(x, number, batch.is_padding),
+            lambda x: self.mlp(x, number, batch.is_padding),
             x,
         )
 
@@ -238,11 +241,11 @@ class Attention(nnx.Module):
         x: Float[Array, "num_tokens hidden"],
         cache: KVCache,
         layer: layers.Layer,
-        angles: Angles | None,
+        tables: PositionTables,
         batch: PassBatch,
     ) -> tuple[Float[Array, "num_tokens hidden"], KVCache]:
         c, dtype = self.config, x.dtype
-        q, k, v = self._projected(x, layer, angles, batch.adapters)
+        q, k, v = self._projected(x, layer, tables, batch.adapters)
         slopes = None if c.alibi_slopes is None else jnp.asarray(c.alibi_slopes, jnp.float32)
         if slopes is not None and self.shards is not None:
             slopes = self.shards.mine(slopes)
@@ -254,7 +257,7 @@ class Attention(nnx.Module):
             v.astype(dtype),
             batch,
             scale=c.scale,
-            sliding_windows=c.sliding_windows,
+            kinds=c.attention_kinds,
             soft_cap=c.attention_soft_cap,
             alibi_slopes=slopes,
             sinks=None if self.sinks is None else self.sinks[layer].astype(jnp.float32),
@@ -266,7 +269,7 @@ class Attention(nnx.Module):
         self,
         x: Float[Array, "num_tokens hidden"],
         layer: layers.Layer,
-        angles: Angles | None,
+        tables: PositionTables,
         adapters: Int[Array, " num_tiles"] | None,
     ) -> tuple[Float[Array, "..."], Float[Array, "..."], Float[Array, "..."]]:
         """Return queries, keys and values of all heads, [num_tokens, heads, head_dim], in float32."""
@@ -278,17 +281,22 @@ class Attention(nnx.Module):
         qk, v = jnp.split(qkv, [c.num_q_heads + c.num_kv_heads], axis=1)
         if not c.norm_after_rope:
             qk = self._normed(qk, layer)
-        if angles is not None:
-            qk = layers.apply_rope(qk, *of_layer(c, angles, layer))
+        its = of_layer(c, tables, layer)
+        if its.cos is not None and its.sin is not None:
+            qk = layers.apply_rope(qk, its.cos, its.sin)
         if c.norm_after_rope:
             qk = self._normed(qk, layer)
         q, k = jnp.split(qk, [c.num_q_heads], axis=1)
-        return q, k, v
+        return q if its.factors is None else q * its.factors, k, v
 
     def _normed(
         self, qk: Float[Array, "num_tokens heads head_dim"], layer: layers.Layer
     ) -> Float[Array, "num_tokens heads head_dim"]:
         """Return queries and keys, normed where the model norms them."""
+        if self.config.qk_norm == "plain":
+            mean_square = jnp.mean(qk * qk, axis=-1, keepdims=True)
+            normed = qk * lax.rsqrt(mean_square + self.config.norm_eps)
+            return jnp.where(has_rope(self.config.layers, layer), normed, qk)
         if self.q_norm is None or self.k_norm is None:
             return qk
         q, k = jnp.split(qk, [self.config.num_q_heads], axis=1)
@@ -323,41 +331,6 @@ def made_norm(config: ModelConfig, weights: layers.Stack, biases: layers.Stack |
     if config.norm == "layer":
         return layers.LayerNorm(weights, biases, config.norm_eps, config.norm_offset)
     return layers.RMSNorm(weights, config.norm_eps, config.norm_offset)
-
-
-def ropes(config: ModelConfig) -> list[Rope | None]:
-    """Return the different RoPEs of the model's layers."""
-    return list(dict.fromkeys(kind.rope for kind in config.layers))
-
-
-def rope_tables(config: ModelConfig, positions: Int[Array, " num_tokens"], max_len: int) -> Angles | None:
-    """Return cosines and sines of all tokens, several RoPEs one after the other; None without RoPE."""
-    kinds = ropes(config)
-    if kinds == [None]:
-        return None
-    half = next(rope.dim for rope in kinds if rope is not None) // 2
-
-    def of(rope: Rope | None) -> Angles:
-        if rope is None:  # turns by nothing
-            return jnp.ones((len(positions), 1, half)), jnp.zeros((len(positions), 1, half))
-        frequencies, factor = layers.rope_frequencies(rope, max_len)
-        return layers.rope_angles(positions, frequencies, factor)
-
-    each = [of(rope) for rope in kinds]
-    if len(each) == 1:
-        return each[0]
-    cos, sin = (jnp.stack(tables) for tables in zip(*each, strict=True))
-    return cos, sin
-
-
-def of_layer(config: ModelConfig, angles: Angles, layer: layers.Layer) -> Angles:
-    """Return one layer's cosines and sines."""
-    kinds = ropes(config)
-    if len(kinds) == 1:
-        return angles
-    number = layers.kind_of(kinds, [kind.rope for kind in config.layers], layer)
-    cos, sin = angles
-    return cos[number], sin[number]
 
 
 def abstract(

@@ -1,5 +1,7 @@
 """A feed-forward part of experts: a router chooses a few for each token."""
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -18,7 +20,7 @@ GLU_SLOPE = 1.702
 class ExpertLinear(nnx.Module):
     """A product for each layer and expert. An expert's weights are read by its number: in a loop.
 
-    Layers are counted from the first that has experts.
+    Layers are counted among those that have experts.
     """
 
     def __init__(self, weights: Weights, role: str) -> None:
@@ -27,7 +29,7 @@ class ExpertLinear(nnx.Module):
         groups = [each] if weights.form.loops else [[layer] for layer in each]
         self.linears = nnx.List(self._linear(weights, role, group) for group in groups)
 
-    def _linear(self, weights: Weights, role: str, group: range | list[int]) -> layers.Linear:
+    def _linear(self, weights: Weights, role: str, group: Sequence[int]) -> layers.Linear:
         kernels = weights.of_experts(f"{role}.weight", group) or ()
         biases = weights.of_experts(f"{role}.bias", group)
         return layers.Linear(kernels, biases, form=weights.form, together=True)
@@ -49,7 +51,7 @@ class ExpertsMLP(nnx.Module):
 
     One expert after the other, only those whom some token has chosen: nothing else of the weights is read.
     They come in the order of their numbers, so that a token's sum has the same bits in any company. An expert
-    that all tokens have comes last. Layers are counted from the first that has experts.
+    that all tokens have comes last. Layers are counted among those that have experts.
     """
 
     def __init__(self, weights: Weights, config: Experts) -> None:
@@ -67,7 +69,7 @@ class ExpertsMLP(nnx.Module):
         x: Float[Array, "num_tokens hidden"],
         layer: layers.Layer,
         is_padding: Bool[Array, " num_tokens"],
-        adapters: Int[Array, " num_tiles"] | None = None,  # which change no expert
+        adapters: Int[Array, " num_tiles"] | None = None,  # unused: adapters change no expert
     ) -> Float[Array, "num_tokens hidden"]:
         weights = jnp.where(is_padding[:, None], 0, self.choose(x, layer))
         chosen = jnp.any(weights > 0, axis=0)
@@ -79,6 +81,8 @@ class ExpertsMLP(nnx.Module):
             expert = experts[i].astype(jnp.int32)
             weight = weights[:, expert, None]
             mine = jnp.where(weight > 0, x, 0)  # products on a CPU skip rows of zeros
+            if self.config.scales_input:
+                mine, weight = (mine * weight).astype(x.dtype), (weight > 0).astype(jnp.float32)
             gate, up = jnp.split(self.gate_up(mine, layer, expert), 2, axis=-1)
             out = self.down(self._glu(gate, up).astype(x.dtype), layer, expert)
             return total + weight * jnp.where(weight > 0, out, 0)

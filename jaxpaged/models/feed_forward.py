@@ -26,7 +26,7 @@ class MLP(nnx.Module):
         self,
         x: Float[Array, "num_tokens hidden"],
         layer: layers.Layer,
-        is_padding: Bool[Array, " num_tokens"],  # asked of all feed-forward weights; experts use it
+        is_padding: Bool[Array, " num_tokens"],  # part of the common signature; only experts use it
         adapters: Int[Array, " num_tiles"] | None = None,
     ) -> Float[Array, "num_tokens hidden"]:
         wide = self.up(x, layer, adapters)

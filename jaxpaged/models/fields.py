@@ -30,13 +30,14 @@ ACTIVATIONS = {
     "relu2": "relu2",
     "xielu": "xielu",
 }
-# What a config may say only if it means nothing, or if its family reads it: with anything else the arithmetic
-# is another.
+# Fields that must be neutral unless the family reads them. Other values mean other arithmetic.
 NEUTRAL: dict[str, tuple[object, ...]] = {
     "hidden_act": (None, "silu"),
     "partial_rotary_factor": (None, 1),
     "rope_interleave": (None, False),
     "no_rope_layers": (None, []),
+    "attention_chunk_size": (None,),
+    "attn_temperature_tuning": (None, False),
     "use_qk_norm": (None, False),
     "qk_norm": (None, False),
     "qk_layernorm": (None, False),
@@ -75,7 +76,7 @@ class Fields:
 
     def __init__(self, said: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> None:
         self._said, self._read = dict(defaults or {}), {"model_type"}
-        if said.get("rope_scaling") is not None:  # which is the older name of the same
+        if said.get("rope_scaling") is not None:  # the older name of the same field
             self._said.pop("rope_parameters", None)
         self._said |= {name: value for name, value in said.items() if value is not None}
         self._given = {name for name, value in said.items() if value is not None}
@@ -184,7 +185,7 @@ class Fields:
         kind = given.get("rope_type", given.get("type", "default"))
         if kind == "default":
             return None
-        if kind == "dynamic":  # which changes what is longer than the model's length: no sequence is
+        if kind == "dynamic":  # changes only sequences beyond the model's length, which are refused
             given.only("alpha")
             return None
         if kind == "linear":
@@ -257,10 +258,18 @@ class Fields:
             attention_factor=given.positive("attention_factor", default),
         )
 
-    def layer_kinds(self, types: list[str], *, sliding: LayerKind, full: LayerKind) -> tuple[LayerKind, ...]:
+    def layer_kinds(
+        self,
+        types: list[str],
+        *,
+        full: LayerKind,
+        sliding: LayerKind | None = None,
+        chunked: LayerKind | None = None,
+    ) -> tuple[LayerKind, ...]:
         """Return a kind for each layer, by the file's `layer_types` or by the types given for it."""
         types = self.get("layer_types", types)
-        kinds = {"sliding_attention": sliding, "full_attention": full}
+        known = {"sliding_attention": sliding, "chunked_attention": chunked, "full_attention": full}
+        kinds = {name: kind for name, kind in known.items() if kind is not None}
         rule = f"a list of {' and '.join(map(repr, kinds))}, one for each layer"
         num_layers = self.size("num_hidden_layers")
         ok = isinstance(types, list) and len(types) == num_layers

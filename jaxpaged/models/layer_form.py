@@ -18,9 +18,9 @@ class LayerForm:
     the host, and then the serving loop is no CUDA graph (LOG.md).
     """
 
-    own: ProductImplementation  # multiplies by a weight that is an array of its own
-    stacked: ProductImplementation  # multiplies by one of a stack, whose number may be traced
-    loops: bool  # over layers: the program does not grow with their number, and weights of all are stacks
+    own: ProductImplementation  # product with a weight in its own array
+    stacked: ProductImplementation  # product with a weight of a stack, whose index may be traced
+    loops: bool  # whether the program loops over layers, with all weights stacked
 
 
 def form_of(dtype: jnp.dtype, loop_over_layers: bool | None = None) -> LayerForm:

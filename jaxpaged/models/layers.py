@@ -20,7 +20,7 @@ from pallas_kernels.gpu import dense_product
 from pallas_kernels.ops import ProductImplementation, low_rank
 from pallas_kernels.xla import products as xla
 
-Values = Array | np.ndarray  # a weight that is being made
+Values = Array | np.ndarray  # a weight during loading
 type Weight = Float[Values, "..."] | QuantisedWeight
 Layer = int | Int[Array, ""]  # a layer's number, counted from 0; an array in a loop over layers
 
@@ -134,7 +134,7 @@ class Linear(nnx.Module):
     once. Where there is room for adapters, each tile of rows has what its own adds.
     """
 
-    adapters: AdapterParam  # where there is room for some
+    adapters: AdapterParam  # adapters' weights, if the engine has adapter slots
 
     def __init__(
         self,
@@ -156,7 +156,7 @@ class Linear(nnx.Module):
         self.implementation = form.stacked if together else form.own
         groups = weights.groups if isinstance(weights, Each) and together else ()
         each = itertools.chain([first], rest)
-        del first  # it need not stay while the others are read
+        del first  # its memory is released before the others are read
         if groups:
             self.places = nnx.Param(_places(len(weights), [numbers for numbers, _ in groups]))
             self.kernels = nnx.List(Stack(its, len(its), together=True) for _, its in groups)
@@ -202,7 +202,7 @@ class Linear(nnx.Module):
         return lax.switch(kind, [kernel.multiply for kernel in self.kernels], x, place)
 
 
-# A weight [out_features, in_features] as who multiplies by it reads it.
+# Order in which a product reads a weight [out_features, in_features].
 _PACKED: dict[ProductImplementation, Callable[[Any], Any]] = {
     "native": native.pack,
     "mosaic_gpu": dense_product.pack,
@@ -258,7 +258,7 @@ class RMSNorm(nnx.Module):
         self,
         x: Float[Array, "*num_tokens features"],
         layer: Layer = 0,
-        mean: Callable[[Array], Array] = lambda its: its,  # over all shards of the features
+        mean: Callable[[Array], Array] = lambda its: its,  # mean over all shards of the features
     ) -> Float[Array, "*num_tokens features"]:
         wide = x.astype(jnp.float32)
         mean_square = mean(jnp.mean(wide * wide, axis=-1, keepdims=True))

@@ -12,7 +12,7 @@ from jaxpaged.models.shards import Shard
 class LoadAs:
     """The form in which weights are loaded: dtype, quantisation, shard, and a loop over layers."""
 
-    dtype: jnp.dtype  # of weights and activations
+    dtype: jnp.dtype  # data type of weights and activations
     quantization: str | None = None  # as `EngineConfig.quantization`
     shard: Shard | None = None  # None: the whole model
     loop_over_layers: bool | None = None  # as `EngineConfig.loop_over_layers`

@@ -21,7 +21,7 @@ from jaxpaged.sampling_params import FROM_MODEL
 from pallas_kernels import native
 
 SMOLLM2 = "smollm2"
-MODELOPT = "hf_quant_config.json"  # where NVIDIA's Model Optimizer says how weights are quantised
+MODELOPT = "hf_quant_config.json"  # quantisation config of NVIDIA's Model Optimizer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,16 +30,16 @@ class Checkpoint:
 
     path: Path
     config: ModelConfig
-    names: Names  # what its files call its weights
-    module_names: Names  # what Hugging Face's model calls them, and so adapters do
+    names: Names  # names of weights in the files
+    module_names: Names  # names of weights in Hugging Face's model, and in adapters
     tokenizer: Any  # a transformers tokenizer, or None where the directory has none
-    files: tuple[Path, ...]  # all that its weights come from
-    load_weights: Callable[[], Mapping[str, Any]]  # by their names in the files, each read when asked for
-    # What its makers sample with, as `SamplingParams` names it: from generation_config.json.
+    files: tuple[Path, ...]  # files of the weights
+    load_weights: Callable[[], Mapping[str, Any]]  # weights by their names in the files, read on access
+    # Sampling defaults from generation_config.json, named as in `SamplingParams`.
     sampling_defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    # How a GGUF file's, or a directory's, quantised weights are kept as they are; None if none are quantised.
+    # Makes the quantisation that keeps the files' quantised weights; None if no weight is quantised.
     keep_quantised: Callable[[], Quantisation] | None = None
-    quant_method: str | None = None  # of such a directory: what its config calls it
+    quant_method: str | None = None  # the config's name of a directory's quantisation
 
     def model(self, load_as: LoadAs) -> Decoder:
         """Load the model in this form.
@@ -164,7 +164,7 @@ def _from_hub(name: str, revision: str | None) -> Path:
                 name,
                 revision=revision,
                 allow_patterns=["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"],
-                # The same weights once more, in their makers' own form.
+                # These files hold the same weights in the makers' own form.
                 ignore_patterns=["original/*", "*consolidated*.safetensors"],
             )
         )
@@ -203,7 +203,7 @@ def _open_directory(path: Path, *, own_tokenizer: bool) -> Checkpoint:
     method = None if said is None else str(said["quant_method"])
     names = names_of(config_json, config, method)
     if config.tie_word_embeddings:
-        with contextlib.suppress(InputError):  # of files that are missing or damaged: who loads them says so
+        with contextlib.suppress(InputError):  # missing or damaged files are reported when weights are loaded
             if not tied.is_tied(config, names, safetensors_files.load(path)):
                 config = dataclasses.replace(config, tie_word_embeddings=False)
                 names = names_of(config_json, config, method)
@@ -257,7 +257,7 @@ def _open_gguf(path: Path) -> Checkpoint:
         tokenizer = gguf_tokenizers.tokenizer(reader, path)
     except InputError:
         raise
-    except Exception as error:  # what the header says may be of any type
+    except Exception as error:  # header values may have any type
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise InputError(f"model={str(path)!r}: its header cannot be used: {reason}") from error
     return Checkpoint(

@@ -31,7 +31,7 @@ from pallas_kernels.ops.low_rank import LowRank
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 ROLES = ("qkv", "o", "gate_up", "up", "down")
-# What changes more than products' outputs, or otherwise, and the values with which it does not.
+# Config fields that would change more than products' outputs, with their neutral values.
 NEUTRAL: dict[str, tuple[object, ...]] = {
     "bias": ("none",),
     "use_dora": (False,),
@@ -47,13 +47,13 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "monteclora_config": (None,),
     "use_bdlora": (None, False),
 }
-# Ways to begin training that change the model's own weights, too.
+# Initialisations that also change the model's own weights.
 CHANGING_WEIGHTS = ("pissa", "olora", "corda", "loftq", "lora_ga")
 TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
 
 type Arrays = Mapping[
     str, tuple[np.ndarray, np.ndarray]
-]  # by role, an a and a b as `LowRank` has one choice's
+]  # by role: a and b of one adapter, packed as in `LowRank`
 
 
 class Room(NamedTuple):
@@ -61,7 +61,7 @@ class Room(NamedTuple):
 
     in_features: int
     widths: tuple[int, ...]  # of the pieces that Hugging Face has it in
-    modules: tuple[str, ...]  # their names, with "{layer}" for a number
+    modules: tuple[str, ...]  # module names, with "{layer}" for the layer's number
 
 
 def rooms(config: ModelConfig, names: Names) -> dict[str, Room]:
@@ -80,7 +80,7 @@ def rooms(config: ModelConfig, names: Names) -> dict[str, Room]:
 
 def make_room(model: Decoder, names: Names, num_adapters: int, rank: int) -> None:
     """Let the model's products have so many adapters of at most this rank, which add nothing yet."""
-    native.serves(model.dtype, "low_rank")  # now XLA knows it, in programs kept whole, too
+    native.serves(model.dtype, "low_rank")  # registers the target, also for programs from disk
     products = _products(model)
     for role, room in rooms(model.config, names).items():
         sizes = model.config.num_layers, num_adapters, room.in_features, room.widths, rank
@@ -154,7 +154,7 @@ def _read(
         a = _checked(f"{module}.lora_A", sides["A"], (rank, location.in_features))
         b = _checked(f"{module}.lora_B", sides["B"], (location.width, rank)) * np.float32(scale)
         form = names.forms.get(f"{location.role}.weight")
-        if form is not None and form is not TRANSPOSED:  # that is no matter of b's order
+        if form is not None and form is not TRANSPOSED:  # transposing does not reorder b
             b = _restored(form, config, widths[location.role], location.piece, b)
         if shard is not None:
             a, b = _of_shard(shard, location, widths[location.role], a, b)
@@ -202,7 +202,7 @@ class _Location(NamedTuple):
     piece: int
     in_features: int
     width: int
-    first_panel: int  # of b
+    first_panel: int  # first panel of b
 
 
 def _locations(config: ModelConfig, names: Names) -> Iterator[tuple[str, _Location]]:

@@ -6,7 +6,7 @@ there.
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ import numpy as np
 from jaxpaged.models.config import ModelConfig
 
 type Shape = tuple[int, ...]
-type Tensors = Mapping[str, Any]  # by the name in the file, read when asked for
+type Tensors = Mapping[str, Any]  # tensors by their names in the file, read on access
 type Pieces = list[np.ndarray]  # what a role is made of in a file: q, k and v, for example
 
 
@@ -26,7 +26,7 @@ class Form:
     where they can: a share then reads its own alone.
     """
 
-    stored: Callable[[ModelConfig, Shape], Shape]  # the shape there, from the one in the decoder
+    stored: Callable[[ModelConfig, Shape], Shape]  # shape in the file, from the shape in the decoder
     restored: Callable[[ModelConfig, Pieces], Pieces]
 
 
@@ -42,7 +42,7 @@ class Names:
     """
 
     table: Mapping[str, str | tuple[str, ...]]
-    forms: Mapping[str, Form] = dataclasses.field(default_factory=dict)  # by role and ending
+    forms: Mapping[str, Form] = dataclasses.field(default_factory=dict)  # forms by role and ending
     prefix: str = ""
     spare: tuple[str, ...] = ()
     inside: tuple[tuple[str, str], ...] = ()
@@ -95,10 +95,10 @@ def in_layer(config: ModelConfig) -> dict[str, Shape]:
             shapes |= _norm(name, (hidden,), c)
     shapes |= _linear("qkv", (heads + 2 * kv_heads, hidden), c.qkv_bias)
     shapes |= _linear("o", (hidden, heads), c.o_bias)
-    if c.qk_norm is not None:
+    if c.qk_norm not in (None, "plain"):
         for name, count in (("q_norm", c.num_q_heads), ("k_norm", c.num_kv_heads)):
             forms = {"head": (c.head_dim,), "each": (count, c.head_dim), "all": (count * c.head_dim,)}
-            shapes[f"{name}.weight"] = forms[c.qk_norm]
+            shapes[f"{name}.weight"] = forms[c.qk_norm or ""]
     if c.sinks:
         shapes["sinks"] = (c.num_q_heads,)
     if e is None:
@@ -113,14 +113,14 @@ def in_layer(config: ModelConfig) -> dict[str, Shape]:
     return shapes | _mlp("", e.dense_size, c) if e.dense_layers else shapes
 
 
-def layers_with(config: ModelConfig, role: str) -> range:
-    """Return the numbers of the layers that have a role."""
-    dense = config.experts.dense_layers if config.experts is not None else 0
+def layers_with(config: ModelConfig, role: str) -> Sequence[int]:
+    """Return the numbers of the layers that have a role, in order."""
+    dense = sorted(config.experts.dense_layers) if config.experts is not None else []
     stem = role.split(".")[0]
     if dense and stem in ("gate_up", "up", "down"):
-        return range(dense)
+        return dense
     if stem in ("router", "correction", "experts", "shared", "shared_gate"):
-        return range(dense, config.num_layers)
+        return [layer for layer in range(config.num_layers) if layer not in dense]
     return range(config.num_layers)
 
 

@@ -10,7 +10,7 @@ import re2
 
 from jaxpaged.checks import InputError, check, shown
 
-MAX_CHARS = 1000  # of a pattern
+MAX_CHARS = 1000  # characters of a pattern
 MAX_SIZE = (
     2**16
 )  # instructions of all compiled patterns together: those of a name are as many as its characters

@@ -25,7 +25,7 @@ from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.layers import Values
 
 DATA, MODEL = "data", "model"  # the axes of a mesh
-COLUMNS = ("o", "down")  # split by input; `Shard._rows` says what is split by output
+COLUMNS = ("o", "down")  # roles split by input; `Shard._rows` has those split by output
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Shards:
             return columns[:, :width]
         return lax.all_gather(columns, MODEL, axis=1, tiled=True)[:, :width]
 
-    def mine(self, whole: Num[Array, "n"]) -> Num[Array, "n_of_shard"]:
+    def mine(self, whole: Num[Array, " n"]) -> Num[Array, " n_of_shard"]:
         """Return this shard's slice of an array that all shards have alike: equal slices, in their order."""
         count = whole.shape[0] // self.size
         return lax.dynamic_slice_in_dim(whole, lax.axis_index(MODEL) * count, count)
@@ -78,7 +78,7 @@ class Shard:
 
     whole: ModelConfig
     shards: Shards
-    number: int  # from 0 on
+    number: int  # counted from 0
 
     def __post_init__(self) -> None:
         c, size = self.whole, self.shards.size
@@ -125,7 +125,7 @@ class Shard:
     def slices(self, role: str, tensors: Sequence[Num[Values, "..."]]) -> list[Num[Values, "..."]]:
         """Return this shard's slices of a role's tensors, as views. Their outputs follow one another."""
         name, _, ending = _bare(role).rpartition(".")
-        if name in COLUMNS and ending == "bias":  # added once
+        if name in COLUMNS and ending == "bias":  # the bias is added once
             if self.number == 0:
                 return list(tensors)
             return [np.zeros(tensor.shape, tensor.dtype) for tensor in tensors]

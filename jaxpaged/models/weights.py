@@ -43,7 +43,7 @@ class Weights(ABC):
     ) -> None:
         self._whole, self._optional_names, self._quantisation = config, names, quantisation
         self._shard, self.dtype, self.form = load_as.shard, jnp.dtype(load_as.dtype), load_as.form
-        self.config = config if self._shard is None else self._shard.config  # of the decoder that is made
+        self.config = config if self._shard is None else self._shard.config  # config of the decoder to make
         self.shards = None if self._shard is None else self._shard.shards
         self._of_experts: dict[str, tuple[SegmentSpec, ...] | None] = {}
 
@@ -74,7 +74,7 @@ class Weights(ABC):
             return None
         layers_ = layers_with(self._whole, role)
         segments = [self._segments(role, shape, layer=i) for i in layers_]
-        if None in segments:  # one of them is not quantised: so are all
+        if None in segments:  # if one layer is unquantised, all are
             segments = [None] * len(segments)
 
         def of(numbers: Sequence[int], groups: Any = ()) -> layers.Each:
@@ -118,7 +118,7 @@ class Weights(ABC):
         source = self._source(role)
         stored = stored_pieces(self._whole, self._names, source, shape, **numbers)
         segments = self._quantisation.segments(source, shape, stored, self._cut(role, shape))
-        for kind, _ in segments or ():  # now XLA knows their products, in programs kept whole, too
+        for kind, _ in segments or ():  # registers the products with XLA, also for programs loaded from disk
             native.serves(self.dtype, native.quantised_function(kind.bits, is_float=kind.is_float))
         return segments
 
@@ -196,7 +196,7 @@ class StoredWeights(Weights):
             for piece in pieces:
                 _check_numbers(role, piece)
         whole = _concatenated(pieces)
-        if segments is not None and self._quantisation is not None:  # of inputs after all have been seen
+        if segments is not None and self._quantisation is not None:  # all inputs are needed first
             quantised = self._quantisation.of_numbers(self._source(role), whole, self.dtype, cut)
         return quantised or whole.astype(self.dtype, copy=False)
 
@@ -230,7 +230,7 @@ class AbstractWeights(Weights):
         if segments is not None:
             cut = self._cut(role, shape)
             return zeros(segments, shape[1] if cut is None else cut.width(shape[1]), self.dtype)
-        whole = jnp.zeros(shape, self.dtype)  # traced, where it is called in a trace
+        whole = jnp.zeros(shape, self.dtype)  # traced if called in a trace
         if self._shard is None:
             return whole
         return jnp.concatenate(_padded(self._shard.slices(role, [whole]), self._shard.padding(role), whole))
@@ -264,7 +264,7 @@ def check_names(config: ModelConfig, names: Names, found: Iterable[str]) -> None
     for name in wanted:
         if name not in found:
             raise InputError(f"the weights lack {name!r}, which the model config asks for")
-    # Tables that old files have beside the weights, and a head that is tied, which some files repeat.
+    # Old files also hold tables. Some files repeat a tied head.
     head = f"{names.table['lm_head']}.weight" if config.tie_word_embeddings else None
     for name in sorted(found - wanted.keys()):
         is_spare = name.endswith(("rotary_emb.inv_freq", *names.spare)) or name.startswith(names.ignored)
@@ -297,15 +297,13 @@ def _check_numbers(name: str, weight: np.ndarray) -> None:
 def _is_finite(weight: np.ndarray) -> bool:
     """Return whether all numbers are finite, without a copy of the weight's size."""
     flat = weight.reshape(-1)
-    if (
-        weight.dtype.name == "bfloat16"
-    ):  # NumPy has no arithmetic of its own for it: look for exponents of ones
+    if weight.dtype.name == "bfloat16":  # NumPy has no arithmetic for bfloat16: check for exponents of ones
         bits = flat.view(np.uint16)
         return not any(np.any((bits[i : i + _CHUNK] & 0x7F80) == 0x7F80) for i in range(0, bits.size, _CHUNK))
     return all(bool(np.isfinite(flat[i : i + _CHUNK]).all()) for i in range(0, flat.size, _CHUNK))
 
 
-_CHUNK = 1 << 18  # numbers looked at together: what fits a processor's cache
+_CHUNK = 1 << 18  # numbers per chunk, which fit a processor's cache
 
 
 def random_weights(config: ModelConfig, names: Names, seed: int) -> dict[str, np.ndarray]:

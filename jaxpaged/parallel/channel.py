@@ -17,7 +17,7 @@ from jaxpaged.checks import InputError, check
 LENGTH_BYTES = 8
 NONCE_BYTES = TAG_BYTES = 32
 LEAST_KEY_BYTES = 16
-PIECE = 2**20  # bytes asked for at once: memory grows with what has come, not with what a length announces
+CHUNK = 2**20  # bytes asked for at once: memory grows with what has come, not with what a length announces
 
 
 class Channel:
@@ -38,14 +38,14 @@ class Channel:
             check_key("key", key)
             self._prove(key)
 
-    def send(self, *pieces: bytes | bytearray | memoryview) -> None:
-        """Send one message, given in pieces; return when all of it is on its way."""
-        views = [memoryview(piece).cast("B") for piece in pieces]
+    def send(self, *chunks: bytes | bytearray | memoryview) -> None:
+        """Send one message, given in chunks; return when all of it is on its way."""
+        views = [memoryview(chunk).cast("B") for chunk in chunks]
         length = sum(map(len, views))
         whole = [memoryview(length.to_bytes(LENGTH_BYTES, "big")), *views]
         if self._sending_key:
             whole.append(memoryview(_tag(self._sending_key, self._num_sent, views)))
-        for part in whole if length > PIECE else [b"".join(whole)]:  # a short one goes in one packet
+        for part in whole if length > CHUNK else [b"".join(whole)]:  # a short one goes in one packet
             self._connection.sendall(part)
         self._num_sent += 1
 
@@ -91,15 +91,15 @@ class Channel:
     def _read(self, length: int, *, may_end: bool = False) -> bytearray | None:
         data = bytearray()
         while len(data) < length:
-            piece = self._connection.recv(min(PIECE, length - len(data)))
-            if not piece:
+            chunk = self._connection.recv(min(CHUNK, length - len(data)))
+            if not chunk:
                 if may_end and not data:
                     return None
                 missing = length - len(data)
                 raise ConnectionError(
                     f"the other end has closed {missing} bytes before the end of a message of {length}"
                 )
-            data += piece
+            data += chunk
         return data
 
 
@@ -113,9 +113,9 @@ def check_key(name: str, key: object) -> None:
     )
 
 
-def _tag(key: bytes, number: int, pieces: Sequence[memoryview]) -> bytes:
+def _tag(key: bytes, number: int, chunks: Sequence[memoryview]) -> bytes:
     """Return the HMAC over a message's number and bytes."""
     tag = hmac.new(key, number.to_bytes(8, "big"), hashlib.sha256)
-    for piece in pieces:
-        tag.update(piece)
+    for chunk in chunks:
+        tag.update(chunk)
     return tag.digest()

@@ -22,7 +22,7 @@ PLAIN = (bool, int, float, str, type(None))
 
 
 def encode(value: Any, classes: Sequence[type] = ()) -> list[bytes | memoryview]:
-    """Return a message in pieces.
+    """Return a message in chunks.
 
     value: None, numbers, text, NumPy arrays, lists, tuples, mappings with text for keys, and frozen
     dataclasses of

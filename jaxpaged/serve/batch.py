@@ -145,7 +145,7 @@ async def _answer(app: FastAPI, asked: BatchRequest) -> dict[str, Any]:
 async def call(app: FastAPI, path: str, body: bytes, request_id: str) -> tuple[int, Any]:
     """Send a body to a route, and return the status and the JSON that it answers."""
     sent = iter([{"type": "http.request", "body": body, "more_body": False}])
-    status, pieces = 0, list[bytes]()
+    status, chunks = 0, list[bytes]()
 
     async def receive() -> Message:
         message = next(sent, None)
@@ -159,7 +159,7 @@ async def call(app: FastAPI, path: str, body: bytes, request_id: str) -> tuple[i
         if message["type"] == "http.response.start":
             status = message["status"]
         elif message["type"] == "http.response.body":
-            pieces.append(message.get("body", b""))
+            chunks.append(message.get("body", b""))
 
     headers = {
         "content-type": "application/json",
@@ -182,7 +182,7 @@ async def call(app: FastAPI, path: str, body: bytes, request_id: str) -> tuple[i
     }
     try:
         await app(scope, receive, send)
-        return status, json.loads(b"".join(pieces))
+        return status, json.loads(b"".join(chunks))
     except Exception as error:  # a fault of ours costs this line alone; the application has logged it
         log.exception("request %s failed", request_id)
         return 500, ApiError(500, f"{type(error).__name__}: the log says more").body

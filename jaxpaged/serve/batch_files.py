@@ -20,7 +20,7 @@ INVALID_LINE = "invalid_line"
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 # Bytes of a line beside its body: names, and an id that is not a book.
 MOST_AROUND_BODY = 64 * 2**10
-PIECE = 2**20
+CHUNK = 2**20
 
 
 class LineError(ValueError):
@@ -98,7 +98,7 @@ def read(file: str, max_body_bytes: int) -> Iterator[Line]:
             number += 1
             is_long = len(content) > most and not content.endswith(b"\n")
             while is_long and not content.endswith(b"\n") and content:
-                content = _read(source.readline, PIECE)
+                content = _read(source.readline, CHUNK)
             if number == 1:
                 content = content.removeprefix(BYTE_ORDER_MARK)
             if is_long or content.strip():
@@ -111,8 +111,8 @@ def count(file: str) -> int | None:
         return None
     with _opened(file) as source:
         num_lines, last = 0, b"\n"
-        while piece := source.read(PIECE):
-            num_lines, last = num_lines + piece.count(b"\n"), piece[-1:]
+        while chunk := source.read(CHUNK):
+            num_lines, last = num_lines + chunk.count(b"\n"), chunk[-1:]
     return num_lines + (last != b"\n")
 
 

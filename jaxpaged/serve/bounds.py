@@ -16,7 +16,7 @@ from jaxpaged.sampling_state import MAX_EDITS
 from jaxpaged.serve.replies import ApiError
 from jaxpaged.text.limits import MAX_BAD_WORD_CHARS, MAX_BAD_WORDS, MAX_STOP_CHARS, MAX_STOP_TOKENS, MAX_STOPS
 
-PIECE = 2**16  # bytes that are looked at together
+CHUNK = 2**16  # bytes that are looked at together
 QUOTE, BACKSLASH, COMMA, COLON = (ord(char) for char in '"\\,:')
 OPENING, CLOSING = ord("{"), ord("}")  # and "[", "]" with the bit that they lack
 
@@ -85,15 +85,15 @@ class Size(NamedTuple):
 def measure(body: bytes | bytearray, goes_on: Callable[[Size], bool] = lambda size: True) -> Size:
     """Count what JSON in UTF-8 has in it, up to where it stops being JSON.
 
-    Piece by piece, in NumPy, which lets other threads run; ends early where `goes_on` is false of what was
+    Chunk by chunk, in NumPy, which lets other threads run; ends early where `goes_on` is false of what was
     counted so far. Behind a mistake the numbers mean nothing: a parser does not come there.
     """
     size, depth, in_text, is_escaped = Size(), 0, False, False
     chars = np.frombuffer(body, np.uint8)
-    for begin in range(0, len(chars), PIECE):
-        piece = chars[begin : begin + PIECE]
-        is_quote = piece == QUOTE
-        is_backslash = piece == BACKSLASH
+    for begin in range(0, len(chars), CHUNK):
+        chunk = chars[begin : begin + CHUNK]
+        is_quote = chunk == QUOTE
+        is_backslash = chunk == BACKSLASH
         if is_escaped or is_backslash.any():
             escaped = _escaped(is_backslash, is_escaped)
             is_escaped = bool(escaped[-1])
@@ -102,11 +102,11 @@ def measure(body: bytes | bytearray, goes_on: Callable[[Size], bool] = lambda si
         inside = (np.cumsum(is_quote, dtype=np.uint8) + np.uint8(in_text)) & 1
         in_text = bool(inside[-1])
         outside = inside == 0
-        opens = ((piece | 0x20) == OPENING) & outside
-        closes = ((piece | 0x20) == CLOSING) & outside
+        opens = ((chunk | 0x20) == OPENING) & outside
+        closes = ((chunk | 0x20) == CLOSING) & outside
         steps = np.cumsum(opens.view(np.int8) - closes.view(np.int8), dtype=np.int32)
         num_opens = int(np.count_nonzero(opens))
-        between = np.count_nonzero(((piece == COMMA) | (piece == COLON)) & outside)
+        between = np.count_nonzero(((chunk == COMMA) | (chunk == COLON)) & outside)
         size = Size(
             max(size.depth, depth + int(steps.max())),
             size.values + num_opens + int(between),
@@ -125,7 +125,7 @@ def _escaped(is_backslash: np.ndarray, first: bool) -> np.ndarray:
     first: whether the first character is escaped by the backslashes of the chunk before.
     """
     places = np.arange(len(is_backslash) + 1, dtype=np.int32)
-    # The last character before each that is no backslash, or is one that is escaped by the piece before.
+    # The last character before each that is no backslash, or is one that is escaped by the chunk before.
     ends_run = ~is_backslash
     ends_run[0] |= first
     last = np.maximum.accumulate(np.where(ends_run, places[1:], 0))

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from jaxpaged.api.async_llm import Admitted
-from jaxpaged.api.llm import Prompt
+from jaxpaged.api.prompts import Prompt
 from jaxpaged.serve.chunks import ChunkWriter
 from jaxpaged.serve.json_route import JsonRoute
 from jaxpaged.serve.logprobs import CompletionLogprobs, TextOffsets, prompt_logprobs

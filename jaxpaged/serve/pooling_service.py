@@ -6,7 +6,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from fastapi import FastAPI
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
 from jaxpaged.checks import shown
@@ -104,23 +103,3 @@ class PoolingMetrics:
 
     def text(self) -> bytes:
         return generate_latest(self._registry)
-
-
-def create_pooling_app(pooling: Pooling, model_name: str, options: ServerOptions) -> FastAPI:
-    """Return the application that serves a pooling model; one event loop may run it."""
-    import jaxpaged
-    from jaxpaged.serve import health, models
-    from jaxpaged.serve import pooling as routes
-    from jaxpaged.serve.app import guarded
-
-    app = FastAPI(
-        title="jaxpaged",
-        version=jaxpaged.__version__,
-        summary="Vectors, classes and scores of texts, by OpenAI's and vLLM's routes.",
-        docs_url=None,
-        redoc_url=None,
-    )
-    app.state.service, app.state.load = PoolingService(pooling, model_name, options), 0
-    for each in (models, health, routes):
-        app.include_router(each.router)
-    return guarded(app, options)

@@ -167,6 +167,6 @@ class EventStream(Response):
             await self._changed.wait()
             self._changed.clear()
             if self._unread:
-                piece, self._unread = b"".join(self._unread), []
-                await send({"type": "http.response.body", "body": piece, "more_body": True})
+                chunk, self._unread = b"".join(self._unread), []
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -20,7 +20,8 @@ from jaxpaged.pooling.llm import Pooling
 from jaxpaged.serve.app import create_app
 from jaxpaged.serve.connection import Connection, ConnectionLimits
 from jaxpaged.serve.options import ServerOptions
-from jaxpaged.serve.pooling_service import PoolingService, create_pooling_app
+from jaxpaged.serve.pooling_app import create_pooling_app
+from jaxpaged.serve.pooling_service import PoolingService
 from jaxpaged.serve.replies import ApiError
 from jaxpaged.serve.service import Service
 

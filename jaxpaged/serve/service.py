@@ -14,8 +14,8 @@ from typing import Any
 from starlette.requests import Request
 
 from jaxpaged.api.async_llm import Admitted, AsyncLLM
-from jaxpaged.api.llm import Prompt
 from jaxpaged.api.outputs import CompletionOutput, RequestOutput
+from jaxpaged.api.prompts import Prompt
 from jaxpaged.checks import check_salt, shown
 from jaxpaged.engine.handle import EngineDeadError
 from jaxpaged.engine.texts import TextError

@@ -6,7 +6,7 @@ waits while its leader's prompt is computed, and then takes over the leader's bl
 room then is a request like any other. The beams of a search are admitted all at once.
 
 Looking a prompt up in the prefix cache is the expensive part, and a request that does not fit would be looked
-up in every step. So the state remembers, in `turned_away`, the row that was looked up last without fitting
+up in every step. So the state remembers, in `last_rejected`, the row that was looked up last without fitting
 and an upper bound of how many of the blocks it found other rows hold: [row, bound]. Such blocks are shared,
 not taken, so the row fits only if the blocks it needs minus the bound are free. Until then it is not looked
 up again. `raise_held_bound` raises the bound after each step by what the step did; admitting a request or
@@ -25,11 +25,11 @@ from jaxpaged.arithmetic import cdiv
 from jaxpaged.config import PREFILL_TILE
 from jaxpaged.memory import block_table, kv_cache, prefix_cache, swap
 from jaxpaged.memory.block_table import BlockTables
-from jaxpaged.memory.entries import PIECE, in_pieces
+from jaxpaged.memory.entries import CHUNK, in_chunks
 from jaxpaged.memory.prefix_cache import Hit
 from jaxpaged.step.config import StepConfig
 from jaxpaged.step.plan import Plan, plan
-from jaxpaged.step.state import Counter, EngineState, HostPool, Phase, Rows, none_turned_away
+from jaxpaged.step.state import Counter, EngineState, HostPool, Phase, Rows, no_rejection
 
 
 class _Admission(NamedTuple):
@@ -59,14 +59,14 @@ def admit(
         leader, follows = _leader_in_prompt(state, row)
         forks = follows & (_need_of_fork(state)[row] <= free)
         found = _look_for_room(state, row, free, ~follows, config)
-        # All else without the state: each `cond` that the cache goes through may copy it on a GPU.
+        # The rest does not take the state: a `cond` that the cache passes through may copy it on a GPU.
         started = lax.cond(found.fits, lambda: _start(state, row, found.hit, config), lambda: state)
         phase = started.rows.phase.at[row].set(jnp.where(forks, Phase.FORKING, started.rows.phase[row]))
         its_beams = started.rows.waiting & started.rows.in_group_of(row)
         phase = jnp.where(its_beams & found.fits, Phase.FOLLOWING, phase)
         waits = found.is_looked_up & ~found.fits
-        turned_away = jnp.where(waits, jnp.stack([row, found.num_held]), started.turned_away)
-        state = replace(started, rows=replace(started.rows, phase=phase), turned_away=turned_away)
+        last_rejected = jnp.where(waits, jnp.stack([row, found.num_held]), started.last_rejected)
+        state = replace(started, rows=replace(started.rows, phase=phase), last_rejected=last_rejected)
         ok = forks | found.fits
         return _Admission(
             state,
@@ -149,7 +149,7 @@ def _need_of_beam(state: EngineState, config: StepConfig) -> Int[Array, " rows"]
 
 class _Lookup(NamedTuple):
     is_looked_up: Bool[Array, ""]
-    fits: Bool[Array, ""]  # and nothing is to be waited for
+    fits: Bool[Array, ""]  # whether the request fits, and need not wait for another's prefix
     hit: Hit
     num_held: Int[Array, ""]  # blocks of the hit that other rows hold
 
@@ -166,11 +166,11 @@ def _look_for_room(
     Where `may_start` is false, or the last lookup still tells that the row cannot fit, nothing is looked up.
     """
     rows, tables = state.rows, state.tables
-    # Blocks that have to be free, or held by others and shared.
+    # Blocks that must be free, or held by others and shared.
     need = config.blocks_of(rows.num_tokens[row], tables.block_size)
     need += jnp.maximum(rows.beams.width[row] - 1, 0) * _need_of_beam(state, config)[row]
-    row_turned_away, most_held = state.turned_away
-    may_fit = may_start & ((row != row_turned_away) | (need - most_held <= free))
+    rejected_row, most_held = state.last_rejected
+    may_fit = may_start & ((row != rejected_row) | (need - most_held <= free))
 
     def look_up() -> _Lookup:
         hit, defers = _look_up(state, row, config)
@@ -192,19 +192,30 @@ def _look_up(state: EngineState, row: Int[Array, ""], config: StepConfig) -> tup
     if cache is None:
         nothing = Hit(jnp.zeros(0, jnp.int32), prefix_cache.root(None, salt))
         return nothing, jnp.bool_(False)
-    is_new = (rows.phase[row] == Phase.WAITING) & ~rows.tells_prompt[row]
-    hit = prefix_cache.lookup(
-        cache,
-        lambda positions: cache_keys(rows, jnp.full_like(positions, row), positions, config),
-        jnp.where(is_new, num_tokens, 0),
-        salt,
-        max_tokens=rows.token_ids.shape[1],
-    )
-    # Some running row will soon have made findable at least a tile more than is, if its prompt begins so.
+    is_new, hit = _is_new(rows, row), find_prompt(state, row, config)
+    # A running row with this prefix will soon make at least one more tile of it findable.
     wanted = (hit.chain.num_blocks + cdiv(PREFILL_TILE, tables.block_size)) * tables.block_size
     computing = rows.running & (tables.seq_lens < rows.prompt_lens) & (rows.salt == salt)
     computing &= is_new & (wanted <= jnp.minimum(rows.prompt_lens, rows.prompt_lens[row]))
     return hit, _any_begins_alike(rows, row, computing & (wanted < num_tokens), wanted)
+
+
+def _is_new(rows: Rows, row: Int[Array, ""]) -> Bool[Array, ""]:
+    """Return whether a row waits to be computed and may use what is cached."""
+    return (rows.phase[row] == Phase.WAITING) & ~rows.tells_prompt[row]
+
+
+def find_prompt(state: EngineState, row: Int[Array, ""], config: StepConfig) -> Hit:
+    """Return the longest cached beginning of a waiting request's tokens; the state has a prefix cache."""
+    rows, cache = state.rows, state.tables.pool.prefix_cache
+    assert cache is not None
+    return prefix_cache.lookup(
+        cache,
+        lambda positions: cache_keys(rows, jnp.full_like(positions, row), positions, config),
+        jnp.where(_is_new(rows, row), rows.num_findable[row], 0),
+        rows.salt[row],
+        max_tokens=rows.token_ids.shape[1],
+    )
 
 
 def _any_begins_alike(
@@ -214,7 +225,7 @@ def _any_begins_alike(
 
     Rows are compared one after the other, a chunk of tokens at a time, up to the first difference.
     """
-    size = min(8 * PIECE, rows.token_ids.shape[1])
+    size = min(8 * CHUNK, rows.token_ids.shape[1])
     type Search = tuple[Bool[Array, " rows"], Int[Array, ""]]
 
     def chunk(row: Int[Array, ""], start: Int[Array, ""]) -> Int[Array, " size"]:
@@ -262,21 +273,21 @@ def _held_by_others(tables: BlockTables, hit: Hit, config: StepConfig) -> Int[Ar
         is_held = used & tables.pool.is_held(hit.block_ids[k])
         return held + jnp.stack([jnp.sum(is_held), jnp.sum(is_held & (k >= unseen))])
 
-    return in_pieces(length[None], count, jnp.zeros(2, jnp.int32))
+    return in_chunks(length[None], count, jnp.zeros(2, jnp.int32))
 
 
 def raise_held_bound(state: EngineState, before: BlockTables) -> EngineState:
-    """Raise the bound of how many blocks other rows hold of the request that was turned away last (see the
+    """Raise the bound of how many blocks other rows hold of the request that was rejected last (see the
     module).
 
     A block that the step made findable may continue the hit. A block that it took may have been in the hit,
     while another block with its content is held. The bound rises by both counts. No request was admitted
     since, so there is no third way.
     """
-    tables, (row, held) = state.tables, state.turned_away
+    tables, (row, held) = state.tables, state.last_rejected
     taken = before.pool.num_free - tables.pool.num_free
     published = jnp.sum(tables.chains.num_blocks - before.chains.num_blocks)
-    return replace(state, turned_away=jnp.stack([row, held + taken + published]))
+    return replace(state, last_rejected=jnp.stack([row, held + taken + published]))
 
 
 def _start(state: EngineState, row: Int[Array, ""], hit: Hit, config: StepConfig) -> EngineState:
@@ -297,7 +308,7 @@ def _start(state: EngineState, row: Int[Array, ""], hit: Hit, config: StepConfig
         phase=jnp.where(this, Phase.RUNNING, rows.phase),
         num_hit_tokens=jnp.where(this & is_new & first_time, num_hit_tokens, rows.num_hit_tokens),
     )
-    state = replace(state, rows=rows, turned_away=none_turned_away())
+    state = replace(state, rows=rows, last_rejected=no_rejection())
     num_lookup_tokens = jnp.where(is_new & ~rows.tells_prompt[row], rows.num_findable[row], 0)
     return state.count({Counter.NUM_LOOKUP_TOKENS: num_lookup_tokens, Counter.NUM_HIT_TOKENS: num_hit_tokens})
 

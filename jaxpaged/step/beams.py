@@ -28,7 +28,7 @@ COPIED_AT_ONCE = 256
 class Choice:
     """Contents of beam rows after the next token. Other rows stay as they are."""
 
-    changes: Bool[Array, " rows"]  # holds what `source` did, with its candidate `column` behind it
+    changes: Bool[Array, " rows"]  # whether the row becomes `source` with its candidate `column` appended
     source: Int[Array, " rows"]
     column: Int[Array, " rows"]
     cum_logprob: Float[Array, " rows"]
@@ -52,7 +52,7 @@ def advance(
     def go_on(state: EngineState) -> Result:
         choice = choose(state.rows, new, slots, is_due)
         came_from = jnp.where(choice.changes, choice.source, own_row)
-        # What has ended needs no blocks.
+        # Ended sequences need no blocks.
         forks = (came_from != own_row) & state.rows.running
         state = replace(
             state,
@@ -62,7 +62,7 @@ def advance(
         state = state.on_tables(block_table.free_rows, forks)
         return state, came_from, jnp.where(forks, came_from, own_row)
 
-    # Without the cache: on a GPU it might be copied on its way through a `cond`.
+    # The cache stays outside: a `cond` that it passes through may copy it on a GPU.
     small = replace(state, kv_cache=None, host=None)  # type: ignore[arg-type]
     small, *rows = lax.cond(jnp.any(is_due), go_on, lambda state: (state, own_row, own_row), small)
     return replace(small, kv_cache=state.kv_cache, host=state.host), *rows
@@ -103,7 +103,7 @@ def _choose_in_group(
 
     live, ended = members(rows.running), members(rows.held)
 
-    # The candidates: of each beam the likeliest 2 * width tokens.
+    # The candidates are the likeliest 2 * width tokens of each beam.
     slot = slots.of_row.at[live].get(mode="fill", fill_value=new.rank.shape[0])
     token_ids = new.top_ids.at[slot].get(mode="fill", fill_value=-1)
     column = jnp.broadcast_to(jnp.arange(MAX_LOGPROBS, dtype=jnp.int32), token_ids.shape)
@@ -114,9 +114,9 @@ def _choose_in_group(
     tie = (beams.rank.at[live].get(mode="fill", fill_value=0)[:, None] * MAX_LOGPROBS + column).reshape(-1)
     ends = is_in(token_ids.reshape(-1), rows.rules.stop_tokens[head])
 
-    # The best candidates to go on with; and the best of those that have ended, earlier or now. Of equal ones
+    # Choose the best candidates to continue, and the best sequences that ended earlier or now. Of equal ones
     # the earlier comes first.
-    length = jnp.maximum(rows.num_tokens.at[ended].get(mode="clip") - 1, 1)  # without the end
+    length = jnp.maximum(rows.num_tokens.at[ended].get(mode="clip") - 1, 1)  # without the end token
     former = beams.cum_logprob.at[ended].get(mode="fill", fill_value=-jnp.inf)
     former *= length.astype(jnp.float32) ** -penalty
     former_rank = beams.rank.at[ended].get(mode="fill", fill_value=0)
@@ -134,7 +134,7 @@ def _choose_in_group(
     is_new = found >= MAX_BEAM_WIDTH
     candidate = jnp.maximum(found - MAX_BEAM_WIDTH, 0)
     parent, its_column = candidate // MAX_LOGPROBS, candidate % MAX_LOGPROBS
-    # A beam that goes on stays in its parent's row, and a sequence that had ended in its own.
+    # A beam that continues stays in its parent's row. An ended sequence stays in its own.
     wanted = jnp.stack([parent[0], jnp.where(is_new[1], MAX_BEAM_WIDTH, found[1])])
     homes = jnp.stack([live, ended])
     home = jnp.take_along_axis(homes, jax.vmap(_places)(wanted, is_one, homes < num_rows), axis=1)
@@ -146,7 +146,7 @@ def _choose_in_group(
     longest = jnp.where(penalty > 0, rows.max_num_tokens[head], num_tokens + 1).astype(jnp.float32)
     is_decided = best[1, width - 1] >= best[0, 0] * longest**-penalty
     finishes = is_decided | (num_tokens + 1 >= rows.max_num_tokens[head])
-    return Choice(  # a row for which there is no beam goes on as it would alone, and counts for nothing
+    return Choice(  # a row without a beam continues as if alone, and is ignored
         changes=choice.changes.at[live].set(True, mode="drop").at[target].set(True, mode="drop"),
         source=choice.source.at[target].set(live[parent], mode="drop"),
         column=choice.column.at[target].set(its_column, mode="drop"),
@@ -223,17 +223,17 @@ def _with_answers_of(
     size = min(COPIED_AT_ONCE, rows.token_ids.shape[1])
     type Carry = tuple[Int[Array, "rows max_model_len"], Bool[Array, " rows"], Int[Array, ""]]
 
-    def copy_piece(carry: Carry) -> Carry:
+    def copy_chunk(carry: Carry) -> Carry:
         token_ids, left, done = carry
         row = jnp.argmax(jnp.where(left, 1 + rows.held, 0))
         start = rows.prompt_lens[row] + done
-        piece = lax.dynamic_slice(token_ids, (source[row], start), (1, size))
-        token_ids = lax.dynamic_update_slice(token_ids, piece, (row, start))
+        chunk = lax.dynamic_slice(token_ids, (source[row], start), (1, size))
+        token_ids = lax.dynamic_update_slice(token_ids, chunk, (row, start))
         goes_on = start + size < rows.num_tokens[source[row]]
         return token_ids, left.at[row].set(goes_on), jnp.where(goes_on, done + size, 0)
 
     start = (rows.token_ids, moves, jnp.int32(0))
-    return lax.while_loop(lambda carry: jnp.any(carry[1]), copy_piece, start)[0]
+    return lax.while_loop(lambda carry: jnp.any(carry[1]), copy_chunk, start)[0]
 
 
 def _noted(state: EngineState, new: Scores, slots: DecodeSlots, choice: Choice) -> Scores:

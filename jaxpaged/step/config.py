@@ -18,13 +18,13 @@ class StepConfig:
 
     max_num_seqs: int  # rows that run together
     num_tiles: int  # prompt tiles computed in one step
-    tiles_per_pass: int  # of these in one forward pass; a step may make several passes
+    tiles_per_pass: int  # tiles in one forward pass; a step may make several passes
     attention: TiledImplementation | Attention
     sampler: Sampler | None = None  # None: ours
-    watermark_blocks: int | Array = 0  # stay free when a request is admitted beside running ones
+    watermark_blocks: int | Array = 0  # blocks that stay free when a request is admitted beside running ones
     sliding_window: int | None = None  # tokens
     reuse_answers: bool = False  # whether a prompt may hit blocks that were computed as an answer
-    decode_widths: tuple[int, ...] = ()  # of narrower decode passes, rising; the widest has max_num_seqs rows
+    decode_widths: tuple[int, ...] = ()  # rows of narrower decode passes, rising; the widest has max_num_seqs
 
     def __post_init__(self) -> None:
         """Accept a list of widths, as JSON makes it."""

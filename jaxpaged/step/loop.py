@@ -107,9 +107,9 @@ def limits(max_steps: int, max_passes: int = INT32_MAX) -> np.ndarray:
     return np.array([min(max_steps, MAX_STEPS), min(max_passes, INT32_MAX)], np.int32)
 
 
-# Progress of a run: steps made, and the counter of passes over prompts when it began.
+# Progress of a run: steps made, and the counter of prompt passes at its start.
 type Progress = tuple[Int[Array, ""], Int[Array, ""]]
-# A run between two steps: the state, its progress, the last step's scores of prompts, and `Report.origin`.
+# Carry of a run: the state, the progress, the last step's prompt scores, and `Report.origin`.
 type Carry = tuple[EngineState, Progress, PromptScores, Int[Array, " rows"]]
 
 

@@ -30,7 +30,7 @@ class Tiles:
     """
 
     row: Int[Array, " num_tiles"]
-    start: Int[Array, " num_tiles"]  # the tile's first position; of a prompt tile a multiple of tile_len
+    start: Int[Array, " num_tiles"]  # the tile's first position; a multiple of tile_len for prompt tiles
     first: Int[Array, " num_tiles"]
     end: Int[Array, " num_tiles"]
     tile_len: int = field(metadata={"static": True})
@@ -41,8 +41,8 @@ class Tiles:
 class DecodeSlots:
     """Assignment of running rows to the `max_num_seqs` slots of a decode pass."""
 
-    row: Int[Array, " max_num_seqs"]  # beyond all rows where there is none
-    of_row: Int[Array, " rows"]  # beyond all slots for a row that does not run
+    row: Int[Array, " max_num_seqs"]  # row of each slot; past all rows for an unused slot
+    of_row: Int[Array, " rows"]  # slot of each row; past all slots for a row that does not run
 
 
 def plan(state: EngineState, config: StepConfig) -> Plan:

@@ -14,10 +14,10 @@ class Merge(enum.Enum):
     """Ways to merge the values of several replicas, [replicas, ...], into those of one engine."""
 
     ROWS = enum.auto()  # [replicas, rows, ...] to [replicas * rows, ...]
-    ROW_NUMBERS = enum.auto()  # likewise; the values themselves are rows, counted through all replicas
+    ROW_NUMBERS = enum.auto()  # as ROWS; the values are row numbers, counted through all replicas
     SUM = enum.auto()
-    BITS = enum.auto()  # a bit is set where some replica has set it
-    KEEP = enum.auto()  # as they are, with the axis of replicas
+    BITS = enum.auto()  # bitwise or of all replicas
+    KEEP = enum.auto()  # unchanged, with the axis of replicas
 
 
 ROWS, ROW_NUMBERS, SUM, BITS, KEEP = ({"merge": how} for how in Merge)
@@ -37,15 +37,15 @@ class Report:
     num_tokens: Int[Array, " rows"] = field(metadata=ROWS)
     finish_reason: Int[Array, " rows"] = field(metadata=ROWS)
     num_hit_tokens: Int[Array, " rows"] = field(metadata=ROWS)
-    # The row that had, when the run began, what this row holds: another one for beams only.
+    # Row that held this row's sequence when the run began; only beams move.
     origin: Int[Array, " rows"] = field(metadata=ROW_NUMBERS)
-    cum_logprob: Float[Array, " rows"] = field(metadata=ROWS)  # of running and of ended beams
+    cum_logprob: Float[Array, " rows"] = field(metadata=ROWS)  # of running and ended beams
     beam_rank: Int[Array, " rows"] = field(metadata=ROWS)
     new_token_ids: Int[Array, "rows max_steps"] = field(metadata=ROWS)  # the row's last tokens, newest last
-    new_scores: Scores | None = field(metadata=ROWS)  # of these tokens (`loop.recent_scores`), where wanted
+    new_scores: Scores | None = field(metadata=ROWS)  # their scores (`loop.recent_scores`), if wanted
     num_free_blocks: Int[Array, ""] = field(metadata=SUM)
-    num_cached_blocks: Int[Array, ""] = field(metadata=SUM)  # free ones whose content can still be found
+    num_cached_blocks: Int[Array, ""] = field(metadata=SUM)  # free blocks whose content can still be found
     # Scores of the last step's prompt tiles; None where they were not fetched. Merged separately.
     prompt_scores: PromptScores | None = field(metadata=KEEP)
-    counters: Int[Array, " counters"] = field(metadata=KEEP)  # by `Counter`
+    counters: Int[Array, " counters"] = field(metadata=KEEP)  # indexed by `Counter`
     status: Int[Array, ""] = field(metadata=BITS)

@@ -26,6 +26,7 @@ from jaxpaged.step.admission import admit, may_admit
 from jaxpaged.step.config import StepConfig
 from jaxpaged.step.plan import Plan, plan
 from jaxpaged.step.state import Counter, EngineState, FinishReason, HostPool, Phase, Rows
+from jaxpaged.step.waiting import note_waiting
 
 
 @jax.tree_util.register_dataclass
@@ -35,10 +36,10 @@ class Decision:
 
     plan: Plan
     admitted: Bool[Array, " rows"]
-    num_hit_blocks: Int[Array, " rows"]  # of the admitted rows
+    num_hit_blocks: Int[Array, " rows"]  # blocks found for the admitted rows
     preempted: Bool[Array, " rows"]
     swapped: Bool[Array, " rows"]  # preempted, and swapped out
-    leader_row: Int[Array, " rows"]  # whose blocks an admitted follower takes over; for others their own row
+    leader_row: Int[Array, " rows"]  # source of an admitted follower's blocks; other rows: their own
 
 
 def schedule(state: EngineState, config: StepConfig) -> tuple[EngineState, Decision]:
@@ -47,11 +48,12 @@ def schedule(state: EngineState, config: StepConfig) -> tuple[EngineState, Decis
 
     The blocks that the plan needs are free afterwards, but not taken yet.
     """
+    state = note_waiting(state, config)
     no_rows, no_hits = jnp.zeros(state.tables.max_seqs, bool), jnp.zeros_like(state.rows.phase)
     own_row = jnp.arange(state.tables.max_seqs, dtype=jnp.int32)
     quiet = Decision(plan(state, config), no_rows, no_hits, no_rows, no_rows, own_row)
 
-    # Here, where nothing is written yet, and of no row that goes on to run does it change.
+    # Nothing is written yet here, and no row that continues to run changes.
     last_ids = block_table.last_blocks(state.tables)
 
     def replan() -> tuple[EngineState, Decision]:
@@ -121,7 +123,7 @@ def _preempt(
         order = state.rows.order
         place = jnp.max(jnp.where(state.rows.running[order], jnp.arange(order.shape[0]), 0))
         last = state.rows.admitted & state.rows.in_group_of(order[place])
-        if state.host is not None:  # beams are computed again: swapped out they would not share what they do
+        if state.host is not None:  # beams are recomputed instead, because swapped blocks are not shared
             state, moved = _swap_out(state, state.host, last & (state.rows.beams.width == 0))
             swapped |= moved
         phase = jnp.where(last, jnp.where(swapped, Phase.SWAPPED, Phase.WAITING), state.rows.phase)
@@ -136,7 +138,7 @@ def _swap_out(
     state: EngineState, host: HostPool, rows: Bool[Array, " rows"]
 ) -> tuple[EngineState, Bool[Array, " rows"]]:
     """Move the masked row's blocks to the host if there is room, and return which row was moved."""
-    # Not in a `cond`: on a GPU the cache would be copied on its way through one.
+    # This is not in a `cond`, which would copy the cache on a GPU.
     fits = jnp.sum(jnp.where(rows, state.tables.num_held, 0)) <= host.tables.pool.num_free
     tables, host_tables, info = swap.swap_out(
         state.tables, host.tables, rows & fits, max_blocks=state.tables.max_blocks_per_seq

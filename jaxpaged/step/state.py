@@ -15,11 +15,11 @@ from jaxpaged.memory import block_pool, block_table, prefix_cache
 from jaxpaged.memory.block_pool import FreeInfo, StatusInfo
 from jaxpaged.memory.block_table import AppendInfo, BlockTables
 from jaxpaged.memory.kv_cache import KVCache
-from jaxpaged.memory.policies import LRU, Policy
+from jaxpaged.memory.policies import LRU, Policy, sized
 from jaxpaged.sampling import Scores, no_scores
 from jaxpaged.sampling_state import LogitRules, SamplingState, neutral_rows
 
-# Steps that one run of the loop makes at most, and so tokens a row that one report has room for.
+# Maximum of steps in one run of the loop, and so of tokens per row in one report.
 MAX_STEPS = 32
 
 
@@ -31,7 +31,7 @@ class Phase(enum.IntEnum):
     RUNNING = 2  # its prompt is being computed, or it decodes
     SWAPPED = 3  # preempted, its blocks are in the host pool
     FINISHED = 4  # its tokens are ready to be read; holds no block
-    FORKING = 5  # within the step that completes its leader's prompt: runs from now on, with its blocks
+    FORKING = 5  # starts to run in this step, which completes its leader's prompt, with the leader's blocks
     FOLLOWING = 6  # a beam whose search runs; takes over the head's blocks when the prompt is done
     HELD = 7  # holds an ended sequence of a beam search, until the search has ended
 
@@ -53,9 +53,9 @@ class Beams:
     width: Int[Array, " rows"]  # beams of the group; 0: the row is in none
     head: Int[Array, " rows"]  # the group's first row
     length_penalty: Float[Array, " rows"]
-    temperature: Float[Array, " rows"]  # of the chances that count; 1: the model's own
+    temperature: Float[Array, " rows"]  # temperature of the probabilities that count; 1: the model's own
     cum_logprob: Float[Array, " rows"]  # the sum over the answer's tokens; -inf: the row holds no answer
-    rank: Int[Array, " rows"]  # 0 is the best: among beams by `cum_logprob`, among what has ended by score
+    rank: Int[Array, " rows"]  # 0 is the best; beams are ranked by `cum_logprob`, ended sequences by score
 
 
 @jax.tree_util.register_dataclass
@@ -71,14 +71,14 @@ class Rows:
     priority: Int[Array, " rows"]  # lower goes first
     salt: Int[Array, " rows"]  # requests share cached blocks only if their salts are equal
     leader: Int[Array, " rows"]  # arrival of the request whose prompt, priority and salt it shares; 0: none
-    lora: Int[Array, " rows"] | None  # which adapter, from 1 on; 0: none. None: there is room for no adapters
+    lora: Int[Array, " rows"] | None  # adapter slot, from 1; 0: no adapter. None: there are no slots
     token_ids: Int[Array, "rows max_model_len"]  # the prompt, then the answer; beyond num_tokens anything
     prompt_lens: Int[Array, " rows"]
-    num_tokens: Int[Array, " rows"]  # prompt and answer so far
-    max_num_tokens: Int[Array, " rows"]  # the request ends when it has so many
+    num_tokens: Int[Array, " rows"]  # tokens of the prompt and of the answer so far
+    max_num_tokens: Int[Array, " rows"]  # length at which the request ends
     finish_reason: Int[Array, " rows"]
-    num_hit_tokens: Int[Array, " rows"]  # found in the prefix cache when the request first ran
-    num_prompt_logprobs: Int[Array, " rows"]  # of so many likeliest tokens, and the prompt's own; -1: none
+    num_hit_tokens: Int[Array, " rows"]  # tokens found in the prefix cache when the request first ran
+    num_prompt_logprobs: Int[Array, " rows"]  # likeliest tokens beside the prompt's own; -1: none
     sampling: SamplingState
     rules: LogitRules  # its `stop_tokens` end an answer
     beams: Beams
@@ -139,12 +139,12 @@ class Counter(enum.IntEnum):
     """Counts of what was done since the state was made. They wrap around: only differences mean anything."""
 
     NUM_STEPS = 0
-    NUM_PROMPT_TOKENS = 1  # computed in prompt tiles
-    NUM_DECODE_TOKENS = 2  # computed one a row and step
-    NUM_NEW_TOKENS = 3  # sampled
+    NUM_PROMPT_TOKENS = 1  # tokens computed in prompt tiles
+    NUM_DECODE_TOKENS = 2  # tokens computed one per row and step
+    NUM_NEW_TOKENS = 3  # tokens sampled
     NUM_PREEMPTIONS = 4
-    NUM_LOOKUP_TOKENS = 5  # of admitted requests, looked up in the prefix cache
-    NUM_HIT_TOKENS = 6  # of these, found
+    NUM_LOOKUP_TOKENS = 5  # tokens of admitted requests that were looked up in the prefix cache
+    NUM_HIT_TOKENS = 6  # looked-up tokens that were found
     NUM_PROMPT_PASSES = 7  # passes of the model over prompt tiles; a step makes none, one or several
 
 
@@ -175,8 +175,8 @@ class EngineState:
     host: HostPool | None
     # The row that was looked up last and did not fit, or NO_ROW; and at most how many of the blocks that it
     # found other rows hold by now. It is looked up again only when it might fit: see `step.admission`.
-    turned_away: Int[Array, "2"]
-    counters: Int[Array, " counters"]  # by `Counter`
+    last_rejected: Int[Array, "2"]
+    counters: Int[Array, " counters"]  # indexed by `Counter`
     status: Int[Array, ""]  # `Status` bits of all steps: anything but OK is a bug of the scheduler
 
     def on_tables[**P](
@@ -241,7 +241,7 @@ def create_tables(
 ) -> BlockTables:
     """Create empty tables over a block pool of their own, as an engine schedules them."""
     cache = prefix_cache.create(num_blocks, block_size) if prefix_caching else None
-    pool = block_pool.create(num_blocks, policy, prefix_cache=cache)
+    pool = block_pool.create(num_blocks, sized(policy, block_size), prefix_cache=cache)
     return block_table.create(pool, num_rows, max_blocks_per_seq, block_size)
 
 
@@ -261,14 +261,14 @@ def create_state(
         tables=tables,
         kv_cache=kv_cache,
         host=host,
-        turned_away=none_turned_away(),
+        last_rejected=no_rejection(),
         counters=jnp.zeros(len(Counter), jnp.int32),
         status=jnp.zeros((), jnp.int32),
     )
 
 
-def none_turned_away() -> Int[Array, "2"]:
-    """Return the value of `EngineState.turned_away` when no row was turned away."""
+def no_rejection() -> Int[Array, "2"]:
+    """Return the value of `EngineState.last_rejected` when no row was rejected."""
     return jnp.array([NO_ROW, 0], jnp.int32)
 
 
@@ -297,4 +297,4 @@ def place_requests(state: EngineState, requests: Rows, rows: Int[Array, " n"]) -
     index = jnp.arange(state.tables.max_seqs, dtype=jnp.int32)
     since = placed.arrival - requests.arrival[0]
     *_, order = lax.sort([placed.priority, since, index], num_keys=2)
-    return replace(state, rows=replace(placed, order=order), turned_away=none_turned_away())
+    return replace(state, rows=replace(placed, order=order), last_rejected=no_rejection())

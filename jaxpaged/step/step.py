@@ -59,7 +59,7 @@ class Model(Protocol):
 class PromptScores:
     """Scores of prompt tokens: for each position of a tile, those of the token behind it."""
 
-    row: Int[Array, " num_tiles"]  # beyond all rows where a tile tells nothing
+    row: Int[Array, " num_tiles"]  # row of each tile; past all rows for a tile without scores
     start: Int[Array, " num_tiles"]  # the tile's first position
     scores: Scores  # [num_tiles, tile_len]; of places before the prompt's last
 
@@ -97,7 +97,7 @@ def advance(
 
     state, hidden, prompt_scores = forward(model, state, plan, slots, config, prompt_scores)
     state, hidden = start_forks(state, hidden, slots, decision.leader_row)
-    # A row whose every token is in the cache has its newest token's hidden state, and is due for the next.
+    # A row whose tokens are all in the cache has the hidden state of its newest token: it samples the next.
     num_cached = jnp.where(forks, state.rows.prompt_lens, state.tables.seq_lens)
     due = (ran | forks) & (num_cached == state.rows.num_tokens)
     state, new = answer(model, state, hidden, slots, due, config.sampler)
@@ -193,7 +193,7 @@ def forward(
     carry = lax.cond(jnp.any(plan.num_tiles > 0), prefill, skip, carry)
     decodes = (plan.num_tiles == 0) & (plan.num_new_tokens > 0)
     if config.decode_widths:
-        # Decode slots are dealt from the first on, so a pass of so many rows has all of them.
+        # Decode slots are assigned from the first on, so a pass of so many rows contains all of them.
         num_slots = jnp.max(jnp.where(decodes, slots.of_row + 1, 0))
         widths = (0, *config.decode_widths, config.max_num_seqs)
         passes: list[Callable[[Carry], Carry]] = [skip]
@@ -220,7 +220,7 @@ def score_prompts(
     """
     wants = (tiles.end > 0) & rows.tells_prompt[tiles.row]
 
-    # The loop makes one turn for each tile that is scored. With a fixed number of turns XLA would make slices
+    # The loop has one iteration per scored tile. With a fixed number of iterations XLA would make slices
     # that no CUDA graph can hold.
     (wanted_tiles,) = jnp.nonzero(wants, size=wants.shape[0], fill_value=0)
 
@@ -382,7 +382,7 @@ def publish(state: EngineState, computes_prompt: Bool[Array, ""], config: StepCo
         return state
     rows, block_size = state.rows, state.tables.block_size
     is_tight = state.tables.pool.num_free < jnp.sum(rows.running)
-    is_eager = config.reuse_answers or config.sliding_window is not None  # blocks must not leave the window
+    is_eager = config.reuse_answers or config.sliding_window is not None  # blocks must not leave uncached
     max_blocks = config.max_blocks_touched(block_size)
     type Carry = tuple[BlockTables, Int[Array, ""]]
 

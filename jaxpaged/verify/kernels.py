@@ -7,22 +7,25 @@ None if it has written to its arguments' caches in place. All else it must leave
 """
 
 import dataclasses
-import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from jaxpaged.checks import checked_choice
-from jaxpaged.verify import cache_cases, cases, frameworks, ragged, tiles
+from jaxpaged.verify import frameworks
+from jaxpaged.verify.cases import caches, decode, frame, ragged, tiles
+from jaxpaged.verify.cases.frame import FEATURES, Compared, KernelCase, WrongResult
+
+__all__ = ["OPERATIONS", "Compared", "NotServed", "Terms", "WrongResult", "cases_of", "check", "compare"]
 
 IGNORED = {"partition_size"}  # a function may lack this parameter
-NEUTRAL: dict[str, Any] = {"kv_layout": "token_major", "sliding_window": None, "soft_cap": None}
-Case = Any  # a case of one of the modules of cases
-
-
-class WrongResult(AssertionError):
-    """The answer is not right; the message names the case, where, what it is and what it must be."""
+NEUTRAL: dict[str, Any] = {
+    "kv_layout": "token_major",
+    "sliding_window": None,
+    "attention_chunk": None,
+    "soft_cap": None,
+}
 
 
 class NotServed(NotImplementedError):
@@ -50,8 +53,8 @@ class Terms:
 
     def __post_init__(self) -> None:
         checked_choice("arrays", self.arrays, frameworks.FRAMEWORKS)
-        checked_choice("stale", self.stale, cases.STALE)
-        checked_choice("padding", self.padding, cases.PADDING)
+        checked_choice("stale", self.stale, frame.STALE)
+        checked_choice("padding", self.padding, frame.PADDING)
         if self.weights is not None:
             checked_choice("weights", self.weights, ("float32", "float16", "bfloat16"))
         for feature in self.without:
@@ -60,9 +63,9 @@ class Terms:
             checked_choice("only", name, sorted(FIELDS))
 
     def __repr__(self) -> str:
-        return cases.call_of(self)
+        return frame.call_of(self)
 
-    def leaves_out(self, case: Case) -> str | None:
+    def leaves_out(self, case: KernelCase) -> str | None:
         """Return why these terms leave a case out, or None."""
         for name, values in self.only.items():
             value = getattr(case, name, None)
@@ -72,136 +75,50 @@ class Terms:
         return next(iter(sorted(self.without & case.features)), None)
 
 
-FEATURES = {
-    "alibi", "block_sparse", "empty_rows", "head_major", "quantised", "scale", "scale_per_head",
-    "shared_blocks", "sinks", "sliding_window", "soft_cap",
-}  # fmt: skip
 FIELDS = {"group_size"} | {
     field.name
-    for kind in (cases.Case, tiles.Case, ragged.Case, cache_cases.WriteCase, cache_cases.MergeCase)
+    for kind in (decode.DecodeCase, tiles.TileCase, ragged.RaggedCase, caches.WriteCase, caches.MergeCase)
     for field in dataclasses.fields(kind)
 }
 
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """An operation: its cases, what a function is given of each, and how far from right an answer is.
+    """An operation: its cases, and what a function is given of each.
 
-    `results` are the indices of the arguments that a function may write in place of returning an answer.
+    results: indices of the arguments that a function may write in place of returning an answer.
     """
 
-    cases: list[Case]
-    arguments: Callable[[Case, Terms], tuple[list[Any], dict[str, Any]]]
-    compared: Callable[[Case, tuple[np.ndarray, ...], Terms], Iterator["Compared"]]
+    cases: Sequence[KernelCase]
     results: tuple[int, ...] = ()
+    with_partitions: bool = False
 
-
-@dataclasses.dataclass(frozen=True)
-class Compared:
-    """One array of an answer: what it is, must be, and may be off by, by element."""
-
-    got: np.ndarray
-    want: np.ndarray
-    error: np.ndarray  # NaN counts as infinite
-    allowed: np.ndarray  # positive
-
-    @property
-    def worst(self) -> tuple[float, tuple[int, ...]]:
-        """The largest error in units of what is allowed there, and where."""
-        if not self.error.size:
-            return 0.0, ()
-        ratio = self.error / self.allowed
-        at = np.unravel_index(np.argmax(ratio), ratio.shape)
-        return float(ratio[at]), tuple(map(int, at))
-
-
-def _decode_arguments(case: Any, terms: Terms, with_partitions: bool) -> tuple[list[Any], dict[str, Any]]:
-    arrays, options = cases.make_inputs(case, stale=terms.stale, padding=terms.padding)
-    if with_partitions:
-        options["partition_size"] = max(case.partition_size, case.block_size)
-    return list(arrays.values()), options
-
-
-def _tile_arguments(case: Any, terms: Terms) -> tuple[list[Any], dict[str, Any]]:
-    (q, k, v, tables, seq_lens), starts, _ = tiles.inputs(case, terms.stale, terms.padding)
-    return [q, k, v, tables, starts, seq_lens], case.options
-
-
-def _ragged_arguments(case: Any, terms: Terms) -> tuple[list[Any], dict[str, Any]]:
-    return list(ragged.inputs(case, terms.stale, terms.padding)), case.options
-
-
-def _attention(module: Any, case: Any, got: tuple[np.ndarray, ...], terms: Terms) -> Iterator[Compared]:
-    want = module.oracle(case)[0]
-    out = _shaped(got, want)
-    error, allowed = module.compared(case, out, terms.weights or case.dtype)
-    yield Compared(out, want, error, allowed)
-
-
-def _shaped(got: tuple[np.ndarray, ...], *want: np.ndarray) -> Any:
-    """Return the answer's arrays in float64, one or a tuple; raise `WrongResult` unless their shapes are
-    right.
-    """
-    if [a.shape for a in got] != [a.shape for a in want]:
-        found, right = (", ".join(str(a.shape) for a in each) for each in (got, want))
-        raise WrongResult(f"the answer has shape {found or 'nothing'} and must have {right}")
-    arrays = tuple(a.astype(np.float64) for a in got)
-    return arrays if len(want) > 1 else arrays[0]
-
-
-def _exact(case: Any, got: tuple[np.ndarray, ...], terms: Terms, skip: int = 0) -> Iterator[Compared]:
-    """Compare every element from block `skip` on, bit for bit; NaN equals itself."""
-    del terms
-    want = case.wanted()
-    arrays = _shaped(got, *want)
-    for array, right in zip(arrays if len(want) > 1 else (arrays,), want, strict=True):
-        a, b = array[skip:], right[skip:].astype(np.float64)
-        same = (a == b) | (np.isnan(a) & np.isnan(b))
-        yield Compared(a, b, np.where(same, 0.0, np.inf), np.ones(a.shape))
-
-
-def _merged(case: Any, got: tuple[np.ndarray, ...], terms: Terms) -> Iterator[Compared]:
-    del terms
-    (want,) = case.wanted()
-    out = _shaped(got, want)
-    yield Compared(out, want, np.nan_to_num(abs(out - want), nan=np.inf), case.allowed())
-
-
-def _own(case: Any, terms: Terms) -> tuple[list[Any], dict[str, Any]]:
-    del terms
-    return case.arguments()
+    def arguments(self, case: KernelCase, terms: Terms) -> tuple[list[Any], dict[str, Any]]:
+        """Return the arrays in order, and the options by keyword."""
+        arrays, options = case.arguments(terms.stale, terms.padding)
+        if self.with_partitions and isinstance(case, decode.DecodeCase):
+            options["partition_size"] = max(case.partition_size, case.block_size)
+        return arrays, options
 
 
 OPERATIONS = {
-    "paged_attention_v1": Operation(
-        cases.CASES,
-        functools.partial(_decode_arguments, with_partitions=False),
-        functools.partial(_attention, cases),
-    ),
-    "paged_attention_v2": Operation(
-        cases.CASES,
-        functools.partial(_decode_arguments, with_partitions=True),
-        functools.partial(_attention, cases),
-    ),
-    "tiled_paged_attention": Operation(tiles.CASES, _tile_arguments, functools.partial(_attention, tiles)),
-    "ragged_paged_attention": Operation(
-        ragged.CASES, _ragged_arguments, functools.partial(_attention, ragged)
-    ),
-    "reshape_and_cache": Operation(
-        cache_cases.WRITES, _own, functools.partial(_exact, skip=1), results=(2, 3)
-    ),  # block 0 is the null block: what it holds means nothing
-    "copy_blocks": Operation(cache_cases.COPIES, _own, _exact, results=(0,)),
-    "swap_blocks": Operation(cache_cases.SWAPS, _own, _exact, results=(1,)),
-    "merge": Operation(cache_cases.MERGES, _own, _merged),
+    "paged_attention_v1": Operation(decode.CASES),
+    "paged_attention_v2": Operation(decode.CASES, with_partitions=True),
+    "tiled_paged_attention": Operation(tiles.CASES),
+    "ragged_paged_attention": Operation(ragged.CASES),
+    "reshape_and_cache": Operation(caches.WRITES, results=(2, 3)),
+    "copy_blocks": Operation(caches.COPIES, results=(0,)),
+    "swap_blocks": Operation(caches.SWAPS, results=(1,)),
+    "merge": Operation(caches.MERGES),
 }
 
 
-def cases_of(op: str) -> list[Case]:
+def cases_of(op: str) -> list[KernelCase]:
     """Return the cases of an operation, for `pytest.mark.parametrize(..., ids=str)`."""
     return list(OPERATIONS[checked_choice("op", op, OPERATIONS)].cases)
 
 
-def check(function: Callable[..., Any], op: str, case: Case, terms: Terms | None = None) -> float:
+def check(function: Callable[..., Any], op: str, case: KernelCase, terms: Terms | None = None) -> float:
     """Run one case. Returns: its worst error, in units of what is allowed.
 
     Raises: WrongResult; NotServed; what the function raises.
@@ -219,7 +136,7 @@ def check(function: Callable[..., Any], op: str, case: Case, terms: Terms | None
     return max((each.worst[0] for each in found), default=0.0)
 
 
-def compare(function: Callable[..., Any], op: str, case: Case, terms: Terms) -> list[Compared]:
+def compare(function: Callable[..., Any], op: str, case: KernelCase, terms: Terms) -> list[Compared]:
     """Run one case, and compare each array of the answer, however wrong.
 
     Raises: WrongResult if it cannot be compared, or an argument has changed that must not; NotServed; what
@@ -247,7 +164,7 @@ def compare(function: Callable[..., Any], op: str, case: Case, terms: Terms) -> 
             raise WrongResult(f"{case}: the function has changed its argument {place}")
     got = tuple(map(frameworks.to_numpy, out if isinstance(out, (tuple, list)) else (out,)))
     try:
-        return list(operation.compared(case, got, terms))
+        return list(case.compared(got, terms.weights))
     except WrongResult as error:
         raise WrongResult(f"{case}: {error}") from None
 

@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpaged.arithmetic import cdiv
-from jaxpaged.memory import block_pool, policies, prefix_cache
+from jaxpaged.memory import policies, prefix_cache
 from jaxpaged.memory.policies import Policy
 from jaxpaged.status import Status
 from jaxpaged.verify.generations import ORACLES, Refused
 from jaxpaged.verify.history import MAX_BLOCKS, MAX_EVICTED, MAX_SEQS, NUM_BLOCKS, Disagreement, History
-from jaxpaged.verify.subjects import Ours, Seen, Theirs, values
+from jaxpaged.verify.subjects import AllocStatus, Ours, Seen, Theirs, values
 
 NUM_HOST_BLOCKS = NUM_BLOCKS  # the same shape: nothing is compiled twice
 # What of a subject's verbs each verb of a history needs, if not itself.
@@ -239,7 +239,7 @@ class Lockstep(History):
         """
         count = len({block for row in rows for block in self.oracle.table(row)}) + len(rows)
         found = self.subject.can_allocate(self.device, count, self.oracle.watermark_blocks)
-        if (int(found) == block_pool.AllocStatus.OK) != self.oracle.can_swap_in(rows):
+        if (int(found) == AllocStatus.OK) != self.oracle.can_swap_in(rows):
             raise Disagreement(f"can_allocate({count}) is {found}, but can_swap_in differs")
 
     def can_allocate(self, num_tokens: int) -> bool:

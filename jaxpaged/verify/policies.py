@@ -21,6 +21,7 @@ from jaxpaged.memory.invariants import InvariantError, check_invariants
 from jaxpaged.memory.policies import Policy
 from jaxpaged.memory.ranked_queue import WITHOUT_CONTENT, RankedQueue, Ranking
 from jaxpaged.verify.oracles import eviction as oracles
+from jaxpaged.verify.oracles.prompts import Prompts
 
 NUM_BLOCKS = 17  # of all pools, so that all share one program; the null block included
 LONGEST = 6  # blocks of a prompt
@@ -190,12 +191,19 @@ def verify_policy(
     return PolicyReport(name or policy.name, by, traces, requests, counts[0], counts[1], broken)
 
 
+def _is_plain(policy: Policy, ranking: Ranking) -> bool:
+    """Return whether a policy is its ranking alone, without functions of its own beside it."""
+    made = eviction.policy("", ranking)
+    same = ("take", "remove", "note_hits", "note_content", "note_waiting", "sweeps")
+    return str([getattr(policy, name) for name in same]) == str([getattr(made, name) for name in same])
+
+
 def _one_by_one(policy: Policy) -> Callable[[int], Any]:
-    ranking = getattr(policy.new_queue, "keywords", {}).get("ranking")
-    if isinstance(ranking, Ranking):
-        return lambda num_blocks: OneByOne(ranking, num_blocks)
     if policy.name in oracles.POLICIES:
         return oracles.POLICIES[policy.name]
+    ranking = getattr(policy.new_queue, "keywords", {}).get("ranking")
+    if isinstance(ranking, Ranking) and ranking.memory is None and _is_plain(policy, ranking):
+        return lambda num_blocks: OneByOne(ranking, num_blocks)
     raise InputError(f"policy {policy.name!r} must be a Ranking, or have an oracle: --oracle MODULE:CLASS")
 
 
@@ -221,7 +229,7 @@ def _differs(
         np.int32(usable), policy=policy, num_blocks=NUM_BLOCKS, max_blocks=LONGEST, num_rows=NUM_ROWS
     )
     names: dict[tuple[int, ...], int] = {}
-    plain = oracles.Prompts(
+    plain = Prompts(
         make(usable + 1),
         usable + 1,
         NUM_ROWS,

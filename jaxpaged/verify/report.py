@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxpaged.verify import frameworks, shrinking
-from jaxpaged.verify.kernels import Case, NotServed, Terms, WrongResult, cases_of, check
+from jaxpaged.verify.cases.frame import KernelCase
+from jaxpaged.verify.kernels import NotServed, Terms, WrongResult, cases_of, check
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,7 +21,7 @@ class Outcome:
     wrong.
     """
 
-    case: Case
+    case: KernelCase
     worst: float | None = None
     not_served: str | None = None
     wrong: str | None = None
@@ -33,7 +34,7 @@ class Report:
     op: str
     terms: Terms
     outcomes: tuple[Outcome, ...]
-    smallest: Case | None = None  # the smallest case that still fails
+    smallest: KernelCase | None = None  # the smallest case that still fails
     sentence: str | None = None  # what is wrong there
     snippet: str | None = None  # Python code that runs it
     saved: Path | None = None  # its arrays
@@ -97,7 +98,7 @@ def verify_kernel(
     op: str,
     terms: Terms | None = None,
     *,
-    cases: Iterable[Case] | None = None,
+    cases: Iterable[KernelCase] | None = None,
     name: str | None = None,
     shrink_seconds: float = 60.0,
     save: Path | str | None = None,
@@ -138,7 +139,7 @@ def verify_kernel(
     )
 
 
-def _outcome(function: Callable[..., Any], op: str, case: Case, terms: Terms) -> Outcome:
+def _outcome(function: Callable[..., Any], op: str, case: KernelCase, terms: Terms) -> Outcome:
     try:
         return Outcome(case, worst=check(function, op, case, terms))
     except NotServed as error:

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 
 from jaxpaged.verify import frameworks, kernels
-from jaxpaged.verify.cases import call_of
-from jaxpaged.verify.kernels import Case, Terms
+from jaxpaged.verify.cases.frame import KernelCase, call_of
+from jaxpaged.verify.kernels import Terms
 
 
-def smallest_case(case: Case, fails: Callable[[Case], bool], seconds: float) -> Case:
+def smallest_case(case: KernelCase, fails: Callable[[KernelCase], bool], seconds: float) -> KernelCase:
     """Return the simplest failing case between `case`, which fails, and nothing.
 
     Each field takes a value of the class's `SIMPLER` or keeps its own, tuples lose entries and their entries
@@ -69,7 +69,7 @@ def smallest(
     return value
 
 
-def simplifications(case: Case, timid: bool) -> Any:
+def simplifications(case: KernelCase, timid: bool) -> Any:
     """Return a strategy of cases no larger than this one, the simplest first.
 
     timid: tuples' entries keep their values more often than not.
@@ -89,7 +89,7 @@ def simplifications(case: Case, timid: bool) -> Any:
     }
 
     @st.composite
-    def build(draw: Any) -> Case:
+    def build(draw: Any) -> KernelCase:
         chosen = {name: draw(strategy) for name, strategy in others.items()}
         # Tuples of a length, such as starts and lengths of tiles, lose the same entries.
         for length in sorted({len(getattr(case, name)) for name in tuples}):
@@ -131,7 +131,7 @@ def _entry(draw: Any, st: Any, entry: Any, timid: bool) -> Any:
     return draw(st.one_of(smaller, st.just(entry), st.just(entry)) if timid else smaller)
 
 
-def snippet(path: str, op: str, case: Case, terms: Terms) -> str:
+def snippet(path: str, op: str, case: KernelCase, terms: Terms) -> str:
     """Return Python code that checks this one case."""
     module, _, name = path.partition(":")
     outer = name.partition(".")[0]
@@ -141,14 +141,16 @@ def snippet(path: str, op: str, case: Case, terms: Terms) -> str:
         f"from {type(case).__module__} import {type(case).__name__}",
     ]
     if getattr(case, "block_sparse", None):
-        lines.append("from jaxpaged.verify.cases import BlockSparse")
+        lines.append("from jaxpaged.verify.oracles.attention import BlockSparse")
     call = f"kernels.check({name or 'function'}, {op!r}, case"
     if terms != Terms():
         call += f", kernels.{terms!r}"
     return "\n".join([*lines, "", f"case = {call_of(case)}", f"print({call}))"])
 
 
-def save(folder: Path, path: str, function: Callable[..., Any], op: str, case: Case, terms: Terms) -> Path:
+def save(
+    folder: Path, path: str, function: Callable[..., Any], op: str, case: KernelCase, terms: Terms
+) -> Path:
     """Write what the function is given, what it answers, and the right answer, to an .npz file.
 
     Arrays of types that NumPy's files do not know (bfloat16, 8-bit floats) are written as their bits; the
@@ -180,7 +182,7 @@ def save(folder: Path, path: str, function: Callable[..., Any], op: str, case: C
     return file
 
 
-def _answers(function: Callable[..., Any], op: str, case: Case, terms: Terms) -> dict[str, np.ndarray]:
+def _answers(function: Callable[..., Any], op: str, case: KernelCase, terms: Terms) -> dict[str, np.ndarray]:
     """Return the expected arrays and the function's, unless they cannot be compared."""
     with contextlib.suppress(Exception):  # the function's error is in the report
         found = kernels.compare(function, op, case, terms)

@@ -1,6 +1,7 @@
 """Subjects of a lock-step: our own block tables, or a user's functional allocator."""
 
 import dataclasses
+import enum
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -107,6 +108,21 @@ def values(state: Any) -> list[bytes]:
     return [np.asarray(leaf).tobytes() for leaf in jax.device_get(jax.tree.leaves(leaves))]
 
 
+class AllocStatus(enum.IntEnum):
+    """Answers of `can_allocate`: now; not now, but when all blocks are free; not even then."""
+
+    OK = 0
+    LATER = 1
+    NEVER = 2
+
+
+def can_allocate(pool: block_pool.BlockPool, count: int, watermark_blocks: int = 0) -> AllocStatus:
+    """Return whether `count` blocks can be taken so that `watermark_blocks` stay free."""
+    if pool.num_blocks - 1 - count < watermark_blocks:
+        return AllocStatus.NEVER
+    return AllocStatus.LATER if pool.num_free - count < watermark_blocks else AllocStatus.OK
+
+
 class Seen(NamedTuple):
     """View of functional tables; None for what they do not show."""
 
@@ -145,7 +161,7 @@ class Ours:
             np.asarray(tables.seq_lens),
             tables.pool.ref_count,
             free_block_ids(pool),
-            float(tables.pool.usage),
+            1 - int(tables.pool.num_free) / (pool.num_blocks - 1),
             None if pool.prefix_cache is None else contents(pool.prefix_cache),
         )
 
@@ -153,7 +169,7 @@ class Ours:
         check_invariants(tables)
 
     def can_allocate(self, tables: BlockTables, count: Any, watermark_blocks: int) -> int:
-        return int(block_pool.can_allocate(tables.pool, jnp.int32(count), watermark_blocks))
+        return can_allocate(tables.pool, int(count), watermark_blocks)
 
 
 class Theirs:

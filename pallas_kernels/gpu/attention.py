@@ -19,7 +19,7 @@ from jax import lax
 from pallas_kernels.gpu import common, int4_cache
 from pallas_kernels.gpu.common import NUM_WARPS, Extras
 from pallas_kernels.layouts import PackedView, View
-from pallas_kernels.support import Arrays, Options, sizes_of, view_of
+from pallas_kernels.support import Arrays, Options, first_seen, sizes_of, view_of
 
 # (first token, number of tokens) -> (their block among the arrays' blocks, their slice of it).
 type FindTokens = Callable[[Any, int], tuple[jax.Array, Any]]
@@ -42,10 +42,25 @@ class AttentionProblem:
     scale: float
     soft_cap: float | None
     sliding_window: int | None
+    attention_chunk: int | None
     tile_kv: int  # tokens of a tile of K and V
     num_stages: int  # slots of the ring that the products read
     is_interpreted: bool
     packed: PackedView | None  # of a cache of 4 bits a number
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether there are tokens before a query that it does not see."""
+        return self.most_seen is not None
+
+    @property
+    def most_seen(self) -> int | None:
+        """The most tokens that a query sees; None: all up to itself."""
+        return self.sliding_window if self.attention_chunk is None else self.attention_chunk
+
+    def first_seen(self, position: jax.Array) -> jax.Array | None:
+        """Return the first token that a query at `position` sees, as `support.first_seen`."""
+        return first_seen(position, self.sliding_window, self.attention_chunk)
 
     @property
     def is_quantised(self) -> bool:
@@ -94,6 +109,7 @@ def problem_fields(arrays: Arrays, options: Options) -> dict[str, Any]:
         "scale": options.scale,
         "soft_cap": options.soft_cap,
         "sliding_window": options.sliding_window,
+        "attention_chunk": options.attention_chunk,
         "packed": options.kv_layout.packed_view(),
     }
 

@@ -37,8 +37,8 @@ ffi::Error Attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, f
                      ffi::Buffer<ffi::S32> block_tables, ffi::Buffer<ffi::S32> query_starts,
                      ffi::Buffer<ffi::S32> seq_lens, ffi::Buffer<ffi::F32> k_scales, ffi::Buffer<ffi::F32> v_scales,
                      ffi::Buffer<ffi::S32> first_block, ffi::Buffer<ffi::S32> table_rows,
-                     ffi::Result<ffi::AnyBuffer> out, float scale, int64_t window, ffi::Span<const int64_t> places,
-                     int64_t block_stride) {
+                     ffi::Result<ffi::AnyBuffer> out, float scale, int64_t window, int64_t chunk,
+                     ffi::Span<const int64_t> places, int64_t block_stride) {
   const auto queries = q.dimensions();
   const int64_t* at = places.begin();
   const bool has_scales = k_scales.element_count() > 0;
@@ -67,6 +67,7 @@ ffi::Error Attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, f
                                          {at[9], at[10], at[11]},
                                          scale,
                                          window,
+                                         chunk,
                                          {},
                                          first_block.typed_data()[0],
                                          block_stride,
@@ -93,5 +94,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpaged_attention, Attention,
                                   .Ret<ffi::AnyBuffer>()
                                   .Attr<float>("scale")
                                   .Attr<int64_t>("window")
+                                  .Attr<int64_t>("chunk")
                                   .Attr<ffi::Span<const int64_t>>("places")
                                   .Attr<int64_t>("block_stride"));

@@ -38,7 +38,7 @@ Seen SeenBy(const AttentionCall<T, C>& call, int64_t tile) {
   const int64_t start = call.query_starts[tile], end = std::min<int64_t>(start + call.tile_len, call.seq_lens[tile]);
   // Padding: queries at or beyond the sequence's end, all of them if it has no tokens.
   const int64_t num_queries = start < 0 ? 0 : std::max<int64_t>(end - start, 0);
-  return {start, num_queries, std::max<int64_t>(start + 1 - call.window, 0) / kAlignment * kAlignment, end};
+  return {start, num_queries, call.FirstSeen(std::max<int64_t>(start, 0)) / kAlignment * kAlignment, end};
 }
 
 // Writes the offsets of the tokens [begin, end) of a tile, and those of their scales, if there are any. The last
@@ -88,14 +88,14 @@ void Attend(const AttentionCall<T, C>& call, int64_t tile, int64_t first_head, i
   const int64_t num_next = next.num_queries ? std::min(next.end - next.begin, kChunk) : 0;
   int64_t next_offsets[kChunk];
   if (num_next) Locate(call, next_tile, next.begin, next.begin + num_next, kChunk, next_offsets, nullptr);
-  thread_local Scratch<int64_t> offsets, scale_offsets, ends, places;
+  thread_local Scratch<int64_t> offsets, scale_offsets, ends, begins, places;
   thread_local Scratch<uint32_t> factors;
   thread_local Scratch<float> weights, totals, sums;
   thread_local Scratch<char> copy;
   const Job<T, C> job{call, first_head, num_heads, num_rows, num_tokens, width, num_groups, num_factors,
                       call.k + first_head * call.strides.head, call.v + first_head * call.strides.head,
                       offsets.Get(num_tokens + kChunk), scale_offsets.Get(has_offsets ? num_tokens : 0),
-                      ends.Get(num_rows), places.Get(num_places), factors.Get(num_places * num_factors),
+                      ends.Get(num_rows), begins.Get(num_rows), places.Get(num_places), factors.Get(num_places * num_factors),
                       weights.Get(num_places * num_tokens), totals.Get(num_places),
                       sums.Get(num_places * num_groups * kGroup), copy.Get(kChunk * width_bytes),
                       call.k + next_head * call.strides.head, next_offsets, num_next};
@@ -104,7 +104,11 @@ void Attend(const AttentionCall<T, C>& call, int64_t tile, int64_t first_head, i
   for (int64_t i = 0; i < kChunk; ++i) job.offsets[num_tokens + i] = i * width_bytes;
   if (width > call.head_dim) std::memset(job.copy, 0, kChunk * width_bytes);
 
-  for (int64_t row = 0; row < num_rows; ++row) job.ends[row] = start + row / group + 1 - begin;
+  for (int64_t row = 0; row < num_rows; ++row) {
+    const int64_t position = start + row / group;
+    job.ends[row] = position + 1 - begin;
+    job.begins[row] = call.FirstSeen(position) - begin;
+  }
   for (int64_t head = 0; head < num_heads; ++head) {
     for (int64_t row = 0; row < num_rows; ++row) {
       const int64_t i = job.index(head, row);

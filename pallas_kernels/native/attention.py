@@ -11,6 +11,7 @@ from pallas_kernels.layouts import Layout, Location, Pool
 from pallas_kernels.native import library
 
 CACHE_DTYPES = ("int8", "float8_e4m3fn", "float8_e5m2")  # beside the queries' own
+UNBOUNDED = 2**31 - 1  # tokens: a window or chunk that holds any sequence
 GROUP = 16  # tokens of a packed cache that have K's scales in common
 
 
@@ -61,15 +62,16 @@ def tiled_paged_attention(
     table_rows: Int[Array, " num_tiles"] | None,
     *,
     scale: float,
-    sliding_window: int | None,
+    window: int | None,
+    chunk: int | None,
 ) -> Float[Array, "num_tiles tile_len num_q_heads head_dim"]:
     """Compute `ops.tiled_paged_attention`, where `serves(q.dtype)` and `why_not_layout` is None.
 
     table_rows: each tile's row of block_tables; None: tile t has row t.
+    window, chunk: the options `sliding_window` and `attention_chunk`.
 
     Queries at or beyond seq_lens get zeros.
     """
-    window = np.iinfo(np.int32).max if sliding_window is None else sliding_window
     function = library.registered(_function(pool.layout, q.dtype), q.dtype)
     call = jax.ffi.ffi_call(function, jax.ShapeDtypeStruct(q.shape, q.dtype))
     at = (block_tables, query_starts, seq_lens)
@@ -81,7 +83,8 @@ def tiled_paged_attention(
         given = (q, k, v, *at, k_scales, v_scales)
     first, stride = (jnp.int32(0), 1) if pool.blocks is None else (pool.blocks.first, pool.blocks.stride)
     rows = jnp.zeros(0, jnp.int32) if table_rows is None else table_rows
-    options = {"scale": np.float32(scale), "window": np.int64(window), "block_stride": np.int64(stride)}
+    bounds = {"window": np.int64(window or UNBOUNDED), "chunk": np.int64(chunk or UNBOUNDED)}
+    options = {"scale": np.float32(scale), "block_stride": np.int64(stride), **bounds}
     return call(*given, first, rows, **options, places=np.array(places, np.int64))
 
 

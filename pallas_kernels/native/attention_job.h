@@ -40,13 +40,18 @@ struct AttentionCall {
   Strides strides;        // of K and V, in bytes
   Strides scale_strides;  // in numbers
   float scale;
-  int64_t window;
+  int64_t window, chunk;  // tokens that a query sees at most, and that a chunk of a sequence has
   Packing<C> packing{};
   // Block i of the tables is block first_block + i * block_stride of the arrays.
   int64_t first_block = 0, block_stride = 1;
   const int32_t* table_rows = nullptr;  // of each tile; null: in their order
 
   const int32_t* TableOf(int64_t tile) const { return block_tables + (table_rows ? table_rows[tile] : tile) * max_blocks; }
+
+  // Returns the first token that a query sees: its window's, or its chunk's.
+  int64_t FirstSeen(int64_t position) const {
+    return std::max<int64_t>(position + 1 - window, position / chunk * chunk);
+  }
 
   int64_t head_bytes() const { return Packing<C>::HeadBytes(head_dim); }
 };
@@ -88,6 +93,7 @@ struct Job {
   int64_t* offsets;           // [num_tokens + kChunk]: of tokens from k and v in bytes, then kChunk offsets from `copy`
   int64_t* scale_offsets;     // [num_tokens]: of scales from a head's first one; slots, if numbers are packed
   int64_t* ends;              // [num_rows]: the number of tokens up to and including a row's own
+  int64_t* begins;            // [num_rows]: the first token that a row sees
   int64_t* places;            // [num_heads, num_rows]: each row's offset in q and out
   uint32_t* factors;          // [num_heads, num_rows, num_factors]
   float* weights;             // [num_heads, num_rows, num_tokens]
@@ -100,7 +106,7 @@ struct Job {
 
   int64_t index(int64_t head, int64_t row) const { return head * num_rows + row; }
   float* weight(int64_t head, int64_t row) const { return weights + index(head, row) * num_tokens; }
-  int64_t begin(int64_t row) const { return std::max<int64_t>(ends[row] - call.window, 0); }
+  int64_t begin(int64_t row) const { return begins[row]; }
   // Returns whether any of `count` rows sees any of `tokens` tokens.
   bool Sees(int64_t row, int64_t count, int64_t token, int64_t tokens) const {
     return token < ends[row + count - 1] && begin(row) < token + tokens;

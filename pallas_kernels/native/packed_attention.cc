@@ -18,7 +18,7 @@ ffi::Error PackedAttention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::Buffer<f
                            Scales k_scale, Scales k_zero, ffi::AnyBuffer k_new, ffi::Buffer<ffi::S32> new_group,
                            ffi::Buffer<ffi::U8> v, Scales v_scale, Scales v_zero,
                            ffi::Buffer<ffi::S32> first_block, ffi::Buffer<ffi::S32> table_rows,
-                           ffi::Result<ffi::AnyBuffer> out, float scale, int64_t window,
+                           ffi::Result<ffi::AnyBuffer> out, float scale, int64_t window, int64_t chunk,
                            ffi::Span<const int64_t> places, int64_t block_stride) {
   for (const auto& numbers : {q, k_new}) {
     if (auto error = CheckType(numbers.element_type()); error.failure()) return error;
@@ -51,6 +51,7 @@ ffi::Error PackedAttention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::Buffer<f
                                                       {at[1], 1, 0},
                                                       scale,
                                                       window,
+                                                      chunk,
                                                       packing,
                                                       first_block.typed_data()[0],
                                                       block_stride,
@@ -81,5 +82,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpaged_packed_attention, PackedAttention,
                                   .Ret<ffi::AnyBuffer>()
                                   .Attr<float>("scale")
                                   .Attr<int64_t>("window")
+                                  .Attr<int64_t>("chunk")
                                   .Attr<ffi::Span<const int64_t>>("places")
                                   .Attr<int64_t>("block_stride"));

@@ -134,14 +134,14 @@ def tiled_paged_attention(
         q: [num_tiles, tile_len, num_q_heads, head_dim] float16, bfloat16 or float32.
         k_cache, v_cache: a `Pool` and None; or two arrays, of q's type or quantised.
         block_tables: [num_tiles, max_blocks_per_seq] int32. Entries of blocks that no query of the tile sees,
-            past its sequence's tokens or before its window, are never read.
+            past its sequence's tokens or before its window or chunk, are never read.
         query_starts: [num_tiles] int32. A tile of one token is its sequence's last: seq_lens - 1.
         seq_lens: [num_tiles] int32, tokens in the cache that the tile may see; 0 makes a tile of zeros.
         scale: factor on the dot products.
         table_rows: [num_tiles] int32, each tile's row of block_tables, which may then have any number of
             rows; None: tile t has row t. The kernels for decode steps, and for CPUs, copy no rows.
-        plan: from `plan_of_tiles` with the same lengths, starts, window and table_rows, for calls that share
-            it; None: each call makes its own, where it needs one.
+        plan: from `plan_of_tiles` with the same lengths, starts, window, chunk and table_rows, for calls that
+            share it; None: each call makes its own, where it needs one.
         implementation: None stands for `choice.default_tiled_implementation`. "mosaic_gpu" takes tiles of up
             to 64 tokens; the kernel for decode steps computes short ones (`decode.attention.serves`).
             "native" serves CPUs as `native.why_not` says, without slopes, soft cap, sinks and scales. "xla"
@@ -175,7 +175,8 @@ def tiled_paged_attention(
         if why:
             raise NotImplementedError(f"'native' attention does not serve this call: {why}. Use 'xla'.")
         arrays = (q, pool, block_tables, query_starts, seq_lens, batch.table_rows)
-        return native.tiled_paged_attention(*arrays, scale=scale, sliding_window=checked.sliding_window)
+        window, chunk = checked.sliding_window, checked.attention_chunk
+        return native.tiled_paged_attention(*arrays, scale=scale, window=window, chunk=chunk)
     chosen = choice.for_attention(implementation, batch, checked, interpret=interpret)
     group_size = q.shape[2] // pool.sizes.num_kv_heads
     is_prompt = tile_len > 1 and not decode_kernel.serves(tile_len, group_size, q.shape[3])
@@ -204,6 +205,7 @@ def plan_of_tiles(
     tile_len: int,
     num_q_heads: int,
     sliding_window: int | None = None,
+    attention_chunk: int | None = None,
     table_rows: jax.Array | None = None,
     implementation: TiledImplementation,
 ) -> SharedPlan | None:
@@ -229,6 +231,7 @@ def plan_of_tiles(
         group_size=group_size,
         capacity=width * cache.block_size,
         sliding_window=sliding_window,
+        attention_chunk=attention_chunk,
         has_table_rows=table_rows is not None,
     )
     return decode_kernel.shared_plan(sizes, seq_lens, query_starts, table_rows)

@@ -23,6 +23,9 @@ class TiledOptions(TypedDict, total=False):
 
     alibi_slopes: jax.Array | None  # [num_q_heads]
     sliding_window: int | None  # tokens: a query sees only so many, its own the last of them
+    attention_chunk: (
+        int | None
+    )  # tokens: a query at p sees those from p // attention_chunk * attention_chunk on
     soft_cap: float | None  # bound of the logits, positive
     sinks: jax.Array | None  # [num_q_heads], a logit per head that joins the softmax's sum without a value
     k_scale: jax.Array | float | None  # of two quantised arrays, [num_kv_heads] or one for all heads
@@ -97,11 +100,16 @@ def _filled_in(
     scales = (packed.get("k_scale"), packed.get("v_scale"))
     packed["k_scale"], packed["v_scale"] = check_scales(*scales, cache_dtype, cache.num_kv_heads)
     options = Options(**packed)
-    window, soft_cap, sparse = options.sliding_window, options.soft_cap, options.block_sparse
+    window, chunk = options.sliding_window, options.attention_chunk
+    soft_cap, sparse = options.soft_cap, options.block_sparse
     if not math.isfinite(options.scale):
         raise ValueError(f"scale={options.scale} must be finite")
     if window is not None and window < 1:
         raise ValueError(f"sliding_window={window} must be at least 1")
+    if chunk is not None and chunk < 1:
+        raise ValueError(f"attention_chunk={chunk} must be at least 1")
+    if chunk is not None and window is not None:
+        raise ValueError(f"attention_chunk={chunk} must be None beside sliding_window={window}")
     if soft_cap is not None and not soft_cap > 0:
         raise ValueError(f"soft_cap={soft_cap} must be positive")
     if sparse is not None and (min(sparse.block_size, sparse.vertical_stride) < 1 or sparse.local_blocks < 0):

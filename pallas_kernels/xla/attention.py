@@ -2,8 +2,10 @@
 
 Attention streams over the cache: a chunk of a few hundred tokens of every row is gathered, its softmax is
 joined to the running one, and the next chunk takes its place. The loop ends with the longest live row, so
-neither time nor temporary memory follows the capacity of the block table. A row's result does not depend on
-how long the others are: for a row, a chunk outside its tokens multiplies by one and adds zero.
+neither time nor temporary memory follows the capacity of the block table. With a sliding window, or where
+attention is chunked, each row begins where it begins to see: the loop takes the turns that the bound needs,
+wherever the rows are. A row's result does not depend on how long the others are: for a row, a chunk outside
+its tokens multiplies by one and adds zero.
 
 `ops` has checked the arguments, and documents their shapes.
 """
@@ -15,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.layouts import Pool
-from pallas_kernels.support import Batch, Options
+from pallas_kernels.support import Batch, Options, first_seen
 
 CHUNK_TOKENS = 256  # tokens of each row that are gathered at a time
 LOWEST = -1e30  # stands for minus infinity as a maximum: its differences are not NaN
@@ -74,17 +76,22 @@ def _attend(arrays: Batch, first_token: jax.Array | int, end_token: jax.Array, o
     if options.k_scale is not None:
         queries = queries * options.k_scale[:, None, None]
     chunk_blocks = max(1, CHUNK_TOKENS // block_size)
-    chunk_tokens = chunk_blocks * block_size
     end_token = jnp.minimum(end_token, jnp.max(seq_lens, initial=0))
+    first_block, num_chunks = _chunks(first_token, end_token, seq_lens, options, block_size, chunk_blocks)
 
     def one_chunk(chunk: jax.Array, state: Softmax) -> Softmax:
-        column = first_token // block_size + chunk * chunk_blocks + jnp.arange(chunk_blocks)
-        token = column[:, None] * block_size + jnp.arange(block_size)
-        seen = _visible(token, seq_lens, num_q_heads, num_kv_heads, options) & (token < end_token)
+        column = (
+            first_block + chunk * chunk_blocks + jnp.arange(chunk_blocks)
+        )  # [num_seqs or 1, chunk_blocks]
+        token = column[..., None] * block_size + jnp.arange(block_size)
+        seen = _visible(token, seq_lens, num_q_heads, num_kv_heads, options)
+        seen &= (token < end_token)[:, None, None]
         # A block without a visible token is not looked up: block 0 replaces it, and is masked as well.
         is_needed = jnp.any(seen, axis=(1, 2, 4))
         entry = jnp.minimum(column, block_tables.shape[1] - 1)
-        block_ids = jnp.where(is_needed, block_tables[:, entry], 0)
+        in_step = first_block.shape[0] == 1  # all rows read the same columns
+        found = block_tables[:, entry[0]] if in_step else jnp.take_along_axis(block_tables, entry, axis=1)
+        block_ids = jnp.where(is_needed, found, 0)
         k, v = pool.read(block_ids, jnp.dtype("float32"))
         s = jnp.einsum("skgd,snbkd->skgnb", queries, k, precision=lax.Precision.HIGHEST)
         if options.soft_cap is not None:
@@ -105,24 +112,45 @@ def _attend(arrays: Batch, first_token: jax.Array | int, end_token: jax.Array, o
             sum=state.sum * rescale + jnp.sum(weight, axis=(3, 4)),
         )
 
-    first_chunk: jax.Array | int = 0
-    if options.sliding_window is not None:
-        # Rows without tokens do not hold the loop back.
-        starts = jnp.where(seq_lens > 0, seq_lens - options.sliding_window, end_token)
-        first_chunk = jnp.maximum(jnp.min(starts, initial=end_token) - first_token, 0) // chunk_tokens
-    num_chunks = -(-(end_token - first_token) // chunk_tokens)
-    return lax.fori_loop(first_chunk, num_chunks, one_chunk, _nothing(q, pool))
+    return lax.fori_loop(0, num_chunks, one_chunk, _nothing(q, pool))
+
+
+def _chunks(
+    first_token: jax.Array | int,
+    end_token: jax.Array,
+    seq_lens: jax.Array,
+    options: Options,
+    block_size: int,
+    chunk_blocks: int,
+) -> tuple[jax.Array, jax.Array]:
+    """Return the first block that each row reads, [num_seqs, 1] or [1, 1], and the most chunks of a row.
+
+    A row's chunks lie on multiples of their length from `first_token` on, wherever it begins.
+    """
+    length = chunk_blocks * block_size
+    start = first_seen(seq_lens - 1, options.sliding_window, options.attention_chunk)
+    if start is None:
+        first = jnp.reshape(jnp.asarray(first_token // block_size), (1, 1))
+        return first, -(-(end_token - first_token) // length)
+    skipped = jnp.maximum(start - first_token, 0) // length
+    ends = jnp.minimum(seq_lens, end_token) - first_token
+    num_chunks = jnp.max(-(-ends // length) - skipped, initial=0)
+    return (first_token // block_size + skipped * chunk_blocks)[:, None], num_chunks
 
 
 def _visible(
     token: jax.Array, seq_lens: jax.Array, num_q_heads: int, num_kv_heads: int, options: Options
 ) -> jax.Array:
-    """Return whether a head sees a token: [num_seqs, num_kv_heads or 1, group_size or 1, *token.shape]."""
+    """Return whether a head sees a token: [num_seqs, num_kv_heads or 1, group_size or 1, *token.shape[1:]].
+
+    token: [num_seqs or 1, blocks, block_size].
+    """
     seq_len = seq_lens.reshape(-1, 1, 1, 1, 1)
-    token = token[None, None, None]
+    token = token[:, None, None]
     seen = token < seq_len
-    if options.sliding_window is not None:
-        seen &= token >= seq_len - options.sliding_window
+    start = first_seen(seq_len - 1, options.sliding_window, options.attention_chunk)
+    if start is not None:
+        seen &= token >= start
     if options.block_sparse is not None:
         sparse = options.block_sparse
         head = jnp.arange(num_q_heads).reshape(num_kv_heads, -1, 1, 1)

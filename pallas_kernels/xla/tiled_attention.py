@@ -9,7 +9,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Num
 
 from pallas_kernels.layouts import Pool
-from pallas_kernels.support import Options
+from pallas_kernels.support import Options, first_seen
 
 # Tokens of K and V in one turn of the loop: enough to keep the loop's own cost small, few enough to stay in a
 # CPU's second-level cache and to waste little on short sequences.
@@ -66,10 +66,11 @@ def _attend_by_kv_head(
     block_size = pool.sizes.block_size
     blocks_per_chunk = min(max(CHUNK_TOKENS // block_size, 1), block_tables.shape[1])
     chunk_len = blocks_per_chunk * block_size
-    sliding_window = options.sliding_window
-    # Where the window of each tile's first query begins.
-    begin = None if sliding_window is None else query_starts + 1 - sliding_window
-    blocks, first_chunk, end_chunk = _blocks_seen(block_tables, begin, seq_lens, block_size, blocks_per_chunk)
+    bounds = options.sliding_window, options.attention_chunk
+    begin = first_seen(query_starts, *bounds)  # what each tile's first query sees first
+    blocks, first_chunk, num_chunks = _blocks_seen(
+        block_tables, begin, seq_lens, block_size, blocks_per_chunk
+    )
 
     # A tile's kv head is one entry of the batch of products; its "rows" are the queries of the tile that
     # share it.
@@ -81,6 +82,7 @@ def _attend_by_kv_head(
         jnp.repeat(jnp.repeat(x, group, axis=1), num_kv_heads, axis=0)[:, :, None]
         for x in (q_position, bound)
     )
+    q_begin = first_seen(q_position, *bounds)
 
     def of_rows(per_head: Float[Array, " num_q_heads"]) -> Float[Array, "batch rows"]:
         by_head = per_head.reshape(1, num_kv_heads, 1, group)
@@ -95,18 +97,26 @@ def _attend_by_kv_head(
     )
 
     def chunk(i: Array, state: Softmax) -> Softmax:
-        ids = lax.dynamic_slice_in_dim(blocks, i * blocks_per_chunk, blocks_per_chunk, axis=1)
+        if first_chunk is None:
+            ids = lax.dynamic_slice_in_dim(blocks, i * blocks_per_chunk, blocks_per_chunk, axis=1)
+            kv_position = i * chunk_len + jnp.arange(chunk_len)
+        else:
+            # Columns past the table stand for its last one: their positions are past all tokens, and masked.
+            number = first_chunk + i
+            columns = number[:, None] * blocks_per_chunk + jnp.arange(blocks_per_chunk)
+            ids = jnp.take_along_axis(blocks, jnp.minimum(columns, blocks.shape[1] - 1), axis=1)
+            kv_position = number[:, None] * chunk_len + jnp.arange(chunk_len)
         # All heads of a token side by side.
         k, v = (x.reshape(num_tiles, chunk_len, -1) for x in pool.read(ids, q.dtype))
         # The barrier keeps XLA's CPU compiler from transposing K while it gathers, element by element.
         k = lax.optimization_barrier(k)
-        kv_position = i * chunk_len + jnp.arange(chunk_len)
-        seen = kv_position < bound
         tile_sees = kv_position < seq_lens[:, None]
-        if begin is not None:
-            assert sliding_window is not None
-            seen &= kv_position > q_position - sliding_window
+        if begin is not None and q_begin is not None:
             tile_sees &= kv_position >= begin[:, None]
+            kv_position = jnp.repeat(kv_position, num_kv_heads, axis=0)[:, None]
+        seen = kv_position < bound
+        if q_begin is not None:
+            seen &= kv_position >= q_begin
         # Stale slots may hold anything, NaN included, and 0 * NaN is NaN: V is zeroed where no query sees it.
         v = jnp.where(tile_sees[:, :, None], v, 0)
         bias = None
@@ -117,7 +127,7 @@ def _attend_by_kv_head(
 
     # The maximum starts above MASKED, so that what is masked weighs 0 in a row that sees nothing, too.
     nothing = (jnp.full(rows.shape[:2], MASKED / 2), jnp.zeros(rows.shape[:2]), jnp.zeros(rows.shape))
-    row_max, row_sum, acc = lax.fori_loop(first_chunk, end_chunk, chunk, nothing)
+    row_max, row_sum, acc = lax.fori_loop(0, num_chunks, chunk, nothing)
     sees_nothing = row_sum == 0
     if options.sinks is not None:
         sinks = of_rows(options.sinks)
@@ -137,24 +147,25 @@ def _blocks_seen(
     seq_lens: Int[Array, " num_tiles"],
     block_size: int,
     blocks_per_chunk: int,
-) -> tuple[Int[Array, "num_tiles padded"], Int[Array, ""] | int, Int[Array, ""]]:
-    """Return the blocks that each tile sees, and the first and the end of the chunks that some tile sees.
+) -> tuple[Int[Array, "num_tiles padded"], Int[Array, " num_tiles"] | None, Int[Array, ""]]:
+    """Return the blocks that each tile sees, its first chunk, and how many chunks some tile needs from there.
 
     The null block replaces blocks that a tile does not see, and pads to whole chunks. Chunks are counted from
-    position 0 whatever the window: which ones a tile is computed in, and so its bits, must not depend on
-    where other tiles begin.
+    position 0 whatever the bound: which ones a tile is computed in, and so its bits, must not depend on
+    where other tiles begin. None stands for first chunks that are all 0: nothing bounds what is seen.
     """
     chunk_len = blocks_per_chunk * block_size
     block_start = jnp.arange(block_tables.shape[1]) * block_size
     seen = block_start < seq_lens[:, None]
-    first_chunk: Array | int = 0
+    first_chunk = None
+    num_chunks = -(-jnp.max(seq_lens) // chunk_len)
     if begin is not None:
         seen &= block_start + block_size > begin[:, None]
-        earliest = jnp.min(jnp.where(seq_lens > 0, begin, jnp.max(seq_lens)))
-        first_chunk = jnp.maximum(earliest, 0) // chunk_len
+        first_chunk = jnp.maximum(begin, 0) // chunk_len
+        num_chunks = jnp.maximum(jnp.max(-(-seq_lens // chunk_len) - first_chunk), 0)
     padding = -block_tables.shape[1] % blocks_per_chunk
     blocks = jnp.pad(jnp.where(seen, block_tables, 0), ((0, 0), (0, padding)))
-    return blocks, first_chunk, -(-jnp.max(seq_lens) // chunk_len)
+    return blocks, first_chunk, num_chunks
 
 
 def _by_head(

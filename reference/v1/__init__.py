@@ -1,1 +1,1 @@
-"""vLLM V1's block pool (0.14): one queue of free blocks, whose contents stay findable until taken."""
+"""vLLM V1's block pool, and the managers of groups of layers that take from it (0.33)."""

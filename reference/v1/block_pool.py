@@ -1,4 +1,4 @@
-"""vLLM V1's block pool (0.14): every block, the order in which free ones are taken, and what they still hold.
+"""vLLM V1's block pool (0.33): every block, the order in which free ones are taken, and what they still hold.
 
 A freed block keeps its content and its hash until it is taken for something else, so the free queue is also
 the cache's eviction order. The caller frees a request's blocks last to first, so the beginning of a
@@ -15,13 +15,14 @@ from typing import Any
 
 from .kv_cache_utils import (
     BlockHash,
-    BlockHashListWithBlockSize,
     BlockHashWithGroupId,
     FreeKVCacheBlockQueue,
     KVCacheBlock,
     Request,
     get_block_hash,
+    get_group_id,
     make_block_hash_with_group_id,
+    resolve_block_hashes,
 )
 
 
@@ -34,6 +35,7 @@ class BlockStored:
     token_ids: list[int]
     block_size: int
     lora_name: str | None
+    group_idx: int = 0
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,7 @@ class BlockRemoved:
     """Content can no longer be found."""
 
     block_hashes: list[BlockHash]
+    group_idx: int = 0
 
 
 @dataclass(frozen=True)
@@ -160,19 +163,21 @@ class BlockPool:
         num_full_blocks: int,
         block_size: int,
         kv_cache_group_id: int,
+        block_mask: Sequence[bool] | None = None,
     ) -> None:
         """Make the content of blocks[num_cached_blocks:num_full_blocks] findable, null blocks excepted.
 
-        blocks: all blocks of the request, in order.
+        The key is (hash, group): each group has its own block for the same tokens.
+
+        blocks: all blocks of the request in this group, in order.
         block_size: tokens per block, a multiple of `hash_block_size`.
+        block_mask: for each of the blocks, whether to do so; all of them when None.
 
         Raises: AssertionError when the request has too few hashes, or a block has a hash already.
         """
         if num_cached_blocks >= num_full_blocks:
             return
-        block_hashes: Sequence[BlockHash] = request.block_hashes
-        if block_size != self.hash_block_size:
-            block_hashes = BlockHashListWithBlockSize(request.block_hashes, self.hash_block_size, block_size)
+        block_hashes = resolve_block_hashes(request.block_hashes, self.hash_block_size, block_size)
         assert len(block_hashes) >= num_full_blocks, (
             f"{len(block_hashes)=} must be at least {num_full_blocks=}"
         )
@@ -180,7 +185,7 @@ class BlockPool:
         new_hashes = []
         for index in range(num_cached_blocks, num_full_blocks):
             block = blocks[index]
-            if block.is_null:
+            if block.is_null or (block_mask is not None and not block_mask[index - num_cached_blocks]):
                 continue
             key = make_block_hash_with_group_id(block_hashes[index], kv_cache_group_id)
             block.block_hash = key
@@ -197,6 +202,7 @@ class BlockPool:
                     ],
                     block_size=block_size,
                     lora_name=request.lora_request.lora_name if request.lora_request else None,
+                    group_idx=kv_cache_group_id,
                 )
             )
 
@@ -226,7 +232,7 @@ class BlockPool:
             return False
         block.reset_hash()
         if self.enable_kv_cache_events:
-            self.kv_event_queue.append(BlockRemoved(block_hashes=[get_block_hash(key)]))
+            self.kv_event_queue.append(BlockRemoved([get_block_hash(key)], get_group_id(key)))
         return True
 
     def touch(self, blocks: Sequence[KVCacheBlock]) -> None:

@@ -153,10 +153,18 @@ class FreeKVCacheBlockQueue:
         return blocks
 
 
+def trim_null_head(blocks: list[KVCacheBlock]) -> list[KVCacheBlock]:
+    """Return the blocks without the null blocks in front; the list itself if there are none."""
+    num_nulls = next((i for i, block in enumerate(blocks) if not block.is_null), len(blocks))
+    return blocks[num_nulls:] if num_nulls else blocks
+
+
 class Request:
     """A request, as far as the V1 managers read it.
 
     num_computed_tokens: tokens whose K and V are in the cache. The scheduler advances it.
+    num_in_flight_tokens: those of them whose steps are not over, with asynchronous scheduling.
+    shared_prefix_boundary: where other prompts leave this one, from `get_computed_blocks`; 0: unknown.
     block_hashes: the hashes of the request's full blocks so far; `block_hasher` adds to them as tokens come.
     cache_salt, lora_request: requests that differ in them share no blocks. Of the latter `lora_name` is read.
     """
@@ -177,6 +185,8 @@ class Request:
         self.lora_request = lora_request
         self.skip_reading_prefix_cache = skip_reading_prefix_cache
         self.num_computed_tokens = 0
+        self.num_in_flight_tokens = 0
+        self.shared_prefix_boundary = 0
         self.block_hashes: list[BlockHash] = []
         self._block_hasher = block_hasher
         self._hash_new_full_blocks()
@@ -255,12 +265,16 @@ def get_request_block_hasher(
 
 
 class BlockHashListWithBlockSize(Sequence[BlockHash]):
-    """Hashes of small blocks read as hashes of larger ones: neighbours are joined, a rest is left out.
+    """Hashes of small blocks read as hashes of larger ones, a rest being left out.
 
-    target_block_size must be a multiple of hash_block_size (AssertionError).
+    The hash of a large block is that of the last small one in it, which covers all tokens before (vLLM 0.14
+    joined the hashes of all small blocks). target_block_size must be a multiple of hash_block_size
+    (AssertionError).
     """
 
-    def __init__(self, block_hashes: list[BlockHash], hash_block_size: int, target_block_size: int) -> None:
+    def __init__(
+        self, block_hashes: Sequence[BlockHash], hash_block_size: int, target_block_size: int
+    ) -> None:
         assert target_block_size % hash_block_size == 0, (
             f"{target_block_size=} must be a multiple of {hash_block_size=}"
         )
@@ -279,8 +293,16 @@ class BlockHashListWithBlockSize(Sequence[BlockHash]):
     def __getitem__(self, index: int | slice) -> BlockHash | list[BlockHash]:
         if isinstance(index, slice):
             return [self[i] for i in range(len(self))[index]]
-        start = range(len(self))[index] * self.scale_factor
-        return BlockHash(b"".join(self.block_hashes[start : start + self.scale_factor]))
+        return self.block_hashes[(range(len(self))[index] + 1) * self.scale_factor - 1]
+
+
+def resolve_block_hashes(
+    block_hashes: Sequence[BlockHash], hash_block_size: int, block_size: int
+) -> Sequence[BlockHash]:
+    """Return hashes of blocks of `hash_block_size` tokens as those of blocks of `block_size`."""
+    if block_size == hash_block_size:
+        return block_hashes
+    return BlockHashListWithBlockSize(block_hashes, hash_block_size, block_size)
 
 
 def get_num_blocks(vllm_config: Any, num_layers: int, available_memory: int, page_size: int) -> int:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import jaxpaged
 from jaxpaged import InputError, SamplingParams
-from jaxpaged.api.llm import engine_config
+from jaxpaged.api.model import engine_config
 from jaxpaged.checks import shown
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine.door import Salts

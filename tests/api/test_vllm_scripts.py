@@ -21,7 +21,7 @@ from jaxpaged import (
 )
 from jaxpaged.api import llm_engine
 from jaxpaged.api.arg_utils import DEFAULT_MODEL, OF_LLM, AsyncEngineArgs
-from jaxpaged.api.llm import engine_config
+from jaxpaged.api.model import engine_config
 from jaxpaged.engine.handle import EngineDeadError
 from jaxpaged.models import loading
 from jaxpaged.utils.argparse_utils import FlexibleArgumentParser

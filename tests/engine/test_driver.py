@@ -82,7 +82,7 @@ def test_a_long_prompt_is_computed_while_others_decode():
     assert set(answers) == {first, second}
 
 
-def test_prompts_are_written_in_pieces(monkeypatch):
+def test_prompts_are_written_in_chunks(monkeypatch):
     monkeypatch.setattr(driver_module, "SUBMIT_TOKENS", 16)
     driver = tiny.driver()
     prompts = tiny.prompts([100, 3, 16, 60])

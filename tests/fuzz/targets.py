@@ -15,7 +15,7 @@ from jaxpaged import replay
 from jaxpaged.batch import prompt_files
 from jaxpaged.checks import InputError
 from jaxpaged.engine.driver import CALL_CLASSES
-from jaxpaged.handover.blocks import Blocks, Kind
+from jaxpaged.handover.blocks import BlockFormat, Blocks
 from jaxpaged.lab import traces
 from jaxpaged.lora import LoRARequest
 from jaxpaged.models import loading, lora
@@ -82,9 +82,11 @@ def write_files(data: bytes, folder: Path, names: Sequence[str]) -> None:
 
 
 def blocks() -> list[bytes]:
-    kind = Kind(4, "TokenMajor()", "float32", 2, 1, 8, False, "digest")
+    block_format = BlockFormat(4, "TokenMajor()", "float32", 2, 1, 8, False, "digest")
     arrays = {name: np.zeros((2, 2, 4, 1, 8), np.float32) for name in ("k", "v")}
-    salted = [Blocks(kind, np.arange(8, dtype=np.int32).reshape(2, 4), salt, arrays) for salt in (None, "s")]
+    salted = [
+        Blocks(block_format, np.arange(8, dtype=np.int32).reshape(2, 4), salt, arrays) for salt in (None, "s")
+    ]
     return [each.to_bytes() for each in salted]
 
 

@@ -120,6 +120,19 @@ ROUTED = {
     "routed_scaling_factor": 1.5,
     "num_hidden_layers": 3,
 }
+LLAMA4 = {
+    **TINY,
+    "head_dim": 8,
+    "intermediate_size": 8,
+    "intermediate_size_mlp": 24,
+    "num_hidden_layers": 4,
+    "num_local_experts": 4,
+    "moe_layers": [0, 2, 3],
+    "num_experts_per_tok": 2,
+    "attention_chunk_size": 12,
+    "floor_scale": 16,
+    "attn_scale": 0.5,
+}
 VARIANTS |= {
     "seed_oss": {**TINY, "head_dim": 8, "attention_bias": True, "attention_out_bias": True},
     "olmo3": {
@@ -206,6 +219,8 @@ VARIANTS |= {
     },
     "arcee": {**TINY, "mlp_bias": True},
     "nemotron": {**TINY, "head_dim": 8},
+    # Chunks end within tiles; queries of the last layer grow every 16 tokens; the second layer is dense.
+    "llama4_text": LLAMA4,
 }
 MODEL_TYPES = {"falcon_grouped": "falcon", "falcon_alibi": "falcon", "gpt_neox_sequential": "gpt_neox"}
 MODEL_TYPES |= {"cohere_normed": "cohere", "stablelm_parallel": "stablelm"}
@@ -231,6 +246,20 @@ WRAPPERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"model_type": "mistral", **TEXT, "sliding_window": None},
         {"model_type": "pixtral", **CLIP},
     ),
+    "llama4": (
+        {"model_type": "llama4_text", **LLAMA4},
+        {
+            "hidden_size": 8,
+            "intermediate_size": 32,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 1,
+            "image_size": 28,
+            "patch_size": 14,
+            "vision_output_dim": 8,
+            "projector_input_dim": 8,
+            "projector_output_dim": 8,
+        },
+    ),
     "llava": ({"model_type": "llama", **TEXT}, {"model_type": "clip_vision_model", **CLIP}),
     "internvl": (
         {"model_type": "qwen3", **TEXT},
@@ -253,11 +282,16 @@ WRAPPERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 UNTIED = ("mistral3", "internvl")
 SEEDS = {"mixtral": 100}  # where the answer would hang on a rounding
 IMPLEMENTATIONS = {"falcon_alibi": "sdpa"}  # its eager attention adds the slopes twice
+# Those that came last, in their order: the seeds of the others stay what they were.
+ADDED = ("llama4_text", "llama4")
+# Models of transformers 5.24 that need an image; their decoder does not.
+NEEDS_IMAGES = ("llama4",)
 NUM_TOKENS, EVERY = 40, 3
 
 
 def main(names: list[str]) -> None:
-    for seed, name in enumerate([*VARIANTS, *WRAPPERS]):
+    first = [name for name in (*VARIANTS, *WRAPPERS) if name not in ADDED]
+    for seed, name in enumerate([*first, *ADDED]):
         if not names or name in names:
             torch.manual_seed(SEEDS.get(name, seed))
             write(name, wrapped(name) if name in WRAPPERS else made(name, VARIANTS[name]))
@@ -301,8 +335,9 @@ def write(name: str, model: torch.nn.Module) -> None:
         # The last few stand for images, where there are some.
         largest = SIZES["vocab_size"] - (4 if name in WRAPPERS else 0)
         token_ids = torch.randint(0, largest, (1, NUM_TOKENS))
-        logits = model(token_ids, use_cache=False).logits[0]
-        answer, smallest_gap = greedy(model, token_ids)
+        decoder = model.language_model if name in NEEDS_IMAGES else model
+        logits = decoder(token_ids, use_cache=False).logits[0]
+        answer, smallest_gap = greedy(decoder, token_ids)
     folder = HERE / name
     model.half().save_pretrained(folder)
     if name == "qwen3_vl_moe":

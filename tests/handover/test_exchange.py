@@ -19,7 +19,7 @@ from safetensors.numpy import load, save
 
 from jaxpaged.checks import InputError
 from jaxpaged.handover import exchange, programs
-from jaxpaged.handover.blocks import Blocks, Kind
+from jaxpaged.handover.blocks import BlockFormat, Blocks
 from jaxpaged.handover.transport import SocketTransport
 from jaxpaged.memory import kv_cache, transfer
 from jaxpaged.models import lora
@@ -103,7 +103,7 @@ def test_what_an_answer_made_is_not_exported(here):
     assert here.export_blocks(prompt + found).num_blocks == 2
 
 
-def test_blocks_of_another_kind_are_refused(here, blocks):
+def test_blocks_of_another_format_are_refused(here, blocks):
     for name, value in (
         ("block_size", 16),
         ("layout", "Fused()"),
@@ -115,11 +115,15 @@ def test_blocks_of_another_kind_are_refused(here, blocks):
         ("model", "another"),
         ("tensor_parallel_size", 2),
     ):
-        other = dataclasses.replace(blocks, kind=dataclasses.replace(blocks.kind, **{name: value}))
-        rule = f"blocks: {name}={value!r} must be {getattr(blocks.kind, name)!r}, as this engine's"
+        other = dataclasses.replace(
+            blocks, block_format=dataclasses.replace(blocks.block_format, **{name: value})
+        )
+        rule = f"blocks: {name}={value!r} must be {getattr(blocks.block_format, name)!r}, as this engine's"
         with pytest.raises(InputError, match=f"^{re.escape(rule)}$"):
             here.adopt_blocks(other)
-    assert {field.name for field in dataclasses.fields(Kind)} == set(dataclasses.asdict(blocks.kind))
+    assert {field.name for field in dataclasses.fields(BlockFormat)} == set(
+        dataclasses.asdict(blocks.block_format)
+    )
     short = dataclasses.replace(blocks, arrays={name: x[:-1] for name, x in blocks.arrays.items()})
     with pytest.raises(InputError, match=r"^blocks: arrays="):
         here.adopt_blocks(short)
@@ -133,7 +137,7 @@ def test_blocks_of_another_kind_are_refused(here, blocks):
         cache = driver.state.kv_cache
         measured = dataclasses.replace(cache, shared={"k_scale": jnp.zeros((2, 2))})
         with pytest.raises(InputError, match=rule):
-            exchange.kind(config, driver.door.model_config, driver.params, measured)
+            exchange.describe_format(config, driver.door.model_config, driver.params, measured)
 
 
 def test_room_for_adapters_is_no_other_model(here, blocks):
@@ -141,7 +145,7 @@ def test_room_for_adapters_is_no_other_model(here, blocks):
     lora.make_room(model, NAMES, num_adapters=2, rank=4)
     config = dataclasses.replace(tiny.CONFIG, eos_token_ids=(3,), max_model_len=64)
     its = config, nnx.state(model), driver.state.kv_cache
-    assert exchange.kind(driver.config, *its) == blocks.kind
+    assert exchange.describe_format(driver.config, *its) == blocks.block_format
 
 
 def test_the_digest_knows_every_bit_and_its_place():
@@ -169,12 +173,12 @@ def test_every_layouts_blocks_travel_whole():
         }
         source = dataclasses.replace(empty, blocks={its: jnp.asarray(x) for its, x in full.items()})
         there, here = jnp.array([3, 6, 2]), jnp.array([5, 0, 1])
-        kind = Kind(sizes[2], repr(layout), "float32", 2, NUM_HEADS, HEAD_DIM, False, "tiny")
+        block_format = BlockFormat(sizes[2], repr(layout), "float32", 2, NUM_HEADS, HEAD_DIM, False, "tiny")
         read = {its: np.asarray(x) for its, x in transfer.read(source, there).items()}
-        sent = Blocks(kind, np.zeros((3, sizes[2]), np.int32), None, read)
+        sent = Blocks(block_format, np.zeros((3, sizes[2]), np.int32), None, read)
         assert sent.num_bytes == 3 * sum(x.nbytes for x in full.values()) // 7
         got = Blocks.from_bytes(sent.to_bytes())
-        assert got.kind == kind
+        assert got.block_format == block_format
         target = transfer.write(empty, here, transfer.placed(got.arrays, empty))
         for its, x in target.blocks.items():
             want = np.zeros_like(full[its])
@@ -185,9 +189,9 @@ def test_every_layouts_blocks_travel_whole():
 
 
 def test_what_fails_on_the_way_leaves_an_engine_that_finds_nothing_wrong(blocks, monkeypatch):
-    """Piece by piece, while others run in a pool with little room; and then no room at all."""
+    """Chunk by chunk, while others run in a pool with little room; and then no room at all."""
     block_bytes = blocks.num_bytes // blocks.num_blocks
-    monkeypatch.setattr(exchange, "PIECE_BYTES", 2 * block_bytes)
+    monkeypatch.setattr(exchange, "CHUNK_BYTES", 2 * block_bytes)
     driver = tiny.driver()
     first = tiny.generate(driver, [PROMPT], tiny.greedy(1))
     driver.reset_prefix_cache()
@@ -380,11 +384,11 @@ def on_a_mesh(blocks, cache):
     assert size == cache.num_kv_heads
     empty = {name: jax.device_put(jnp.zeros_like(x), cut) for name, x in cache.blocks.items()}
     cache = dataclasses.replace(cache, blocks=empty)
-    pieces = transfer.placed(
+    chunks = transfer.placed(
         {n: jax.device_put(x, jax.devices()[1]) for n, x in blocks.arrays.items()}, cache
     )
     ids = np.arange(1, 1 + blocks.num_blocks, dtype=np.int32)
-    cache = programs.write_blocks(cache, ids, pieces)
+    cache = programs.write_blocks(cache, ids, chunks)
     for name, x in programs.read_blocks(cache, ids).items():
         assert cache.blocks[name].sharding == cut
         assert np.array_equal(x, blocks.arrays[name])

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpaged.verify.cases import Case, compared, make_inputs, oracle
+from jaxpaged.verify.cases.decode import DecodeCase, make_inputs
+from jaxpaged.verify.cases.frame import AttentionCase, oracle
 from pallas_kernels import ops
 from pallas_kernels.ops import choice
 from pallas_kernels.ops.checks import check_attention
@@ -15,7 +16,7 @@ from pallas_kernels.support import Arrays, BlockSparse
 
 # One jit for all cases, so that those of one shape with the same options share a program.
 STATIC = (
-    "scale", "sliding_window", "soft_cap", "block_sparse", "kv_layout",
+    "scale", "sliding_window", "attention_chunk", "soft_cap", "block_sparse", "kv_layout",
     "partition_size", "implementation", "interpret",
 )  # fmt: skip
 OPERATIONS: dict[str, Callable[..., jax.Array]] = {
@@ -26,21 +27,24 @@ OPERATIONS: dict[str, Callable[..., jax.Array]] = {
 PROGRAMS = {version: jax.jit(operation, static_argnames=STATIC) for version, operation in OPERATIONS.items()}
 TILES = jax.jit(
     ops.tiled_paged_attention,
-    static_argnames=("scale", "sliding_window", "soft_cap", "implementation", "interpret"),
+    static_argnames=(
+        *("scale", "sliding_window", "attention_chunk", "soft_cap"),
+        *("implementation", "interpret"),
+    ),
 )
 
 
-def inputs(c: Case, version: str = "v1") -> tuple[dict[str, jax.Array], Any]:
+def inputs(c: DecodeCase, version: str = "v1") -> tuple[dict[str, jax.Array], Any]:
     """Return the case's arrays on the device, and its options for one of OPERATIONS."""
-    arrays, options = make_inputs(c)
+    options = c.options
     if sparse := options.pop("block_sparse", None):
         options["block_sparse"] = BlockSparse(*sparse)
     if version == "v2":
         options["partition_size"] = max(c.partition_size, c.block_size)
-    return {name: jnp.asarray(a) for name, a in arrays.items()}, options
+    return {name: jnp.asarray(a) for name, a in make_inputs(c).items()}, options
 
 
-def is_served(c: Case) -> bool:
+def is_served(c: DecodeCase) -> bool:
     """Return whether the support table lets the kernels run the case."""
     named, options = inputs(c)
     arrays = Arrays(**named)
@@ -51,23 +55,24 @@ def is_served(c: Case) -> bool:
     return True
 
 
-def weights_dtype(c: Case) -> str:
+def weights_dtype(c: AttentionCase) -> str:
     """Return the type in which the kernels hold the weights."""
     return "float16" if c.is_quantised else c.dtype
 
 
-def worst(c: Case, got: np.ndarray, weights_dtype: str) -> tuple[float, float, tuple[int, ...]]:
-    """Return the largest error compared with what is allowed there, that bound, and the index. A NaN counts
-    as infinite.
+def worst(
+    c: AttentionCase, got: np.ndarray, weights: str | None = None
+) -> tuple[float, float, tuple[int, ...]]:
+    """Return the largest error compared with what is allowed there, that bound, and the index.
+
+    A NaN counts as infinite. weights: data type of the softmax weights; None: the kernels' own.
     """
-    error, allowed = compared(c, got, weights_dtype)
+    error, allowed = c.errors(got, weights or weights_dtype(c))
     at = np.unravel_index(np.argmax(error / allowed), got.shape)
     return float(error[at]), float(allowed[at]), tuple(map(int, at))
 
 
-def assert_close(c: Case, got: np.ndarray, weights_dtype: str) -> None:
-    """Assert that the result is within `tolerance` of the oracle everywhere; rows without tokens are exactly
-    zero.
-    """
-    error, allowed, at = worst(c, got, weights_dtype)
+def assert_close(c: AttentionCase, got: np.ndarray, weights: str | None = None) -> None:
+    """Assert that the result is within the case's bounds of the oracle everywhere."""
+    error, allowed, at = worst(c, got, weights)
     assert error <= allowed, f"{error=:.3g} > {allowed=:.3g} at {at}: {got[at]=} {oracle(c)[0][at]=}"

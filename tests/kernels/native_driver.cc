@@ -101,7 +101,7 @@ void RunLowRank(const std::vector<int64_t>& sizes) {
 }
 
 // num_tiles tile_len num_q_heads head_dim num_kv_heads block_size max_blocks, bytes of a cache, window, then of K and V
-// the first number of V and the strides of blocks, tokens and heads, and of scales their number and these strides
+// the first number of V and the strides of blocks, tokens and heads, and of scales their number and these strides; chunk
 template <typename T, typename C>
 void RunAttention(const std::vector<int64_t>& sizes) {
   using Value = typename T::Value;
@@ -119,12 +119,12 @@ void RunAttention(const std::vector<int64_t>& sizes) {
   AttendAll(pool, AttentionCall<T, C>{q, k, v, tables, starts, lens, k_scales, v_scales, out.data, sizes[0], sizes[1],
                                       sizes[2], sizes[3], sizes[4], sizes[5], sizes[6],
                                       {sizes[10] * bytes, sizes[11] * bytes, sizes[12] * bytes},
-                                      {sizes[14], sizes[15], sizes[16]}, scale, sizes[8]});
+                                      {sizes[14], sizes[15], sizes[16]}, scale, sizes[8], sizes[17]});
   Write(out);
 }
 
 // num_tiles tile_len num_q_heads head_dim num_kv_heads block_size max_blocks window num_blocks, then the strides of blocks,
-// tokens and heads of codes, of K's scales, of k_new and of V's scales
+// tokens and heads of codes, of K's scales, of k_new and of V's scales; chunk
 template <typename T>
 void RunPackedAttention(const std::vector<int64_t>& sizes) {
   using Value = typename T::Value;
@@ -146,7 +146,7 @@ void RunPackedAttention(const std::vector<int64_t>& sizes) {
                                     new_group, sizes[5], strides(12), strides(18), strides(15)};
   AttendAll(pool, AttentionCall<T, Nibbles<T>>{q, k, v, tables, starts, lens, nullptr, nullptr, out.data, sizes[0],
                                                sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6], strides(9),
-                                               {sizes[5], 1, 0}, scale, sizes[7], packing});
+                                               {sizes[5], 1, 0}, scale, sizes[7], sizes[21], packing});
   Write(out);
 }
 

@@ -53,13 +53,23 @@ class Called:
         y, x, a, b, choices = map(jnp.asarray, (y, x, a, b, choices))
         return np.asarray(native.add_low_rank(y, x, a, b, choices, layer, widths))
 
-    def attend(self, *arrays, scale, window=None):
-        options = {"scale": scale, "sliding_window": window, "implementation": "native"}
+    def attend(self, *arrays, scale, window=None, chunk=None):
+        options = {
+            "scale": scale,
+            "sliding_window": window,
+            "attention_chunk": chunk,
+            "implementation": "native",
+        }
         return np.asarray(ops.tiled_paged_attention(*map(jnp.asarray, arrays), **options))
 
-    def attend_to(self, q, pool, *arrays, scale, window=None):
+    def attend_to(self, q, pool, *arrays, scale, window=None, chunk=None):
         arrays = (jnp.asarray(q), pool, None, *(jnp.asarray(x, jnp.int32) for x in arrays))
-        options = {"scale": scale, "sliding_window": window, "implementation": "native"}
+        options = {
+            "scale": scale,
+            "sliding_window": window,
+            "attention_chunk": chunk,
+            "implementation": "native",
+        }
         return np.asarray(ops.tiled_paged_attention(*arrays, **options))
 
 
@@ -99,17 +109,17 @@ class Driven:
         y = self._run("low_rank", x.dtype, x.dtype, sizes, [y, x, a[layer], b[layer], choices])
         return np.frombuffer(y, np.float32).reshape(len(x), sum(widths))
 
-    def attend(self, q, k, v, tables, starts, lens, *, scale, window=None):
+    def attend(self, q, k, v, tables, starts, lens, *, scale, window=None, chunk=None):
         sizes = Sizes(*k.shape)
         pool = Pool({"k": k, "v": v}, TOKEN_MAJOR, sizes)
-        return self.attend_to(q, pool, tables, starts, lens, scale=scale, window=window)
+        return self.attend_to(q, pool, tables, starts, lens, scale=scale, window=window, chunk=chunk)
 
-    def attend_to(self, q, pool, tables, starts, lens, *, scale, window=None):
+    def attend_to(self, q, pool, tables, starts, lens, *, scale, window=None, chunk=None):
         at = [*(x.astype(np.int32) for x in (tables, starts, lens)), np.float32(scale)]
         if pool.layout.packed_view():
             arrays, (num_heads, block_size, *steps) = attention.packed_operands(pool)
             sizes = [*q.shape, num_heads, block_size, tables.shape[1], window or 2**31 - 1]
-            sizes += [pool.sizes.num_blocks, *steps]
+            sizes += [pool.sizes.num_blocks, *steps, chunk or 2**31 - 1]
             out = self._run("attention", q.dtype, arrays[0].dtype, sizes, [q, *map(np.asarray, arrays), *at])
             return np.frombuffer(out, q.dtype).reshape(q.shape)
         k, v, k_scales, v_scales, places = attention.operands(pool)
@@ -119,7 +129,7 @@ class Driven:
             v_scales = v_scales.reshape(-1)[v_scale_first:]
             k_scales = k_scales.reshape(-1)[: len(v_scales)]
         sizes = [*q.shape, num_heads, block_size, tables.shape[1], k.nbytes, window or 2**31 - 1]
-        sizes += [v_first, *steps, k_scales.size, a, b, c]
+        sizes += [v_first, *steps, k_scales.size, a, b, c, chunk or 2**31 - 1]
         caches = [k] if v_first else [k, v]
         numbers = attention.numbers_of(pool.layout, q.dtype)
         out = self._run("attention", q.dtype, numbers, sizes, [q, *caches, k_scales, v_scales, *at])

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxpaged.verify import Terms, cases_of, check
-from jaxpaged.verify.cache_cases import CopyCase, MergeCase, Pairs, WriteCase
+from jaxpaged.verify.cases.caches import CopyCase, MergeCase, Pairs, WriteCase
 from pallas_kernels import ops
 from pallas_kernels.support import Options
 from pallas_kernels.xla import attention as xla

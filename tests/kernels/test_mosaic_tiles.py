@@ -13,13 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpaged.verify.tiles import CASES, Case, assert_close, inputs
+from jaxpaged.verify.cases.tiles import CASES, TileCase, inputs
 from pallas_kernels import ops
 from pallas_kernels.gpu.decode import attention as mosaic
 from pallas_kernels.gpu.partitioning import Partitioning
 from pallas_kernels.gpu.prompt import attention as prompt_attention
 from pallas_kernels.ops.checks import check_attention
 from pallas_kernels.support import Arrays
+from tests.kernels.checks import assert_close
 from tests.kernels.interpreter import (
     OPTIONAL,
     Slot,
@@ -36,7 +37,7 @@ from tests.kernels.interpreter import (
 pytestmark = pytest.mark.usefixtures(fresh_interpreter.__name__)
 
 
-def launch(c: Case, tiles: slice = slice(None)) -> np.ndarray:
+def launch(c: TileCase, tiles: slice = slice(None)) -> np.ndarray:
     """Run some of the case's tiles through `ops`, traced anew."""
     (q, k, v, tables, seq_lens), starts, _ = inputs(c)
 
@@ -59,7 +60,7 @@ QUICK = {
     "c", [pytest.param(c, id=str(c), marks=[] if c.name in QUICK else pytest.mark.slow) for c in CASES]
 )
 def test_tiles_equal_the_oracle_without_a_race(
-    c: Case, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    c: TileCase, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No table entry that no query of the tile sees is looked up."""
     monkeypatch.setattr(mosaic, "default_partitioning", lambda *_: Partitioning(64, 3))
@@ -86,8 +87,8 @@ def test_few_queries_take_the_decode_kernel() -> None:
     assert not mosaic.serves(8, 8, 256)
 
 
-RING = Case("ring", (300,), (330,))  # three tiles of K and V in two slots, the last at the edge
-RINGS = Case("rings", (300,), (330,), num_q_heads=2, cache_dtype="float8_e4m3fn")  # likewise, widened
+RING = TileCase("ring", (300,), (330,))  # three tiles of K and V in two slots, the last at the edge
+RINGS = TileCase("rings", (300,), (330,), num_q_heads=2, cache_dtype="float8_e4m3fn")  # likewise, widened
 # What neither the race detector nor the oracle notices when it is missing, but `unfenced_wgmmas` does.
 P_FENCE, V_FENCE = ("commit_smem", "_add_weighted"), ("commit_smem", "_zero_stale_tokens")
 WIDEN_FENCE = ("commit_smem", "widen_tile")
@@ -124,7 +125,7 @@ def test_every_barrier_of_who_widens_is_needed(capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize(
     ("c", "early"), [(RING, "k"), (RING, "v"), (RINGS, "k"), (RINGS, "v")], ids=lambda x: str(x)
 )
-def test_an_early_release_is_a_race(c: Case, early: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_early_release_is_a_race(c: TileCase, early: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Hand a slot back as soon as it is there, instead of when it has been read, or widened."""
     reader = "widen_tile" if c.cache_dtype else "take"
 
@@ -141,7 +142,7 @@ def test_an_early_release_is_a_race(c: Case, early: str, capsys: pytest.CaptureF
 @pytest.mark.parametrize(
     ("c", "in_registers"), [(RING, False), (RING, True), (RINGS, True)], ids=lambda x: str(x)
 )
-def test_every_store_is_fenced_before_a_wgmma(c: Case, in_registers: bool) -> None:
+def test_every_store_is_fenced_before_a_wgmma(c: TileCase, in_registers: bool) -> None:
     """Traced as the interpreter runs it, and as a GPU does. The widening warpgroup stores for another's
     wgmma.
     """

@@ -105,18 +105,20 @@ def test_attention_of_any_head(
 
 
 @each_dtype
-@pytest.mark.parametrize("window", [None, 20])
-def test_attention_of_a_tile(kernels: Kernels, dtype: str, window: int | None) -> None:
+@pytest.mark.parametrize(("window", "chunk"), [(None, None), (20, None), (None, 33)])
+def test_attention_of_a_tile(kernels: Kernels, dtype: str, window: int | None, chunk: int | None) -> None:
     """Each query sees the tokens up to its own, and has the bits that it has alone; padding gives zeros."""
     lengths, num_queries = np.array([70, 33, 0, 104]), 7  # as many rows as K is turned for, and a few
     starts = np.array([63, 30, 0, 97])
-    _, k, v, tables = paged(dtype, 6, 2, 64, block_size=16, lengths=lengths, window=window and window + 6)
+    begins = starts // chunk * chunk if chunk else lengths - (window + 6 if window else lengths)
+    _, k, v, tables = paged(dtype, 6, 2, 64, block_size=16, lengths=lengths, begins=begins)
     q = draw(9, dtype, 4, num_queries, 6, 64)
-    out = kernels.attend(q, k, v, tables, starts, lengths, scale=0.125, window=window)
-    check(out, q, k, v, tables, starts, lengths, window=window)
+    bounds = {"window": window, "chunk": chunk}
+    out = kernels.attend(q, k, v, tables, starts, lengths, scale=0.125, **bounds)
+    check(out, q, k, v, tables, starts, lengths, **bounds)
     assert not out[1, 3:].any()
     for i in range(num_queries):
-        alone = kernels.attend(q[:, i : i + 1], k, v, tables, starts + i, lengths, scale=0.125, window=window)
+        alone = kernels.attend(q[:, i : i + 1], k, v, tables, starts + i, lengths, scale=0.125, **bounds)
         np.testing.assert_array_equal(bits(alone[:, 0]), bits(out[:, i]))
 
 
@@ -207,7 +209,7 @@ def test_attention_weights_of_far_apart_scores(kernels: Kernels, dtype: str) -> 
         np.testing.assert_array_equal(out, v[tables[0, 2], 5, 0])
 
 
-def paged(dtype, num_q_heads, num_kv_heads, head_dim, *, block_size, lengths, window=None):
+def paged(dtype, num_q_heads, num_kv_heads, head_dim, *, block_size, lengths, begins=0):
     """Return a query for each sequence, and its K and V in shuffled blocks. What no query sees is NaN."""
     width = -(-int(lengths.max()) // block_size)
     num_blocks = 1 + len(lengths) * width
@@ -215,15 +217,13 @@ def paged(dtype, num_q_heads, num_kv_heads, head_dim, *, block_size, lengths, wi
     tables = 1 + np.random.default_rng(3).permutation(len(lengths) * width).reshape(len(lengths), width)
     slots = (tables[:, :, None] * block_size + np.arange(block_size)).reshape(len(lengths), -1)
     positions = np.arange(width * block_size)
-    is_stale = positions >= lengths[:, None]
-    if window is not None:
-        is_stale |= positions < lengths[:, None] - window
+    is_stale = (positions >= lengths[:, None]) | (positions < np.reshape(begins, (-1, 1)))
     for x in (k, v):
         x.reshape(-1, num_kv_heads, head_dim)[slots[is_stale]] = np.nan
     return draw(1, dtype, len(lengths), 1, num_q_heads, head_dim), k, v, tables.astype(np.int32)
 
 
-def check(out, q, k, v, tables, starts, lengths, window) -> None:
+def check(out, q, k, v, tables, starts, lengths, window, chunk=None) -> None:
     """Compare with the oracle, query by query."""
     assert out.dtype == q.dtype
     wide_q, wide_k, wide_v = (x.astype(np.float32) for x in (q, k, v))
@@ -232,7 +232,10 @@ def check(out, q, k, v, tables, starts, lengths, window) -> None:
     for i in range(q.shape[1]):
         seen = np.where(starts + i < lengths, starts + i + 1, 0).astype(np.int32)
         want = reference_attention.paged_attention(
-            wide_q[:, i], wide_k, wide_v, tables, seen, scale=0.125, sliding_window=window
+            *(wide_q[:, i], wide_k, wide_v, tables, seen),
+            scale=0.125,
+            sliding_window=window,
+            attention_chunk=chunk,
         )
         got = out[:, i].astype(np.float32)[seen > 0]
         np.testing.assert_allclose(got, want[seen > 0], rtol=tolerance, atol=tolerance * 1e-2 + 1e-5)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.experimental import checkify
 
-from jaxpaged.verify.cases import CASES, Case, case
+from jaxpaged.verify.cases.decode import CASES, DecodeCase, case
 from tests.kernels.checks import OPERATIONS, PROGRAMS, STATIC, assert_close, inputs
 
 QUICK = {version: jax.jit(operation, static_argnames=STATIC) for version, operation in OPERATIONS.items()}
@@ -43,7 +43,7 @@ assert len(SERVED["v2"]) == len(IN_PARTITIONS)
         for c in cases
     ],
 )
-def test_xla_equals_the_oracle(version: str, c: Case) -> None:
+def test_xla_equals_the_oracle(version: str, c: DecodeCase) -> None:
     arrays, options = inputs(c, version)
     got = QUICK[version](**arrays, **options, implementation="xla")
     assert_close(c, np.asarray(got, np.float64), "float32")

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxpaged.verify.tiles import Case, assert_close
+from jaxpaged.verify.cases.tiles import TileCase
 from pallas_kernels.gpu import common
 from pallas_kernels.gpu.partitioning import Partitioning, PartitionList
 from pallas_kernels.gpu.prompt import partitions
 from pallas_kernels.gpu.prompt.program import Problem
 from pallas_kernels.layouts import TOKEN_MAJOR
+from tests.kernels.checks import assert_close
 from tests.kernels.interpreter import (
     fresh_interpreter,
     races_found,
@@ -26,10 +27,10 @@ from tests.kernels.test_mosaic_tiles import launch as launch_in_turn
 pytestmark = pytest.mark.usefixtures(fresh_interpreter.__name__)
 # Two partitions of 256 tokens, the last of which begins within the tile. One consumer a program: with two,
 # programs that run at once may deadlock in the interpreter. `test_mosaic_tiles` runs them in turn.
-NARROW = Case("narrow", (240,), (272,), num_q_heads=2)
-TWO = Case("two", (240, 20), (272, 30), num_q_heads=2)  # two partitions of 256, and one
-WIDE = Case("heads of 256", (110,), (142,), num_q_heads=2, head_dim=256)
-WINDOW = Case(
+NARROW = TileCase("narrow", (240,), (272,), num_q_heads=2)
+TWO = TileCase("two", (240, 20), (272, 30), num_q_heads=2)  # two partitions of 256, and one
+WIDE = TileCase("heads of 256", (110,), (142,), num_q_heads=2, head_dim=256)
+WINDOW = TileCase(
     "window, all at once", (600,), (620,), num_q_heads=2, cache_dtype="float8_e4m3fn",
     sliding_window=300, soft_cap=3.0, alibi=True, sinks=True,
 )  # fmt: skip
@@ -40,13 +41,13 @@ def short_partitions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(partitions, "partitioning_of", lambda *_, **__: Partitioning(128, 3))
 
 
-def launch(c: Case, tiles: slice = slice(None), **wrong: bool) -> np.ndarray:
+def launch(c: TileCase, tiles: slice = slice(None), **wrong: bool) -> np.ndarray:
     """Run all programs of a call at once."""
     with shadow_reads(), several_programs(**wrong):
         return launch_in_turn(c, tiles)
 
 
-def problem(window: int | None) -> Problem:
+def problem(window: int | None, chunk: int | None = None) -> Problem:
     view, bfloat16 = TOKEN_MAJOR.view(), jnp.dtype("bfloat16")
     assert view is not None
     return Problem(
@@ -64,6 +65,7 @@ def problem(window: int | None) -> Problem:
         has_slopes=False,
         soft_cap=None,
         sliding_window=window,
+        attention_chunk=chunk,
         in_registers=True,
         block_stride=1,
         is_interpreted=False,
@@ -76,14 +78,14 @@ POSITIONS = np.array([0, 96, 100, 360, 368, 500, 740, 992, 64], np.int32)
 LENGTHS = np.array([32, 128, 130, 392, 400, 505, 772, 1024, 0], np.int32)  # the last is no tile
 
 
-@pytest.mark.parametrize("window", [None, 300])
-def test_partitions_follow_from_a_tiles_own_position(window: int | None) -> None:
+@pytest.mark.parametrize(("window", "chunk"), [(None, None), (300, None), (None, 300)])
+def test_partitions_follow_from_a_tiles_own_position(window: int | None, chunk: int | None) -> None:
     """Each token that a tile sees is one partition's; the same alone, and in a sequence that ends earlier."""
     partitioning = Partitioning(128, 4)
 
     @jax.jit
     def plan(positions: jax.Array, seq_lens: jax.Array) -> PartitionList:
-        return partitions.plan(problem(window), positions, seq_lens, 1024, partitioning)
+        return partitions.plan(problem(window, chunk), positions, seq_lens, 1024, partitioning)
 
     def partitions_of(positions: np.ndarray, seq_lens: np.ndarray) -> list[list[tuple[int, int]]]:
         found: list[list[tuple[int, int]]] = [[] for _ in positions]
@@ -98,6 +100,7 @@ def test_partitions_follow_from_a_tiles_own_position(window: int | None) -> None
     together = partitions_of(POSITIONS, LENGTHS)
     for tile, (position, length) in enumerate(zip(POSITIONS, LENGTHS, strict=True)):
         its, first = together[tile], 0 if window is None else max(int(position) + 1 - window, 0)
+        first = first if chunk is None else int(position) // chunk * chunk
         assert [t for span in its for t in range(*span)] == list(range(first, length))
         assert 1 <= len(its) <= partitioning.max_partitions
         one = POSITIONS[tile : tile + 1]
@@ -140,7 +143,7 @@ def test_bits_do_not_depend_on_what_else_is_in_the_pass(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("c", [NARROW, WIDE, WINDOW], ids=str)
 def test_the_last_of_programs_that_run_at_once_merges_the_partitions(
-    c: Case, capsys: pytest.CaptureFixture[str]
+    c: TileCase, capsys: pytest.CaptureFixture[str]
 ) -> None:
     got = launch(c)
     assert_close(c, got)

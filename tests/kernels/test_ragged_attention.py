@@ -7,14 +7,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpaged.verify import ragged
+from jaxpaged.verify.cases import ragged
+from jaxpaged.verify.cases.frame import oracle
 from pallas_kernels import ops
 from reference import attention as reference_attention
 from tests.kernels.interpreter import fresh_interpreter, races_found, shadow_reads
 
 # Queries and keys of unit variance: outputs below 4, of sums of up to 90 terms; float32 and bfloat16.
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
-STATIC = ("scale", "sliding_window", "soft_cap", "max_query_len", "implementation", "interpret")
+STATIC = (
+    "scale",
+    "sliding_window",
+    "attention_chunk",
+    "soft_cap",
+    "max_query_len",
+    "implementation",
+    "interpret",
+)
 attend = jax.jit(ops.ragged_paged_attention, static_argnames=STATIC)
 
 CASES = {c.name: c for c in ragged.CASES}
@@ -26,10 +35,8 @@ def test_the_oracle_gives_decode_steps_their_answers():
     q, k, v, tables, _, _ = ragged.inputs(c)
     rows = np.repeat(np.arange(len(c.query_lens)), c.query_lens)
     upto = np.concatenate([n - np.arange(m)[::-1] for n, m in zip(c.seq_lens, c.query_lens, strict=True)])
-    want = reference_attention.paged_attention(
-        q[: len(rows)], k, v, tables[rows], upto, scale=0.3, sliding_window=20
-    )
-    got = ragged.oracle(c)[0]
+    want = reference_attention.paged_attention(q[: len(rows)], k, v, tables[rows], upto, **c.options)
+    got = oracle(c)[0]
     np.testing.assert_array_equal(got[: len(rows)], want)
     assert not got[len(rows) :].any()
 
@@ -39,13 +46,13 @@ def test_the_oracle_gives_decode_steps_their_answers():
 def test_xla_equals_the_oracle(name, max_query_len):
     c = CASES[name]
     out = attend(*ragged.inputs(c), **c.options, max_query_len=max_query_len, implementation="xla")
-    np.testing.assert_allclose(out, ragged.oracle(c)[0], atol=TOLERANCE["float32"], rtol=TOLERANCE["float32"])
+    np.testing.assert_allclose(out, oracle(c)[0], atol=TOLERANCE["float32"], rtol=TOLERANCE["float32"])
 
 
 def test_only_decode_steps_need_no_tiles():
     c = CASES["only decode steps"]
     out = attend(*ragged.inputs(c), **c.options, max_query_len=1, implementation="xla")
-    np.testing.assert_allclose(out, ragged.oracle(c)[0], atol=TOLERANCE["float32"], rtol=TOLERANCE["float32"])
+    np.testing.assert_allclose(out, oracle(c)[0], atol=TOLERANCE["float32"], rtol=TOLERANCE["float32"])
 
 
 @pytest.mark.usefixtures(fresh_interpreter.__name__)
@@ -56,9 +63,7 @@ def test_both_kernels_together_equal_the_oracle(name, capsys):
         operation = functools.partial(ops.ragged_paged_attention, **c.options, interpret=True)
         out = jax.jit(operation)(*ragged.inputs(c))
     tolerance = TOLERANCE["bfloat16"]
-    np.testing.assert_allclose(
-        np.asarray(out, np.float64), ragged.oracle(c)[0], atol=tolerance, rtol=tolerance
-    )
+    np.testing.assert_allclose(np.asarray(out, np.float64), oracle(c)[0], atol=tolerance, rtol=tolerance)
     assert not races_found(capsys)
 
 

@@ -50,6 +50,8 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"seq_lens": array(2, dtype=jnp.float32)}, {}, "seq_lens.dtype=float32 must be int32"),
     ({}, {"scale": float("nan")}, "scale=nan must be finite"),
     ({}, {"sliding_window": 0}, "sliding_window=0 must be at least 1"),
+    ({}, {"attention_chunk": 0}, "attention_chunk=0 must be at least 1"),
+    ({}, {"attention_chunk": 4, "sliding_window": 4}, "attention_chunk=4 must be None beside sliding_window=4"),
     ({}, {"soft_cap": 0.0}, "soft_cap=0.0 must be positive"),
     ({}, {"alibi_slopes": jnp.ones(2)}, "alibi_slopes.shape=(2,) must be (4,)"),
     ({}, {"sinks": jnp.ones((1, 4))}, "sinks.shape=(1, 4) must be (4,)"),
@@ -183,7 +185,7 @@ def test_the_table_for_people_has_a_line_for_everything() -> None:
     assert {line.split("|")[1].strip() for line in table[2:]} == {
         "type of q", "type of the cache", "head_dim", "head_dim with an 8-bit cache", "block_size", "block_size with a scale a token",
         "head_dim with 4 bits a number", "block_size with 4 bits a number", "query heads per kv head", "cache layout",
-        "alibi_slopes, sliding_window, soft_cap, sinks, block_sparse",
+        "alibi_slopes, sliding_window, attention_chunk, soft_cap, sinks, block_sparse",
     }  # fmt: skip
 
 

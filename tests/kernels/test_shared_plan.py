@@ -12,6 +12,7 @@ from jax import lax
 from jaxpaged.memory import kv_cache
 from jaxpaged.models import attention
 from jaxpaged.models.attention import PassBatch
+from jaxpaged.models.config import LayerKind
 from pallas_kernels import ops
 from pallas_kernels.gpu.decode import attention as mosaic
 from pallas_kernels.gpu.partitioning import Partitioning
@@ -19,7 +20,7 @@ from tests.kernels.interpreter import fresh_interpreter
 
 pytestmark = pytest.mark.usefixtures(fresh_interpreter.__name__)
 
-WINDOWS = (None, 40, None)  # of the layers
+KINDS = (LayerKind(), LayerKind(attention_chunk=48), LayerKind())  # of the layers
 NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE = 4, 2, 64, 16
 SEQ_LENS, TABLE_ROWS = np.array([1, 100, 170], np.int32), np.array([2, 0, 3], np.int32)
 WIDTH = 12  # of the block tables
@@ -43,16 +44,16 @@ def made_cache(num_layers: int = 1) -> kv_cache.KVCache:
 
 
 def planned(batch: PassBatch, cache: kv_cache.KVCache) -> PassBatch:
-    return attention.planned(batch, cache, NUM_Q_HEADS, WINDOWS)
+    return attention.planned(batch, cache, NUM_Q_HEADS, KINDS)
 
 
 def test_layers_in_a_loop_share_it_and_answer_as_each_by_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some layers have windows, and rows of the block tables come in another order."""
+    """One layer is chunked, and rows of the block tables come in another order."""
     rng = np.random.default_rng(0)
     monkeypatch.setattr(mosaic, "default_partitioning", lambda *_: Partitioning(64, 3))
     operation = functools.partial(ops.tiled_paged_attention, interpret=True)
     monkeypatch.setattr(attention.ops, "tiled_paged_attention", operation)
-    cache = made_cache(len(WINDOWS))
+    cache = made_cache(len(KINDS))
     cache = dataclasses.replace(cache, blocks={name: draw(rng, *x.shape) for name, x in cache.blocks.items()})
     batch = made_batch(rng)
     q, k, v = (draw(rng, len(SEQ_LENS), heads, HEAD_DIM) for heads in (NUM_Q_HEADS, 2, 2))
@@ -62,13 +63,11 @@ def test_layers_in_a_loop_share_it_and_answer_as_each_by_its_own(monkeypatch: py
             i: jax.Array, carry: tuple[jax.Array, kv_cache.KVCache]
         ) -> tuple[jax.Array, kv_cache.KVCache]:
             out, cache = carry
-            its, cache = attention.attend(
-                cache, i, q, k, v, batch, scale=HEAD_DIM**-0.5, sliding_windows=WINDOWS
-            )
+            its, cache = attention.attend(cache, i, q, k, v, batch, scale=HEAD_DIM**-0.5, kinds=KINDS)
             return out.at[i].set(its), cache
 
-        out = jnp.zeros((len(WINDOWS), *q.shape), q.dtype)
-        return lax.fori_loop(0, len(WINDOWS), layer, (out, cache))[0]
+        out = jnp.zeros((len(KINDS), *q.shape), q.dtype)
+        return lax.fori_loop(0, len(KINDS), layer, (out, cache))[0]
 
     shared = jax.jit(lambda batch, cache: through_layers(planned(batch, cache), cache))(batch, cache)
     own = jax.jit(through_layers)(batch, cache)
@@ -76,7 +75,7 @@ def test_layers_in_a_loop_share_it_and_answer_as_each_by_its_own(monkeypatch: py
     monkeypatch.undo()
     want = jax.jit(through_layers)(dataclasses.replace(batch, implementation="xla"), cache)
     np.testing.assert_allclose(np.float32(shared), np.float32(want), atol=0.02)
-    assert len({np.asarray(line).tobytes() for line in shared}) == len(WINDOWS)
+    assert len({np.asarray(line).tobytes() for line in shared}) == len(KINDS)
 
 
 def test_a_plan_of_other_sizes_is_refused() -> None:
@@ -85,9 +84,9 @@ def test_a_plan_of_other_sizes_is_refused() -> None:
     cache = made_cache()
     plans = planned(batch, cache).plans
     assert plans is not None
-    assert [plan and plan.sizes.sliding_window for plan in plans] == [None, 40]
+    assert [plan and plan.sizes.attention_chunk for plan in plans] == [None, 48]
 
-    def call(num_rows: int, window: int | None, table_rows: jax.Array | None = None) -> None:
+    def call(num_rows: int, chunk: int | None, table_rows: jax.Array | None = None) -> None:
         ops.tiled_paged_attention(
             draw(rng, num_rows, 1, NUM_Q_HEADS, HEAD_DIM),
             cache.pool(0),
@@ -95,19 +94,19 @@ def test_a_plan_of_other_sizes_is_refused() -> None:
             batch.block_tables if table_rows is not None else batch.block_tables[:num_rows],
             *(x[:num_rows] for x in (batch.query_starts, batch.seq_lens)),
             scale=0.1,
-            sliding_window=window,
+            attention_chunk=chunk,
             table_rows=table_rows,
             plan=plans[1],
             implementation="mosaic_gpu",
             interpret=True,
         )
 
-    with pytest.raises(ValueError, match=r"plan must be made for .*sliding_window=None, .*, not for .*=40,"):
+    with pytest.raises(ValueError, match=r"plan must be made for .*attention_chunk=None, .*, not for .*=48,"):
         call(3, None, batch.table_rows)
     with pytest.raises(ValueError, match="plan must be made for .*num_rows=2"):
-        call(2, 40)
+        call(2, 48)
     with pytest.raises(ValueError, match=r"has_table_rows=False\), not for .*has_table_rows=True\)"):
-        call(3, 40)
+        call(3, 48)
 
 
 def test_only_the_decode_kernel_has_a_plan() -> None:

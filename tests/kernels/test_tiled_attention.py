@@ -7,20 +7,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpaged.verify import tiles
+from jaxpaged.verify.cases import tiles
 from pallas_kernels import native, ops
 from reference import attention as reference_attention
 from reference import cache_ops as reference_cache_ops
 from tests.kernels.checks import TILES as attend
+from tests.kernels.checks import assert_close
 
 # Queries and keys of unit variance in float32: sums of up to 300 terms, outputs below 4.
 TOLERANCE = 1e-5
 
 
-def make_case(num_q_heads, num_kv_heads, head_dim, block_size, seq_lens, tile_len, seed=0, window=None):
+def make_case(
+    num_q_heads, num_kv_heads, head_dim, block_size, seq_lens, tile_len, seed=0, window=None, chunk=None
+):
     """Return tiles that end where their sequence ends, over shuffled blocks; slots that nobody owns hold NaN.
 
-    With a window, the null block replaces blocks that have left it, as in the allocator's tables.
+    With a window or chunks, the null block replaces blocks that no query sees, as in the allocator's tables.
     """
     rng = np.random.default_rng(seed)
     num_tiles = len(seq_lens)
@@ -30,7 +33,9 @@ def make_case(num_q_heads, num_kv_heads, head_dim, block_size, seq_lens, tile_le
     tables = 1 + rng.permutation(num_blocks - 1)[: num_tiles * width].reshape(num_tiles, width)
     live = np.zeros((num_blocks, block_size), bool)
     for tile, seq_len in enumerate(seq_lens):
-        begin = 0 if window is None else max(max(seq_len - tile_len, 0) + 1 - window, 0)
+        start = max(seq_len - tile_len, 0)
+        begin = 0 if window is None else max(start + 1 - window, 0)
+        begin = begin if chunk is None else start // chunk * chunk
         for position in range(begin, seq_len):
             live[tables[tile, position // block_size], position % block_size] = True
         tables[tile, : begin // block_size] = 0
@@ -142,21 +147,35 @@ def test_slopes_soft_cap_and_sinks_in_tiles_equal_the_oracle(num_q_heads, num_kv
         np.testing.assert_allclose(out[:, i], want, atol=TOLERANCE, rtol=TOLERANCE)
 
 
-@pytest.mark.parametrize("c", [c for c in tiles.CASES if c.cache_dtype], ids=str)
-def test_tiles_of_a_quantised_cache_equal_the_oracle(c):
+CHUNKED = [c for c in tiles.CASES if c.attention_chunk]
+
+
+@pytest.mark.parametrize("c", [c for c in tiles.CASES if c.cache_dtype] + CHUNKED, ids=str)
+def test_tiles_of_quantised_caches_and_of_chunks_equal_the_oracle(c):
     """XLA has weights in q's type."""
     (q, k, v, tables, seq_lens), starts, _ = tiles.inputs(c)
     out = attend(q, k, v, tables, starts, seq_lens, **c.options, implementation="xla")
-    tiles.assert_close(c, np.asarray(out, np.float64), weights_dtype=c.dtype)
+    assert_close(c, np.asarray(out, np.float64), c.dtype)
+
+
+@pytest.mark.skipif(bool(NO_NATIVE), reason=f"no native kernels: {NO_NATIVE}")
+@pytest.mark.parametrize("c", [*CHUNKED, tiles.CASES[2]], ids=str)
+def test_native_kernels_look_up_no_block_before_a_bound(c):
+    """Entries before a tile's window or chunk name no block of the cache."""
+    (q, k, v, tables, seq_lens), starts, _ = tiles.inputs(c)
+    assert not set(tables[:, 0]) <= {*range(len(k))}
+    out = attend(q, k, v, tables, starts, seq_lens, **c.options, implementation="native")
+    tiles.assert_close(c, np.asarray(out, np.float64), weights_dtype="float32")
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("window", [None, 1, 50, 130])
-def test_a_tile_does_not_depend_on_its_neighbours(window, implementation):
-    """Alone, the longer ones begin one and three chunks later than with the short ones beside them."""
-    q, k, v, tables, seq_lens = make_case(6, 2, 16, 8, [40, 200, 3, 600], 4, window=window)
+@pytest.mark.parametrize(("window", "chunk"), [(None, None), (1, None), (50, None), (130, None), (None, 99)])
+def test_a_tile_does_not_depend_on_its_neighbours(window, chunk, implementation):
+    """A bound begins at the first, second and fifth chunk that XLA computes, and in the middle of a tile."""
+    q, k, v, tables, seq_lens = make_case(6, 2, 16, 8, [40, 200, 3, 600], 4, window=window, chunk=chunk)
     starts = np.maximum(seq_lens - 4, 0).astype(np.int32)
-    options = {"scale": 0.3, "sliding_window": window, "implementation": implementation}
+    bounds = {"sliding_window": window, "attention_chunk": chunk}
+    options = {"scale": 0.3, **bounds, "implementation": implementation}
     together = attend(q, k, v, tables, starts, seq_lens, **options)
     for tile in range(4):
         others = np.arange(4) != tile
@@ -165,10 +184,20 @@ def test_a_tile_does_not_depend_on_its_neighbours(window, implementation):
 
 
 @pytest.mark.parametrize(
-    ("seq_lens", "chunks"), [([600, 900, 0], range(3, 8)), ([600, 3, 0], range(5)), ([0, 0, 0], range(0))]
+    ("seq_lens", "bound", "turns"),
+    [
+        ([600, 900, 0], {}, 8),
+        ([600, 900, 0], {"sliding_window": 130}, 3),  # from 467, in the fourth chunk of 128 tokens, and 767
+        ([600, 3, 0], {"sliding_window": 130}, 2),
+        ([3, 20000, 0], {"sliding_window": 130}, 2),
+        ([600, 20000, 0], {"attention_chunk": 256}, 1),  # from 512 and 19,968
+        ([0, 0, 0], {"sliding_window": 130}, 0),
+    ],
 )
-def test_only_chunks_that_some_tile_sees_are_looked_at(monkeypatch, seq_lens, chunks):
-    """A window of 130 before the first of 4 tokens at 596 begins at 467, in the fourth chunk of 128."""
+def test_xla_takes_the_turns_that_a_bound_needs(monkeypatch, seq_lens, bound, turns):
+    """The tiles' places do not matter: each begins with the first chunk that it sees. A decode step reads 256
+    tokens a turn.
+    """
     seen = []
 
     def spy(lower, upper, body, init):
@@ -176,12 +205,15 @@ def test_only_chunks_that_some_tile_sees_are_looked_at(monkeypatch, seq_lens, ch
         return init
 
     monkeypatch.setattr(jax.lax, "fori_loop", spy)
-    q, k, v, tables, seq_lens = make_case(6, 2, 16, 8, [*seq_lens, 1], 4, window=130)
+    q, k, v, tables, seq_lens = make_case(6, 2, 16, 8, [*seq_lens, 1], 4)
     q, tables, seq_lens = q[:-1], tables[:-1], seq_lens[:-1]
     starts = np.maximum(seq_lens - 4, 0).astype(np.int32)
     arrays = map(jnp.asarray, (q, k, v, tables, starts, seq_lens))
-    ops.tiled_paged_attention(*arrays, scale=0.3, sliding_window=130, implementation="xla")
-    assert seen == list(chunks)
+    ops.tiled_paged_attention(*arrays, scale=0.3, **bound, implementation="xla")
+    assert seen == list(range(turns))
+    seen.clear()
+    ops.paged_attention(*map(jnp.asarray, (q[:, 0], k, v, tables, seq_lens)), **bound, implementation="xla")
+    assert seen == list(range(4 if turns == 8 else min(turns, 2)))
 
 
 @pytest.mark.parametrize("num_tokens", [1, 5])

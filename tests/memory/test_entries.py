@@ -7,7 +7,7 @@ import pytest
 from jax import Array
 
 from jaxpaged.memory import entries
-from jaxpaged.memory.entries import dealt, first_equal, in_pieces
+from jaxpaged.memory.entries import dealt, first_equal, in_chunks
 
 
 @pytest.mark.parametrize("num_values", [1, 3, 1000], ids=["all equal", "few values", "many values"])
@@ -31,9 +31,9 @@ def test_dealt() -> None:
         assert dealt(counts, num).tolist() == [rows[:num].count(row) for row in range(4)]
 
 
-def test_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every thing once, row by row, whatever row a piece begins or ends in."""
-    monkeypatch.setattr(entries, "PIECE", 4)
+def test_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every thing once, row by row, whatever row a chunk begins or ends in."""
+    monkeypatch.setattr(entries, "CHUNK", 4)
     counts = [2, 0, 3, 7, 0]
     want = [(row, k) for row, count in enumerate(counts) for k in range(count)]
 
@@ -43,6 +43,6 @@ def test_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
         return seen.at[place].set(jnp.stack([row, k], axis=1), mode="drop"), num + jnp.sum(used)
 
     nothing = jnp.zeros((len(want), 2), jnp.int32), jnp.int32(0)
-    seen, num = jax.jit(lambda counts: in_pieces(counts, note, nothing))(jnp.array(counts))
+    seen, num = jax.jit(lambda counts: in_chunks(counts, note, nothing))(jnp.array(counts))
     assert int(num) == len(want)
     assert [tuple(pair) for pair in seen.tolist()] == want

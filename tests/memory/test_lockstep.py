@@ -13,7 +13,7 @@ from jaxpaged.verify.subjects import jitted
 # Soaking: JAXPAGED_SOAK=20 runs twenty times as many histories.
 SOAK = int(os.environ.get("JAXPAGED_SOAK", "1"))
 
-pytestmark = pytest.mark.usefixtures("small_pieces")
+pytestmark = pytest.mark.usefixtures("small_chunks")
 
 
 def run(policy: str, block_size: int, max_examples: int, steps: int, **options: bool) -> None:

@@ -31,6 +31,8 @@ def traits(config: ModelConfig) -> set[tuple[str, object]]:
     found |= {("scaling", type(rope.scaling)) for rope in ropes if rope is not None}
     found |= {("turned", rope is not None and rope.dim == config.head_dim) for rope in ropes}
     windows = {kind.sliding_window for kind in config.layers}
+    found |= {("chunks", any(kind.attention_chunk for kind in config.layers))}
+    found |= {("temperature", any(kind.temperature for kind in config.layers))}
     found |= {("experts", config.experts is not None), ("ropes", len(ropes)), ("windows", len(windows))}
     return found | {("window", windows != {None}), ("norm", (config.norm, config.norm_offset))}
 

@@ -68,7 +68,11 @@ def test_an_unknown_model_type_is_refused_with_those_that_are_known():
             {"num_experts_per_tok": 5},
             r"experts a token=5 must be an int in \[1, 4\], the number of",
         ),
-        ("glm4_moe", {"first_k_dense_replace": 3}, r"first dense layers=3 must be an int in \[0, 3\)"),
+        (
+            "glm4_moe",
+            {"first_k_dense_replace": 3},
+            r"dense layers=\[0, 1, 2\] must be different ints in \[0, 3\), and not",
+        ),
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv=8.0 must be None or left out"),
         ("phimoe", {"num_experts_per_tok": 3}, "experts a token=3 must be 2 for a sparse mixer"),
         ("phimoe", {"tie_word_embeddings": True}, "lm_head_bias=True must be False with a tied embedding"),

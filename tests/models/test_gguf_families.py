@@ -206,7 +206,7 @@ def add_routing(writer, name, experts):
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
         writer.add_expert_weights_norm(experts.renormalise)
     if experts.dense_layers:
-        writer.add_leading_dense_block_count(experts.dense_layers)
+        writer.add_leading_dense_block_count(len(experts.dense_layers))
         writer.add_expert_shared_count(2)
         writer.add_expert_weights_scale(experts.scale)
         writer.add_expert_group_count(experts.num_groups)

@@ -14,14 +14,10 @@ from jaxpaged.models.files.gguf import (
     file as gguf_file,
 )
 from jaxpaged.models.files.gguf import (
-    reader as gguf_reader,
-)
-from jaxpaged.models.files.gguf import (
     tokenizers as gguf_tokenizers,
 )
-from jaxpaged.models.files.gguf import (
-    words as gguf_words,
-)
+from jaxpaged.models.files.gguf.reader import read_header
+from jaxpaged.models.files.gguf.words import words_of
 
 TEXTS = [
     "The quick brown fox jumps over the lazy dog. It's 12345 miles, isn't it? I'LL see 3.14159!",
@@ -139,7 +135,7 @@ def test_words_are_cut_as_in_the_tokenizers_the_models_were_trained_with(tmp_pat
         "qwen2": Qwen2Tokenizer(vocab={}, merges=[])._tokenizer.pre_tokenizer,
     }
     for name, theirs in cut.items():
-        ours = gguf_words.words(name).cut()[0]
+        ours = words_of(name).cut()[0]
         for text in TEXTS:
             want = [span for _, span in theirs.pre_tokenize_str(text)]
             assert [span for _, span in ours.pre_tokenize_str(text)] == want, (name, text)
@@ -164,7 +160,7 @@ CUT = {
 @pytest.mark.parametrize("pre", CUT)
 def test_words_of_other_models(tmp_path, pre):
     text, words = CUT[pre]
-    assert [word for word, _ in gguf_words.words(pre).cut().pre_tokenize_str(text)] == words
+    assert [word for word, _ in words_of(pre).cut().pre_tokenize_str(text)] == words
 
 
 @pytest.mark.parametrize(
@@ -193,7 +189,7 @@ def test_accents_are_joined_as_in_gpt_neox(tmp_path, architecture, pre):
     "pre", ["default", "smollm", "llama-bpe", "qwen2", "gpt-4o", "tekken", "falcon", "bloom", "mpt"]
 )
 def test_byte_pairs_read_as_the_tokenizer_they_were_made_of(tmp_path, pre):
-    cut = gguf_words.words(pre).cut()
+    cut = words_of(pre).cut()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     tokens = learned(None, cut, ["<|end|>"], alphabet)
     ids = set(tokens)
@@ -271,7 +267,7 @@ def test_tokens_that_end_an_answer(tmp_path, name):
     types = [gguf.TokenType.NORMAL if plain else gguf.TokenType.CONTROL for plain in is_plain]
     options = {"token_merges": ["x y"], "tokenizer_pre": "gpt-2"} | says
     made = written(tmp_path / "a.gguf", "llama", "gpt2", tokens, types, **options)
-    reader = gguf_reader.open_file(tmp_path / "a.gguf")
+    reader = read_header(tmp_path / "a.gguf")
     assert [tokens[i] for i in gguf_ends.end_tokens(reader, tmp_path / "a.gguf")] == list(want)
     if "turn" in name:  # a turn's end is found whole in a text, and is not part of an answer's
         assert made.decode(made.encode("<end_of_turn>"), skip_special_tokens=True) == ""

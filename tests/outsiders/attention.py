@@ -6,16 +6,21 @@ import numpy as np
 
 from jaxpaged.contracts import Attention, Support, attention
 
-ALL = ("alibi_slopes", "sinks", "sliding_window", "soft_cap")
+ALL = ("alibi_slopes", "attention_chunk", "sinks", "sliding_window", "soft_cap")
 
 
-def attend(q, k, v, positions, seq_len, scale, sliding_window, soft_cap, alibi_slopes, sinks):
+def attend(
+    q, k, v, positions, seq_len, *,
+    scale, sliding_window=None, attention_chunk=None, soft_cap=None, alibi_slopes=None, sinks=None,
+):  # fmt: skip
     """Compute attention of one sequence's queries, q [n, heads, dim] at `positions`; k, v [tokens, ...]."""
     group = q.shape[1] // k.shape[1]
     token = jnp.arange(k.shape[0])
     seen = (token <= positions[:, None]) & (token < seq_len)
     if sliding_window is not None:
         seen &= token > positions[:, None] - sliding_window
+    if attention_chunk is not None:
+        seen &= token // attention_chunk == positions[:, None] // attention_chunk
     used = jnp.any(seen, axis=0)[:, None, None]  # what nobody sees may be NaN
     k, v = (jnp.where(used, x.astype(jnp.float32), 0) for x in (k, v))
     k, v = (jnp.repeat(x, group, axis=1) for x in (k, v))
@@ -43,17 +48,14 @@ def gathered(cache, block_table):
 
 
 @attention("prompts", Support(options=ALL), contract=1)
-def tiles(
-    q, k_cache, v_cache, block_tables, query_starts, seq_lens, *,
-    scale, sliding_window=None, soft_cap=None, alibi_slopes=None, sinks=None,
-):  # fmt: skip
+def tiles(q, k_cache, v_cache, block_tables, query_starts, seq_lens, *, scale, **options):
     """Compute tiles one after the other, so that a tile's bits depend on nothing else."""
 
     def one(tile):
         q, table, start, length = tile
         k, v = (gathered(cache, table) for cache in (k_cache, v_cache))
         positions = start + jnp.arange(q.shape[0])
-        return attend(q, k, v, positions, length, scale, sliding_window, soft_cap, alibi_slopes, sinks)
+        return attend(q, k, v, positions, length, scale=scale, **options)
 
     return jax.lax.map(one, (q, block_tables, query_starts, seq_lens))
 

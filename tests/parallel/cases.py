@@ -80,7 +80,7 @@ def test_a_model_in_shares_equals_transformers(name):
     assert_equal(np.asarray(run(params)), golden)
     # XLA makes one of two that do not depend on each other.
     c = checkpoint.config
-    has_both = c.experts is not None and c.experts.dense_layers > 0
+    has_both = c.experts is not None and len(c.experts.dense_layers) > 0
     sums = 2 - c.parallel + (c.qk_norm == "all") + has_both
     assert collectives(run) == {"all-reduce": sums, "all-gather": 1}
 
@@ -255,13 +255,15 @@ def test_blocks_go_to_as_many_devices():
     assert tiny.generate(there, [prompt], tiny.greedy(12)) == want
     assert there.export_blocks(line, None).to_bytes() == blocks.to_bytes()
     assert there.reset_prefix_cache()
-    assert there.adopt(chain.token_ids, None, iter(here.pieces(chain))) == 5
+    assert there.adopt(chain.token_ids, None, iter(here.chunks(chain))) == 5
     assert tiny.generate(there, [prompt], tiny.greedy(12)) == want
     assert there.stats.num_hit_tokens == 2 * 32  # one token is left to compute
     assert [each.num_compiled() for each in (loop.run, loop.submit, loop.write_tokens, loop.abort)] == before
     tiny.assert_nothing_is_held(there)
     assert_same_on_each(there._state)
-    one = dataclasses.replace(blocks, kind=dataclasses.replace(blocks.kind, tensor_parallel_size=1))
+    one = dataclasses.replace(
+        blocks, block_format=dataclasses.replace(blocks.block_format, tensor_parallel_size=1)
+    )
     with pytest.raises(InputError, match="tensor_parallel_size=1 must be 2, as this engine's"):
         there.adopt_blocks(one)
 

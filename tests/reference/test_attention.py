@@ -5,11 +5,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxpaged.verify.cases import CASES, Case, case, make_inputs
+from jaxpaged.verify.cases.decode import CASES, DecodeCase, case, make_inputs
 from reference import attention, cache_ops
 
 
-def dense_attention(c: Case, arrays: dict[str, np.ndarray], options: dict[str, Any]) -> np.ndarray:
+def dense_attention(c: DecodeCase, arrays: dict[str, np.ndarray], options: dict[str, Any]) -> np.ndarray:
     """Compute every row by a softmax over a full [num_q_heads, max_len] matrix."""
     q, tables, lens = arrays["q"].astype(np.float64), arrays["block_tables"], arrays["seq_lens"]
     longest = max(1, int(lens.max()))
@@ -36,6 +36,8 @@ def dense_attention(c: Case, arrays: dict[str, np.ndarray], options: dict[str, A
         mask = np.broadcast_to(t < n, s.shape)
         if c.sliding_window:
             mask = mask & (n - 1 - t < c.sliding_window)
+        if c.attention_chunk:
+            mask = mask & (t >= n - 1 - (n - 1) % c.attention_chunk)
         if c.block_sparse:
             size, local, stride, step, rank = c.block_sparse
             slide = (
@@ -51,8 +53,8 @@ def dense_attention(c: Case, arrays: dict[str, np.ndarray], options: dict[str, A
 
 
 @pytest.mark.parametrize("c", CASES, ids=str)
-def test_both_oracles_equal_dense_attention(c: Case) -> None:
-    arrays, options = make_inputs(c)
+def test_both_oracles_equal_dense_attention(c: DecodeCase) -> None:
+    arrays, options = make_inputs(c), c.options
     want = dense_attention(c, arrays, options)
     # float64 sums of at most a few thousand terms near one: 1e-12 leaves three digits to spare.
     np.testing.assert_allclose(attention.paged_attention(**arrays, **options), want, rtol=1e-12, atol=1e-12)
@@ -61,8 +63,9 @@ def test_both_oracles_equal_dense_attention(c: Case) -> None:
 
 
 def test_partials_hold_the_tokens_of_their_partition_only() -> None:
-    arrays, options = make_inputs(case("around_a_tile"))
-    partials = attention.partition_partials(**arrays, **options, partition_size=64)
+    c = case("around_a_tile")
+    arrays = make_inputs(c)
+    partials = attention.partition_partials(**arrays, **c.options, partition_size=64)
     assert partials.out.shape == (5, 4, 3, 64)
     live = partials.sum[:, 0] > 0
     assert live.sum(1).tolist() == [1, 1, 2, 2, 3]  # rows of 63, 64, 65, 127 and 129 tokens
@@ -73,7 +76,8 @@ def test_partials_hold_the_tokens_of_their_partition_only() -> None:
 
 
 def test_a_sink_takes_its_share() -> None:
-    arrays, options = make_inputs(case("one_token"))
+    c = case("one_token")
+    arrays, options = make_inputs(c), c.options
     alone = attention.paged_attention(**arrays, **options)
     half = attention.paged_attention(
         **arrays | {"q": np.zeros_like(arrays["q"])}, **options, sinks=np.zeros(4)

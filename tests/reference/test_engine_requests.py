@@ -175,7 +175,7 @@ def test_the_answers_are_the_models_own() -> None:
     rng = np.random.default_rng(0)
     rope = SimpleNamespace(theta=10000.0, dim=4, scaling=None)
     config = SimpleNamespace(
-        layers=(SimpleNamespace(rope=rope, sliding_window=None),),
+        layers=(SimpleNamespace(rope=rope, sliding_window=None, attention_chunk=None, temperature=None),),
         num_q_heads=2,
         num_kv_heads=1,
         head_dim=4,

@@ -1,9 +1,13 @@
 """Policies against the definitions of their papers."""
 
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from reference import eviction
+from reference.prompts import Prompts
 
 
 def sieve_hits(symbols, size):
@@ -29,6 +33,22 @@ def sieve_hits(symbols, size):
 def test_sieve_is_the_papers(size):
     """Prompts of one block each."""
     symbols = np.random.default_rng(size).zipf(1.3, 4000) % 800
-    prompts = eviction.Prompts(eviction.Sieve(size + 1), size + 1)
+    prompts = Prompts(eviction.Sieve(size + 1), size + 1)
     hits = sum(prompts.send([symbol], num_lookup=1, num_held=1) for symbol in symbols.tolist())
     assert hits == sieve_hits(symbols.tolist(), size)
+
+
+GOLDENS = json.loads((Path(__file__).parents[1] / "goldens" / "policies.json").read_text())
+
+
+@pytest.mark.parametrize("policy", ["lru", "fifo", "sieve", "plain_lfu"])
+@pytest.mark.parametrize("trace", GOLDENS["traces"])
+def test_hits_are_those_of_libcachesim(policy, trace):
+    """Prompts of one block each, so that prefixes and blocks in use play no part."""
+    for size, hits in GOLDENS["hits"][trace][policy].items():
+        num_blocks = int(size) + 1
+        prompts = Prompts(
+            eviction.POLICIES[policy](num_blocks), num_blocks, name_of=lambda symbols: symbols[0]
+        )
+        symbols = GOLDENS["traces"][trace]
+        assert sum(prompts.send([each], num_lookup=1, num_held=1) for each in symbols) == hits, size

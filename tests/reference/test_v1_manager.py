@@ -6,12 +6,10 @@ from reference.v1.block_pool import (
     AllBlocksCleared,
     BlockStored,
 )
-from reference.v1.kv_cache_manager import (
-    FullAttentionManager,
-    KVCacheConfig,
-    KVCacheManager,
-    SlidingWindowManager,
-)
+from reference.v1.kv_cache_manager import KVCacheManager
+from reference.v1.local_attention import SlidingWindowManager
+from reference.v1.single_type import FullAttentionManager
+from reference.v1.specs import KVCacheConfig
 from tests.reference.v1_requests import check, decode, free_ids, ids, make_manager, make_request, prefill
 
 # The manager, full attention.
@@ -23,12 +21,12 @@ def test_manager_shares_a_prefix_in_use_and_one_that_is_free() -> None:
     manager = make_manager(11, block_size=16)
     pool = manager.block_pool
     first = make_request("0", [*common, *[3] * 7], 16)
-    assert manager.get_computed_blocks(first) == (manager.empty_kv_cache_blocks, 0)
+    assert manager.get_computed_blocks(first) == (manager.empty_kv_cache_blocks, 0, 0)
     assert prefill(manager, first) == [1, 2, 3, 4]
     assert [pool.blocks[i].block_hash is not None for i in (1, 2, 3, 4)] == [True, True, True, False]
 
     second = make_request("1", [*common, *[3] * 5], 16)
-    hit_blocks, num_hit_tokens = manager.get_computed_blocks(second)
+    hit_blocks, num_hit_tokens, _ = manager.get_computed_blocks(second)
     assert (hit_blocks.get_block_ids(), num_hit_tokens) == (([1, 2, 3],), 48)
     assert [pool.blocks[i].ref_cnt for i in (1, 2, 3)] == [1, 1, 1]  # looking takes nothing
     assert prefill(manager, second) == [5]
@@ -174,12 +172,12 @@ def test_manager_refuses() -> None:
     manager = make_manager(5)
     with pytest.raises(ValueError, match="num_new_tokens must be greater than 0"):
         manager.allocate_slots(make_request("A", range(8)), 0)
-    with pytest.raises(AssertionError, match="hash_block_size=8 must be block_size=4"):
+    with pytest.raises(AssertionError, match="hash_block_size=8 must divide scheduler_block_size=4"):
         make_manager(5, hash_block_size=8)
-    with pytest.raises(NotImplementedError, match="num_groups=0 must be 1"):
+    with pytest.raises(ValueError, match="num_groups=0 must be at least 1"):
         KVCacheManager(KVCacheConfig(5, [], []), max_model_len=10)
     prefill(manager, make_request("A", range(8)))
-    hit_blocks, num_hit_tokens = manager.get_computed_blocks(make_request("B", range(9)))
+    hit_blocks, num_hit_tokens, _ = manager.get_computed_blocks(make_request("B", range(9)))
     request = make_request("C", range(9))
     prefill(manager, request)
     with pytest.raises(AssertionError, match="only a new request can have new computed blocks"):
@@ -294,7 +292,7 @@ def test_window_hit_is_the_last_run_that_fills_the_window(cached: list[int], hit
     blocks = pool.get_new_blocks(5)
     pool.cache_full_blocks(request, blocks, 0, 5, 2, 0)
     pool.evict_blocks({block.block_id for i, block in enumerate(blocks) if i not in cached})
-    found, num_tokens = manager.get_computed_blocks(request)
+    found, num_tokens, _ = manager.get_computed_blocks(request)
     assert ids(found.blocks[0]) == hit
     assert num_tokens == 2 * len(hit)
 

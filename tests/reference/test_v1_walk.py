@@ -1,15 +1,54 @@
 """The V1 oracle: random walks."""
 
+from typing import Any
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from reference.v1.kv_cache_utils import (
-    Request,
+from reference.v1.kv_cache_manager import KVCacheBlocks
+from reference.v1.kv_cache_utils import Request
+from reference.v1.specs import AttentionSpec, ChunkedLocalAttentionSpec, RSWASpec, SlidingWindowSpec
+from tests.reference.v1_requests import (
+    PROFILES,
+    check,
+    chunked,
+    full,
+    ids,
+    make_hybrid_manager,
+    make_request,
+    window,
 )
-from tests.reference.v1_requests import PROFILES, check, ids, make_manager, make_request
 
-# Random walks.
+
+def middle_leaves(tokens: int, block_size: int) -> AttentionSpec:
+    return RSWASpec(block_size, 1, 1, "half", tokens)
+
+
+# Groups of layers for blocks of b tokens. Half of them are one group.
+GROUPS = [
+    lambda b: [full(b)],
+    lambda b: [full(b)],
+    lambda b: [window(1, b)],
+    lambda b: [window(3, b)],
+    lambda b: [window(6, b)],
+    lambda b: [full(b), window(3, b), window(3, b)],
+    lambda b: [window(6, b), full(2 * b), window(3, b)],
+    lambda b: [full(b), window(5, 2 * b)],
+    lambda b: [chunked(6, b), full(b), window(3, b)],
+    lambda b: [middle_leaves(3, b), window(2, b)],
+]
+
+
+def reads(spec: AttentionSpec, position: int, token: int, num_prompt_tokens: int) -> bool:
+    """Return whether a token attends to an earlier position."""
+    if isinstance(spec, SlidingWindowSpec):
+        return position > token - spec.sliding_window
+    if isinstance(spec, ChunkedLocalAttentionSpec):
+        return position // spec.attention_chunk_size == token // spec.attention_chunk_size
+    if isinstance(spec, RSWASpec):
+        return position < num_prompt_tokens or position >= token - spec.rswa_window
+    return True
 
 
 class V1Walk(RuleBasedStateMachine):
@@ -22,36 +61,38 @@ class V1Walk(RuleBasedStateMachine):
     @initialize(
         block_size=st.sampled_from([1, 2, 4]),
         num_blocks=st.integers(2, 14),
-        window=st.sampled_from([None, None, 1, 3, 6]),
+        groups=st.sampled_from(GROUPS),
         free_profile=st.sampled_from(PROFILES),
         enable_caching=st.sampled_from([True, True, True, False]),
+        use_eagle=st.sampled_from([False, False, True]),
+        retention_interval=st.sampled_from([None, None, 0]),
     )
-    def build(
-        self, block_size: int, num_blocks: int, window: int | None, free_profile: str, enable_caching: bool
-    ) -> None:
+    def build(self, block_size: int, num_blocks: int, groups: Any, use_eagle: bool, **options: Any) -> None:
         self.block_size = block_size
-        self.window = window
-        self.manager = make_manager(
-            num_blocks, block_size, window, free_profile=free_profile, enable_caching=enable_caching
+        self.specs = groups(block_size)
+        use_eagle = use_eagle and not any(isinstance(s, ChunkedLocalAttentionSpec) for s in self.specs)
+        self.manager = make_hybrid_manager(
+            num_blocks * len(self.specs), self.specs, use_eagle=use_eagle, **options
         )
         self.memory: dict[int, list[object]] = {}
         self.requests: list[Request] = []
         self.num_requests = 0
 
-    def table(self, request: Request) -> list[int]:
-        return self.manager.get_block_ids(request.request_id)[0]
+    def tables(self, request: Request) -> tuple[list[int], ...]:
+        return self.manager.get_block_ids(request.request_id)
 
     def content(self, request: Request, position: int) -> object:
         return (request.cache_salt, tuple(request.all_token_ids[: position + 1]))
 
-    def compute(self, request: Request, new_ids: list[int], num_tokens: int) -> None:
-        for block_id in new_ids:
-            self.memory[block_id] = [None] * self.block_size
+    def compute(self, request: Request, new_blocks: KVCacheBlocks, num_tokens: int) -> None:
         first = request.num_computed_tokens
-        for position in range(first, first + num_tokens):
-            block_id = self.table(request)[position // self.block_size]
-            assert block_id != 0
-            self.memory[block_id][position % self.block_size] = self.content(request, position)
+        for spec, new, table in zip(self.specs, new_blocks.blocks, self.tables(request), strict=True):
+            for block_id in ids(new):
+                self.memory[block_id] = [None] * spec.block_size
+            for position in range(first, first + num_tokens):
+                block_id = table[position // spec.block_size]
+                assert block_id != 0
+                self.memory[block_id][position % spec.block_size] = self.content(request, position)
         request.num_computed_tokens += num_tokens
 
     @rule(
@@ -64,15 +105,16 @@ class V1Walk(RuleBasedStateMachine):
         tokens = [*([0, 1, 1, 0, 2] * 4)[:length], *own]
         request = make_request(str(self.num_requests), tokens, self.block_size, cache_salt=salt)
         self.num_requests += 1
-        hit_blocks, num_hit_tokens = self.manager.get_computed_blocks(request)
+        hit_blocks, num_hit_tokens, junction = self.manager.get_computed_blocks(request)
+        request.shared_prefix_boundary = junction
         assert num_hit_tokens < request.num_tokens
         num_new_tokens = request.num_tokens - num_hit_tokens if whole else 1
         blocks = self.manager.allocate_slots(request, num_new_tokens, num_hit_tokens, hit_blocks)
         if blocks is None:
-            assert self.table(request) == []
+            assert not any(self.tables(request))
             return
         request.num_computed_tokens = num_hit_tokens
-        self.compute(request, ids(blocks.blocks[0]), num_new_tokens)
+        self.compute(request, blocks, num_new_tokens)
         self.requests.append(request)
 
     @precondition(lambda self: self.requests)
@@ -84,7 +126,7 @@ class V1Walk(RuleBasedStateMachine):
         num_tokens = data.draw(st.integers(1, request.num_tokens - request.num_computed_tokens))
         blocks = self.manager.allocate_slots(request, num_tokens, num_lookahead_tokens=token)
         if blocks is not None:
-            self.compute(request, ids(blocks.blocks[0]), num_tokens)
+            self.compute(request, blocks, num_tokens)
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data())
@@ -93,14 +135,16 @@ class V1Walk(RuleBasedStateMachine):
         self.requests.remove(request)
         self.manager.free(request)
 
-    @rule(block_id=st.integers(0, 13))
+    @rule(block_id=st.integers(0, 41))
     def evict(self, block_id: int) -> None:
         if block_id < len(self.manager.block_pool.blocks):
             self.manager.evict_blocks({block_id})
 
     @rule()
     def reset(self) -> None:
-        in_use = any(block_id for request in self.requests for block_id in self.table(request))
+        in_use = any(
+            block_id for request in self.requests for table in self.tables(request) for block_id in table
+        )
         assert self.manager.reset_prefix_cache() == (not in_use)
 
     @invariant()
@@ -114,12 +158,12 @@ class V1Walk(RuleBasedStateMachine):
             return
         for request in self.requests:
             num_computed = request.num_computed_tokens
-            # What the next token attends to.
-            first = 0 if self.window is None else max(num_computed - (self.window - 1), 0)
-            for position in range(first, num_computed):
-                block_id = self.table(request)[position // self.block_size]
-                content = self.memory[block_id][position % self.block_size]
-                assert content == self.content(request, position)
+            for spec, table in zip(self.specs, self.tables(request), strict=True):
+                for position in range(num_computed):
+                    if reads(spec, position, num_computed, request.num_prompt_tokens):
+                        block_id = table[position // spec.block_size]
+                        content = self.memory[block_id][position % spec.block_size]
+                        assert content == self.content(request, position)
 
 
 TestV1Walk = V1Walk.TestCase

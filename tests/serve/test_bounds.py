@@ -42,11 +42,11 @@ def counted(value, depth=0):
 
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(VALUES, st.booleans(), st.integers(1, 9))
-def test_json_is_counted_as_a_parser_would(value, ascii_only, piece):
+def test_json_is_counted_as_a_parser_would(value, ascii_only, chunk):
     """Chunks have any length: a text, or a run of backslashes, may go on in the next one."""
     body = json.dumps(value, ensure_ascii=ascii_only).encode()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bounds, "PIECE", piece)
+        patch.setattr(bounds, "CHUNK", chunk)
         assert measure(body) == counted(value)
 
 
@@ -86,7 +86,7 @@ def test_the_size_is_known_long_before_the_end():
     """A hostile body is read no further than its size is known."""
     seen = []
     size = measure(b"[" + b"{}," * 10**6, lambda size: seen.append(size) or size.containers < 1000)
-    assert (len(seen), size.containers) == (1, 1 + (bounds.PIECE + 1) // 3)
+    assert (len(seen), size.containers) == (1, 1 + (bounds.CHUNK + 1) // 3)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 
 from jaxpaged import LLM
 from jaxpaged.serve.options import ServerOptions
-from jaxpaged.serve.pooling_service import create_pooling_app
+from jaxpaged.serve.pooling_app import create_pooling_app
 from jaxpaged.serve.replies import ApiError
 from jaxpaged.serve.server import Server, bind, url
 

@@ -18,6 +18,7 @@ from jaxpaged.memory.invariants import check_invariants, free_block_ids
 from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.memory.policies import LRU, Policy
 from jaxpaged.models.attention import PassBatch, attend
+from jaxpaged.models.config import LayerKind
 from jaxpaged.sampling import score
 from jaxpaged.sampling_state import token_bits
 from jaxpaged.status import Status
@@ -69,7 +70,14 @@ class SumModel(nnx.Module):
         value = jnp.broadcast_to(token_ids[:, None, None], (token_ids.shape[0], 1, 2)).astype(jnp.float32)
         zero = jnp.zeros_like(value)
         mean, cache = attend(
-            cache, 0, zero, zero, value, batch, scale=1.0, sliding_windows=(self.sliding_window,)
+            cache,
+            0,
+            zero,
+            zero,
+            value,
+            batch,
+            scale=1.0,
+            kinds=(LayerKind(sliding_window=self.sliding_window),),
         )
         num_seen = positions + 1
         if self.sliding_window is not None:

@@ -10,7 +10,7 @@ from jaxpaged.memory.policies import LRU_SPLIT
 from reference.engine_state import Phase, Request
 from tests.step.lockstep import VOCAB, Event, LockStep, Setting, workloads
 
-pytestmark = pytest.mark.usefixtures("small_pieces")
+pytestmark = pytest.mark.usefixtures("small_chunks")
 
 SETTINGS = [
     Setting("tight", num_blocks=1 + 17),
@@ -76,13 +76,13 @@ def test_answers_of_one_prompt_share_its_blocks_and_compute_it_once():
     assert lock.seen["hits"] == prompt_len // block_size
 
 
-def test_who_was_turned_away_is_looked_up_again_when_others_hold_enough_of_it():
+def test_a_rejected_row_is_looked_up_again_when_others_hold_enough_of_its_blocks():
     """The first 14 blocks are not there when the request is first looked up, and are in the next step."""
     lock = LockStep(QUICK)
     shared = tuple(i % VOCAB for i in range(56))
     lock.happen(Event((Request(0, shared, 60), Request(1, (*shared, 1, 2, 3, 4), 62))))
     lock.step()
-    assert lock.state.turned_away.tolist() == [1, 0 + 14 + 14]  # taken by the other one, and published
+    assert lock.state.last_rejected.tolist() == [1, 0 + 14 + 14]  # taken by the other one, and published
     lock.step()
     waited = lock.oracle.rows[1]
     assert waited is not None

@@ -21,7 +21,8 @@ from jaxpaged.verify import (
     frameworks,
     verify_kernel,
 )
-from jaxpaged.verify.cases import Case, call_of, case
+from jaxpaged.verify.cases.decode import DecodeCase, case
+from jaxpaged.verify.cases.frame import call_of
 from pallas_kernels import ops
 from tests.verify.mutants import Mutant, planted
 from tests.verify.mutants.kernels import MUTANTS
@@ -160,7 +161,7 @@ def test_shrinking_stops_in_time_and_gives_back_what_fails_only_by_chance() -> N
     report = verify_kernel(broken_at_first, "paged_attention_v1", cases=[given], shrink_seconds=0)
     assert report.smallest == given
     assert len(calls) == 2, "the case, and the sentence about it"
-    once = Case("once", seq_lens=(3, 70))
+    once = DecodeCase("once", seq_lens=(3, 70))
     assert verify_kernel(lambda *a: a[0] * np.nan, "paged_attention_v1", cases=[once]).smallest == (
         dataclasses.replace(
             once, name="smallest", seq_lens=(0,), num_q_heads=1, num_kv_heads=1, head_dim=8, block_size=1,

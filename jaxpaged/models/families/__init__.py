@@ -19,6 +19,7 @@ from jaxpaged.models.families.gpt_neox import GPT_NEOX
 from jaxpaged.models.families.gpt_oss import GPT_OSS
 from jaxpaged.models.families.granite_moe import GRANITEMOE, GRANITEMOESHARED
 from jaxpaged.models.families.llama import GRANITE, LLAMA, MISTRAL, SMOLLM3
+from jaxpaged.models.families.llama4 import LLAMA4
 from jaxpaged.models.families.minimax import MINIMAX_M2
 from jaxpaged.models.families.mixtral import MIXTRAL
 from jaxpaged.models.families.mpt import MPT
@@ -40,6 +41,7 @@ FAMILIES = (
     MISTRAL,
     MINISTRAL,
     MIXTRAL,
+    LLAMA4,
     QWEN2,
     QWEN2_MOE,
     QWEN3,

@@ -121,17 +121,21 @@ def read_granite(f: Fields) -> ModelConfig:
 def read_smollm3(f: Fields) -> ModelConfig:
     """Read SmolLM3: Llama in which every fourth layer has no positions."""
     config = _llama(f, None)
-    every = f.size("no_rope_layer_interval", 4)
-    default = [int((i + 1) % every != 0) for i in range(config.num_layers)]
-    turns = f.get("no_rope_layers", default)
-    if not isinstance(turns, list) or len(turns) != config.num_layers:
-        raise InputError(f"model config: no_rope_layers={shown(turns)} must be a list, one for each layer")
     layers = tuple(
         kind if turn else dataclasses.replace(kind, rope=None)
-        for kind, turn in zip(config.layers, turns, strict=True)
+        for kind, turn in zip(config.layers, turning_layers(f, config.num_layers), strict=True)
     )
     f.only("use_sliding_window", False)
     return dataclasses.replace(config, layers=layers)
+
+
+def turning_layers(f: Fields, num_layers: int) -> list[Any]:
+    """Return for each layer whether it has RoPE: all but every fourth, unless the config says so."""
+    every = f.size("no_rope_layer_interval", 4)
+    turns = f.get("no_rope_layers") or [int((i + 1) % every != 0) for i in range(num_layers)]
+    if not isinstance(turns, list) or len(turns) != num_layers:
+        raise InputError(f"model config: no_rope_layers={shown(turns)} must be a list, one for each layer")
+    return turns
 
 
 def half_apart(config: ModelConfig, pieces: Pieces) -> Pieces:

@@ -49,7 +49,7 @@ def read(f: Fields, dense_size: int, *, dense_layers: int) -> tuple[Experts, int
         num_chosen_groups=f.size("topk_group", 1),
         scale=f.positive("routed_scaling_factor", 1.0),
         shared_size=width * f.count("n_shared_experts", 0),
-        dense_layers=first,
+        dense_layers=tuple(range(first)),
         dense_size=dense_size if first else 0,
     )
     return experts, width

@@ -13,6 +13,7 @@ from jaxpaged.models.families import qwen
 from jaxpaged.models.families.family import Family
 from jaxpaged.models.families.gemma import GEMMA3
 from jaxpaged.models.families.llama import LLAMA, MISTRAL
+from jaxpaged.models.families.llama4 import LLAMA4
 from jaxpaged.models.names import Names
 
 INSIDE = (
@@ -110,6 +111,13 @@ SIZES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 32,
     },
 }
+SIZES["llama4_text"] = {
+    "vocab_size": 202048,
+    "hidden_size": 5120,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 40,
+}
 SIZES["mistral"] = SIZES["llama"] | {"intermediate_size": 14336}
 
 
@@ -141,6 +149,11 @@ WRAPPERS = (
         texts=_PLAIN,
         is_tied=True,
         gguf="llama",
+    ),
+    Wrapper(
+        model_type="llama4",
+        models="Llama 4 Scout and Maverick: the text part",
+        texts=_texts(LLAMA4),
     ),
     Wrapper(model_type="llava", models="LLaVA 1.5, Pixtral: the text part", texts=_PLAIN, gguf="llama"),
     Wrapper(

@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxpaged.checks import InputError
 
-POINTER = b"version https://git-lfs.github.com/spec/"  # how a file of Git LFS begins that was not fetched
+POINTER = b"version https://git-lfs.github.com/spec/"  # first bytes of a Git LFS pointer file
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 MAX_JSON_BYTES = 2**26  # the index of the largest models has some 10 MB
@@ -41,7 +41,7 @@ def refuse_pointer(file: Path) -> None:
     try:
         with file.open("rb") as opened:
             begins = opened.read(len(POINTER))
-    except OSError:  # its reader says why
+    except OSError:  # the reader reports the error
         return
     if begins == POINTER:
         raise InputError(
@@ -73,7 +73,7 @@ def tokenizer(path: Path) -> Any:
     transformers = import_transformers()
     try:
         return transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    except Exception as error:  # of JSON, of the tokenizers library, of transformers
+    except Exception as error:  # errors of JSON, the tokenizers library and transformers
         if "trust_remote_code" in str(error):
             raise InputError(
                 f"model={str(path)!r}: its tokenizer is code of its own (auto_map), which is never run"

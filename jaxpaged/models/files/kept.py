@@ -17,9 +17,9 @@ from flax import nnx
 
 from jaxpaged import disk_cache
 
-SMALLEST, LARGEST = 2**24, 2**31  # bytes: less is made soon, more would take too much of a disk
+SMALLEST, LARGEST = 2**24, 2**31  # bytes: smaller models load quickly, larger ones take too much disk space
 MOST_MODELS = 4
-_writer = ThreadPoolExecutor(1)  # beside the compiling that comes next
+_writer = ThreadPoolExecutor(1)  # writes while the program compiles
 ABOUT = "about.json"  # the key, and each array's type: NumPy's files do not know bfloat16
 
 
@@ -58,14 +58,14 @@ def _mapped[Model: nnx.Module](folder: Path, key: str, abstract: Callable[[], Mo
         if about["key"] != key:
             raise ValueError("it was made for something else")
         graphdef, shapes = nnx.split(abstract())
-        # Where a mapped file is, as NumPy aligns it, JAX's arrays on a CPU may be: nothing is copied.
+        # NumPy's alignment suffices for JAX's arrays on a CPU, so nothing is copied from the mapped file.
         leaves = [
             jax.device_put(np.load(folder / f"{i}.npy", mmap_mode="r").view(jnp.dtype(dtype)))
             for i, dtype in enumerate(about["dtypes"])
         ]
         os.utime(folder)
         return nnx.merge(graphdef, jax.tree.unflatten(jax.tree.structure(shapes), leaves))
-    except Exception as error:  # a damaged file, or one just pruned by another process: it is made anew
+    except Exception as error:  # damaged, or just pruned by another process: it is written again
         logging.warning("the model kept in %s cannot be used: %s", folder, error)
         return None
 
@@ -79,9 +79,9 @@ def _write(folder: Path, key: str, arrays: list[np.ndarray]) -> None:
             about = {"key": key, "dtypes": [array.dtype.name for array in arrays]}
             (part / ABOUT).write_text(json.dumps(about))
             shutil.rmtree(folder, ignore_errors=True)
-            os.replace(part, folder)  # another process sees all of it or nothing
+            os.replace(part, folder)  # other processes see all of it or nothing
         finally:
             shutil.rmtree(part, ignore_errors=True)
         disk_cache.prune(folder, MOST_MODELS)
-    except OSError as error:  # a disk that is full, one that cannot be written
+    except OSError as error:  # a full or read-only disk
         logging.warning("the model cannot be kept in %s: %s", folder, error)

@@ -76,7 +76,7 @@ class Tensors(Mapping[str, np.ndarray]):
             with (self._path / file).open("rb") as whole:
                 size = int.from_bytes(whole.read(8), "little")
                 header = json.loads(whole.read(size))
-        except Exception as error:  # of a damaged header, a missing file
+        except Exception as error:  # a damaged header or a missing file
             reason = " ".join(str(error).split())
             raise InputError(f"model={str(self._path)!r}: {file} cannot be read: {reason}") from error
         return {
@@ -146,7 +146,7 @@ def _shards(path: Path, found: list[str]) -> list[str]:
     return names
 
 
-@functools.cache  # files are looked for several times, and said once
+@functools.cache  # files are searched several times, and reported once
 def _warn(message: str) -> None:
     logging.warning("%s", message)
 

@@ -9,7 +9,7 @@ from absl import logging
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.names import Names, Tensors, without_prefix
 
-_ROWS = 1 << 12  # compared together
+_ROWS = 1 << 12  # rows compared at a time
 
 
 def is_tied(config: ModelConfig, names: Names, tensors: Tensors) -> bool:

@@ -17,7 +17,7 @@ from jaxpaged.models.quantised.methods import METHODS, Found, Method, Module, Sa
 from jaxpaged.models.quantised.on_load import FromFile
 
 MXFP4 = "mxfp4"
-# Scales of activations, K and V, which are not read.
+# Scales of activations, K and V. They are not read.
 UNREAD = (
     "input_scale",
     "input_scale_ub",

@@ -38,12 +38,12 @@ class CodeFormat(NamedTuple):
     """The format of a quantised weight's codes and scales: see `pallas_kernels.quantised`."""
 
     bits: int
-    group_size: int  # neighbouring inputs with one scale
+    group_size: int  # number of neighbouring inputs that share a scale
     scale_dtype: str
     has_minima: bool
-    is_float: bool = False  # codes are of the type e4m3, or e2m1
-    has_order: bool = False  # of its inputs: those of a group are no neighbours
-    is_short: bool = False  # codes of 8 bits go from -32 to 31
+    is_float: bool = False  # whether codes are of type e4m3 or e2m1
+    has_order: bool = False  # whether inputs are reordered, so that a group's are no neighbours
+    is_short: bool = False  # whether 8-bit codes range from -32 to 31 only
 
     @property
     def halfword_bits(self) -> int:
@@ -163,9 +163,9 @@ class LazyRows(NamedTuple):
 class ShardSlice(NamedTuple):
     """The slice of a weight that one shard has, in the decoder's order of outputs."""
 
-    outputs: Sequence[tuple[int, int]] | None  # from where to where; None: all
+    outputs: Sequence[tuple[int, int]] | None  # ranges of outputs; None: all
     inputs: tuple[int, int] | None
-    padding: int = 0  # outputs of zeros behind them
+    padding: int = 0  # number of zero outputs that follow
 
     def segments(
         self, pieces: Iterable[tuple[CodeFormat, int]], in_features: int
@@ -208,8 +208,8 @@ class ShardSlice(NamedTuple):
             return kind._replace(group_size=in_words(width, kind.bits))
         group = math.gcd(kind.group_size, width)
         if kind.has_order or group % (32 // kind.bits):
-            # In an order of its own a group has inputs of all devices: each would need all inputs, in every
-            # step, or a scale for each input in place of each group.
+            # In a reordered weight a group has inputs of all devices. Each device would need all inputs in
+            # every step, or a scale per input.
             what = f"in groups of {kind.group_size}: "
             if kind.has_order:
                 what = "in an order of their own (desc_act, actorder): take a file without, or "
@@ -245,7 +245,7 @@ class ShardSlice(NamedTuple):
         codes = read.codes[:, start - first : stop - first]
         if missing := -codes.shape[1] % group:
             codes = np.pad(codes, ((0, 0), (0, missing)))
-        each = np.arange(start, stop, group) // old - first // old  # the group before of each group
+        each = np.arange(start, stop, group) // old - first // old  # old group of each new group
         minima = None if read.minima is None else read.minima[:, each]
         found = CodedRows(codes, read.scales[:, each], minima, read.order)
         return found if count else _none_of(found)

@@ -20,8 +20,8 @@ type Found = tuple[CodeFormat, Callable[[TensorSlice], CodedRows]]
 
 FLOATS = ("float32", "bfloat16", "float16")
 BITS = (4, 8)
-AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]  # where in a word each of eight neighbouring outputs is
-# AutoRound's ways to pack, and whose they are: its own has zero points as GPTQ's second version does.
+AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]  # position of eight neighbouring outputs in a word
+# AutoRound's packings by method. Its own has zero points as GPTQ's second version.
 AUTO_ROUND = {
     "auto_round:auto_gptq": "gptq",
     "auto_round:gptq": "gptq",
@@ -74,8 +74,8 @@ class Method(NamedTuple):
     """The form in which a `quant_method` keeps weights."""
 
     check: Callable[[Said], None]
-    marks: tuple[str, ...]  # a module that has one of these tensors is quantised
-    parts: tuple[str, ...]  # all that it may have in place of its weight
+    marks: tuple[str, ...]  # tensors that mark a module as quantised
+    parts: tuple[str, ...]  # tensors that may replace its weight
     found: Callable[[Module, Shape, Said], Found]
 
 
@@ -111,7 +111,7 @@ def _check_auto_round(said: Said) -> None:
 
 
 def _check_modelopt(said: Said) -> None:
-    nested = said.get("quantization")  # as its own file, hf_quant_config.json, has it
+    nested = said.get("quantization")  # nested as in hf_quant_config.json
     _check(nested if isinstance(nested, Mapping) else said, "quant_algo", *MODELOPT)
 
 
@@ -180,7 +180,7 @@ def _gptq(module: Module, shape: Shape, said: Said) -> Found:
     zeros = module.get("qzeros", ("int32",), (num_groups, num_outputs * bits // 32))
     group = _group_size(module, num_inputs, num_groups, said)
     is_symmetric, has_order = said.get("sym") is not False, bool(said.get("desc_act"))
-    first = 0 if said.get("checkpoint_format") == "gptq_v2" else 1  # what is to be added to zero points
+    first = 0 if said.get("checkpoint_format") == "gptq_v2" else 1  # offset of zero points
     scale_dtype = _scale_dtype(module.scales("scales")) if is_symmetric else "float32"
 
     def rows(part: TensorSlice) -> CodedRows:
@@ -280,7 +280,7 @@ class _Scale(NamedTuple):
     module: Module
     name: str
     num_outputs: int
-    group: int  # inputs
+    group: int  # number of inputs
     num_groups: int
     outputs_of_block: int
     dtype: str

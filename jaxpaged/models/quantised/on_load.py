@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 
 from jaxpaged.checks import InputError
-from jaxpaged.models.files.gguf import blocks as gguf_blocks
+from jaxpaged.models.files.gguf import blocks
 from jaxpaged.models.files.gguf.blocks import FORMATS
 from jaxpaged.models.quantised.codes import (
     FLOAT8,
@@ -29,13 +29,13 @@ from jaxpaged.models.quantised.codes import (
     packed,
 )
 
-# What is quantised: a router and learned positions are small, and stay as they are.
+# Roles that are quantised. Routers and learned positions are small, and stay unquantised.
 PRODUCTS = ("qkv", "o", "gate_up", "up", "down", "shared.gate_up", "shared.down")
 EXPERTS = ("experts.gate_up", "experts.down")
 TABLES = ("embedding", "lm_head")
 ROLES = {f"{role}.weight" for role in (*PRODUCTS, *EXPERTS, *TABLES)}
 
-_ROWS = 1024  # quantised together
+_ROWS = 1024  # rows quantised at a time
 
 
 class OnLoad(Quantisation):
@@ -62,7 +62,7 @@ class OnLoad(Quantisation):
         if role not in ROLES:
             return None
         name = self._block(role)
-        rows = float8(whole) if name is None else gguf_blocks.quantised(whole, name, role)
+        rows = float8(whole) if name is None else blocks.quantised(whole, name, role)
         in_features = whole.shape[1]
         cut = cut or ShardSlice(None, None)
         pieces = cut.rows([LazyRows.of(self._kind_of(role, in_features), rows)], in_features)
@@ -85,7 +85,7 @@ def float8(weight: np.ndarray) -> CodedRows:
     """Quantise a weight [outputs, inputs] to the nearest e4m3; a row's largest number is 448 scales."""
     codes = np.zeros((len(weight), in_words(weight.shape[1], 8)), FLOAT8)
     scales = np.zeros((len(weight), 1), np.float32)
-    for first in range(0, len(weight), _ROWS):  # so that copies are small
+    for first in range(0, len(weight), _ROWS):  # in chunks, to keep copies small
         some = weight[first : first + _ROWS].astype(np.float32)
         largest = np.abs(some).max(axis=1, keepdims=True)
         scale = largest / np.float32(ml_dtypes.finfo(FLOAT8).max)

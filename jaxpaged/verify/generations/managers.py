@@ -6,7 +6,6 @@ from collections.abc import Sequence as Ints
 from typing import Any
 
 from jaxpaged.arithmetic import cdiv
-from jaxpaged.memory.block_pool import AllocStatus
 from jaxpaged.status import Status
 from jaxpaged.verify.generations.base import Oracle, Pair, Refused
 from jaxpaged.verify.oracles.v0.block import Device as V0Device
@@ -21,6 +20,7 @@ from jaxpaged.verify.oracles.v063.block_manager import SelfAttnBlockSpaceManager
 from jaxpaged.verify.oracles.v063.sequence import Sequence as V063Sequence
 from jaxpaged.verify.oracles.v063.sequence import SequenceGroup as V063SequenceGroup
 from jaxpaged.verify.oracles.v063.sequence import SequenceStatus as V063Status
+from jaxpaged.verify.subjects import AllocStatus
 
 WATERMARK = 0.2
 

@@ -9,19 +9,15 @@ from jaxpaged.arithmetic import cdiv
 from jaxpaged.status import Status
 from jaxpaged.verify.generations.base import Oracle, Pair, Refused
 from jaxpaged.verify.oracles.v1.block_pool import BlockPool as V1BlockPool
-from jaxpaged.verify.oracles.v1.kv_cache_manager import (
-    FullAttentionManager,
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
-    KVCacheManager,
-)
+from jaxpaged.verify.oracles.v1.kv_cache_manager import KVCacheManager
 from jaxpaged.verify.oracles.v1.kv_cache_utils import (
     BlockHash,
     KVCacheBlock,
     Request,
     make_block_hash_with_group_id,
 )
+from jaxpaged.verify.oracles.v1.single_type import FullAttentionManager
+from jaxpaged.verify.oracles.v1.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
 
 class Identities:
@@ -84,9 +80,9 @@ class V1Oracle(Oracle):
         config = KVCacheConfig(num_blocks, [], [KVCacheGroupSpec(["layer"], spec)])
         self.manager = KVCacheManager(config, max_blocks * block_size, free_profile=profile)
         pool = pool or functools.partial(V1BlockPool, free_profile=profile)
-        self.pool = self.manager.block_pool = pool(num_blocks, True, block_size)
+        self.pool = self.manager.coordinator.block_pool = pool(num_blocks, True, block_size)
         self.rows = WindowedFullAttention(spec, self.pool, enable_caching=True, kv_cache_group_id=0)
-        self.manager.single_type_managers = (self.rows,)
+        self.manager.coordinator.single_type_managers = (self.rows,)
         self.host_pool = pool(num_host_blocks, False, block_size)
         self.host_tables: dict[int, list[KVCacheBlock]] = {}
         self.requests: dict[int, Request] = {}
@@ -137,7 +133,7 @@ class V1Oracle(Oracle):
     def hits(self, tokens: list[int], salt: int) -> list[int]:
         request = self._new_request(-1, tokens)
         request.block_hashes = self._hashes(tokens, salt)
-        blocks, num_tokens = self.manager.get_computed_blocks(request)
+        blocks, num_tokens, _ = self.manager.get_computed_blocks(request)
         assert num_tokens == len(blocks.blocks[0]) * self.block_size
         return [block.block_id for block in blocks.blocks[0]]
 
@@ -148,7 +144,7 @@ class V1Oracle(Oracle):
         request = self._new_request(row, tokens)
         request.skip_reading_prefix_cache = not use_cache
         request.block_hashes = self._hashes(tokens, salt)
-        hits, num_hit_tokens = self.manager.get_computed_blocks(request)
+        hits, num_hit_tokens, _ = self.manager.get_computed_blocks(request)
         num_new = len(tokens) - num_hit_tokens
         if (
             self.manager.allocate_slots(request, num_new, num_hit_tokens, hits, delay_cache_blocks=True)

@@ -34,7 +34,7 @@ from pallas_kernels.gpu import arrival_counter, common, tuning
 from pallas_kernels.gpu.attention import Softmax
 from pallas_kernels.gpu.decode import fetch, program, softmax
 from pallas_kernels.gpu.partitioning import MOST_COUNTED, Partitioning, partition_list
-from pallas_kernels.support import Arrays, Options
+from pallas_kernels.support import Arrays, Options, first_seen
 
 MERGED_AT_A_TIME = 4  # partitions whose loads are in flight together; fewer if that makes more than
 MERGED_NUMBERS = 4096  # numbers: 32 registers a thread
@@ -89,18 +89,22 @@ def plan(
     partitioning: Partitioning,
     capacity: int,
     table_rows: jax.Array | None = None,
+    chunk: int | None = None,
 ) -> WorkList:
     """List the partitions of a batch: 16 bytes each, computed by XLA.
 
     seq_lens, positions: [num_rows] int32, tokens in the cache, and the position of each row's first new
         token.
     query_len: new tokens of a row.
+    window, chunk: what bounds attention, a sliding window or chunks. Tokens before the bound are in no
+        partition, so that nothing reads them.
     table_rows: [num_rows] int32, each row's row of the block tables; None: in their order.
 
     A row without tokens has one partition, which writes zeros.
     """
     end = jnp.minimum(seq_lens, positions + query_len)
-    start = jnp.zeros_like(end) if window is None else jnp.clip(positions + 1 - window, 0, end)
+    first = first_seen(jnp.asarray(positions), window, chunk)
+    start = jnp.zeros_like(end) if first is None else jnp.clip(first, 0, end)
     size = partitioning.sizes(start, end, capacity)
     partitions = partition_list(start, end, size, seq_lens.shape[0] * partitioning.bound(capacity))
     items = partitions.items
@@ -118,6 +122,7 @@ class PlanSizes(NamedTuple):
     group_size: int
     capacity: int  # tokens that a row of the block tables can hold
     sliding_window: int | None
+    attention_chunk: int | None
     has_table_rows: bool  # whether rows name their row of the block tables
 
 
@@ -150,7 +155,16 @@ def shared_plan(
         )
     positions = seq_lens - 1 if query_starts is None else query_starts
     made = plan(
-        seq_lens, positions, sizes.query_len, sizes.sliding_window, partitioning, sizes.capacity, table_rows
+        *(
+            seq_lens,
+            positions,
+            sizes.query_len,
+            sizes.sliding_window,
+            partitioning,
+            sizes.capacity,
+            table_rows,
+        ),
+        chunk=sizes.attention_chunk,
     )
     return SharedPlan(made, sizes)
 
@@ -326,7 +340,8 @@ def paged_attention(
     p = program.make_problem(arrays, options, config, query_len, is_interpreted=bool(interpret))
     capacity = arrays.block_tables.shape[1] * p.block_size
     plan_sizes = PlanSizes(
-        *(num_rows, query_len, p.num_kv_heads, p.group_size, capacity, p.sliding_window, p.has_table_rows)
+        *(num_rows, query_len, p.num_kv_heads, p.group_size, capacity, p.sliding_window, p.attention_chunk),
+        has_table_rows=p.has_table_rows,
     )
     shared = shared or shared_plan(plan_sizes, arrays.seq_lens, query_starts, arrays.table_rows, partitioning)
     if shared.sizes != plan_sizes:

@@ -165,8 +165,9 @@ def _logits(
     seen = (token >= work.start) & (token < work.end)
     if p.query_len > 1:
         seen = seen & (token <= position)
-        if p.sliding_window is not None:
-            seen = seen & (token > position - p.sliding_window)
+        first = p.first_seen(position)
+        if first is not None:
+            seen = seen & (token >= first)
     if p.block_sparse is not None:
         seen = seen & _is_kept(p, p.block_sparse, token, work)
     return jnp.where(seen, s, -jnp.inf)

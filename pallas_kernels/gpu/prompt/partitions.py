@@ -54,7 +54,7 @@ def max_partitions(p: Problem, capacity: int, partitioning: Partitioning) -> int
         raise ValueError(
             f"{partitioning.tokens=} must be a multiple of the {p.tile_kv} tokens that are read at a time"
         )
-    is_short = p.sliding_window is not None and p.sliding_window <= 2 * partitioning.tokens
+    is_short = p.most_seen is not None and p.most_seen <= 2 * partitioning.tokens
     return 1 if is_short else partitioning.bound(capacity)
 
 
@@ -67,9 +67,10 @@ def plan(
     positions, seq_lens: [num_tiles] int32, the position of each tile's first query, and tokens in the cache.
     """
     start, end = jnp.broadcast_arrays(*seen_by(p, positions, seq_lens))
-    window = capacity if p.sliding_window is None else p.sliding_window
+    first = p.first_seen(positions)
+    first = jnp.zeros_like(positions) if first is None else jnp.maximum(first, 0)
     # The size follows from the tile's position alone: a sequence may grow, or end within the tile.
-    size = partitioning.sizes(jnp.maximum(positions + 1 - window, 0), positions + p.query_len, capacity)
+    size = partitioning.sizes(first, positions + p.query_len, capacity)
     return partition_list(start, end, size, positions.shape[0] * max_partitions(p, capacity, partitioning))
 
 

@@ -55,8 +55,8 @@ class Problem(AttentionProblem):
         has.
         """
         needs_more = self.has_slopes or self.soft_cap is not None
-        needs_more |= self.head_dim == 256 and (self.sliding_window is not None or self.is_quantised)
-        needs_more |= self.is_quantised and self.sliding_window is not None
+        needs_more |= self.head_dim == 256 and (self.is_bounded or self.is_quantised)
+        needs_more |= self.is_quantised and self.is_bounded
         return min(1 if needs_more else MAX_WARPGROUPS, -(-self.group_size // self.warpgroup_heads))
 
     @property
@@ -171,9 +171,8 @@ class KeyRange(NamedTuple):
 def seen_by(p: Problem, position: jax.Array, seq_len: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return the first token that a tile of queries sees, and the token after the last one."""
     end = jnp.where(seq_len == 0, 0, jnp.minimum(seq_len, position + p.query_len))
-    if p.sliding_window is None:
-        return jnp.int32(0), end
-    return jnp.clip(position + 1 - p.sliding_window, 0, end), end
+    first = p.first_seen(position)
+    return jnp.int32(0) if first is None else jnp.clip(first, 0, end), end
 
 
 def keys_of(
@@ -186,9 +185,8 @@ def keys_of(
     """
     tile_kv = jnp.int32(p.tile_kv)
     start, end = seen_by(p, position, seq_len)
-    full_from = jnp.int32(0)
-    if p.sliding_window is not None:
-        full_from = jnp.maximum(position + p.tile_len - p.sliding_window, 0)
+    last_sees_from = p.first_seen(position + (p.tile_len - 1))
+    full_from = jnp.int32(0) if last_sees_from is None else jnp.maximum(last_sees_from, 0)
     from_, to = (start, end) if partition is None else partition
     first = lax.div(from_, tile_kv)
     num_tiles = pl.cdiv(to, tile_kv) - first

@@ -6,9 +6,9 @@ Two consumers take turns: while one multiplies, the other takes its softmax. P g
 registers, and O is added up in place. Pallas' interpreter can do neither: there (`in_registers` False) P goes
 through shared memory and the product is added afterwards. Nothing else differs.
 
-Only tiles at the edge of what the queries see are masked: the last ones, and those where a window begins.
-There, V outside the tile's tokens is zeroed, for zero times NaN is NaN; of two consumers the first zeroes it,
-before it gives the second its turn.
+Only tiles at the edge of what the queries see are masked: the last ones, and those where a window or a chunk
+begins. There, V outside the tile's tokens is zeroed, for zero times NaN is NaN; of two consumers the first
+zeroes it, before it gives the second its turn.
 """
 
 from collections.abc import Callable, Iterable
@@ -104,7 +104,7 @@ def consume(
     state = nothing(p.head_dim)
     bounds = (jnp.int32(0), keys.full_from, keys.full_to, keys.num_tiles)
     for k, is_edge in enumerate((True, False, True)):
-        if k or p.sliding_window is not None:
+        if k or p.is_bounded:
             state = lax.fori_loop(bounds[k], bounds[k + 1], _with(take, is_edge), state)
     if takes_turns:
         pl.when(warpgroup == 0)(give_and_take_turn)
@@ -157,8 +157,9 @@ def _logits(
         s = s + of_rows(slopes) * (token - of_rows(position)).astype(jnp.float32)
     if is_edge:
         seen = token <= of_rows(jnp.minimum(position, keys.end - 1))
-        if p.sliding_window is not None:
-            seen = seen & (token > of_rows(position - p.sliding_window))
+        first = p.first_seen(position)
+        if first is not None:
+            seen = seen & (token >= of_rows(first))
         s = jnp.where(seen, s, -jnp.inf)
     return s, factor
 

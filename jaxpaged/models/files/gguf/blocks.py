@@ -13,7 +13,7 @@ from jaxpaged.checks import InputError
 from jaxpaged.models.quantised.codes import CodedRows, CodeFormat, TensorSlice
 
 MXFP4 = CodeFormat(4, 32, "float32", False, is_float=True)
-# Types of tensors that are kept as they are: of others a product has no kind.
+# Tensor types that stay quantised. Products do not support other types.
 FORMATS = {
     "Q8_0": CodeFormat(8, 32, "float16", False),
     "Q4_0": CodeFormat(4, 32, "float16", False),

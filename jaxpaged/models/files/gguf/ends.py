@@ -10,7 +10,7 @@ import gguf
 
 from jaxpaged.models.files.gguf.reader import TOKENS, GgufFile, field
 
-SENTENCEPIECE_IDS = {"bos": 1, "eos": 2, "unknown": 0}  # of files that do not say
+SENTENCEPIECE_IDS = {"bos": 1, "eos": 2, "unknown": 0}  # defaults for files without these fields
 NAMES = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
 TEXTS = {
     *(
@@ -26,11 +26,11 @@ TEXTS = {
     *("<|return|>", "<|call|>", "<|calls|>", "<|flush|>", "[e~["),
     *("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<|file_sep|>"),
 }
-# Texts that may be of a vocabulary's ordinary tokens: in Qwen's the first is HTML.
+# Texts that may be ordinary tokens in some vocabularies. The first is HTML in Qwen's.
 TEXTS_OF_CONTROL = {
     *("</s>", "<eos>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<PAD>", "[PAD]", "<REPO>", "<reponame>"),
 }
-# Texts that end nothing where all of one set beside them do: in harmony's format <|end|> ends a message only.
+# Texts that end no answer if the vocabulary has all texts of a set: harmony's <|end|> ends a message only.
 NO_END = {
     "<|end|>": ({"<|return|>", "<|call|>"}, {"<|flush|>", "<|call|>"}, {"<|flush|>", "<|calls|>"}),
     "</s>": ({"<|tool_response>"},),

@@ -21,10 +21,9 @@ from jaxpaged.models.config import LayerKind, LinearScaling, LongScaling, ModelC
 from jaxpaged.models.families import ARCHITECTURES, of_architecture
 from jaxpaged.models.families.family import Family, Gguf, Metadata, rope_scaling
 from jaxpaged.models.fields import Fields
-from jaxpaged.models.files.gguf import blocks as gguf_blocks
-from jaxpaged.models.files.gguf import reader as gguf_reader
+from jaxpaged.models.files.gguf import blocks
 from jaxpaged.models.files.gguf.ends import end_tokens
-from jaxpaged.models.files.gguf.reader import TOKENS, GgufFile, field
+from jaxpaged.models.files.gguf.reader import TOKENS, GgufFile, field, read_header
 from jaxpaged.models.names import Names
 from jaxpaged.models.quantised.codes import CodedRows, CodeFormat, TensorSlice
 from jaxpaged.models.quantised.on_load import EXPERTS, FromFile
@@ -56,7 +55,7 @@ TABLE: dict[str, str | tuple[str, ...]] = {
     "shared_gate": f"{BLOCK}.ffn_gate_inp_shexp",
     "mlp_out_norm": f"{BLOCK}.post_ffw_norm",
 }
-# Hugging Face's fields, and llama.cpp's metadata that says the same in all architectures.
+# Hugging Face's fields, with llama.cpp's metadata of the same meaning in all architectures.
 FIELDS = {
     "hidden_size": "embedding_length",
     "intermediate_size": "feed_forward_length",
@@ -71,7 +70,7 @@ FIELDS = {
     "rope_theta": "rope.freq_base",
     "max_position_embeddings": "context_length",
 }
-# Tensors of what RoPE's frequencies are to be divided by: in all sequences, in short and in long ones.
+# Tensors of divisors of RoPE's frequencies: for all sequences, for short ones and for long ones.
 ROPE_FACTORS = "rope_freqs.weight"
 SHORT_FACTORS, LONG_FACTORS = "rope_factors_short.weight", "rope_factors_long.weight"
 MOST_BEYOND = 8
@@ -87,7 +86,7 @@ REQUIRED = (
 
 def open_file(path: Path) -> GgufFile:
     """Parse the file's header. Raises `InputError` if it is not a whole GGUF file of a known architecture."""
-    reader = gguf_reader.open_file(path)
+    reader = read_header(path)
     family(reader, path)
     return reader
 
@@ -125,13 +124,13 @@ def model_config(reader: GgufFile, path: Path) -> ModelConfig:
     }
     scaling = rope_scaling(read)
     scalings = {"none": None, "linear": scaling if scaling["factor"] else None, "yarn": scaling}
-    if LONG_FACTORS in tensors:  # they are all that there is of it
+    if LONG_FACTORS in tensors:  # the factors are all that the file has
         scalings["longrope"] = None
     rule = f"one of {', '.join(map(repr, scalings))}"
     kind = "none" if scaling["rope_type"] == "default" else scaling["rope_type"]
     check(f"model={str(path)!r}: rope.scaling.type", kind, rule, kind in scalings)
     said["rope_scaling"] = scalings[kind]
-    # Hugging Face's defaults are not llama.cpp's: what a file does not say is not there.
+    # Hugging Face's defaults do not hold for llama.cpp: a missing field means its absence.
     config = (its.read or known.read)(Fields(said | its.fields(read)))
     return _with_factors(reader, path, config, read)
 
@@ -162,7 +161,7 @@ def _with_factors(reader: GgufFile, path: Path, config: ModelConfig, read: Metad
         if kind.rope is None:
             return kind
         its, before = scaling, kind.rope.scaling
-        if isinstance(before, LinearScaling):  # of all frequencies, beside that of each
+        if isinstance(before, LinearScaling):  # a common factor beside the factor of each frequency
             short, long = (
                 tuple(before.factor * factor for factor in factors)
                 for factors in (scaling.short_factors, scaling.long_factors)
@@ -184,7 +183,7 @@ def names(reader: GgufFile, path: Path) -> Names:
     kept quantised, and no more of a tensor is dequantised than one expert's.
     """
     its, config = family(reader, path)[1], model_config(reader, path)
-    # Blocks behind the last, of some families, predict further tokens.
+    # In some families, blocks after the last layer predict further tokens.
     beyond = tuple(f"{BLOCK}.".format(layer=config.num_layers + i) for i in range(MOST_BEYOND))
     whole = Names(
         table=TABLE | dict(its.names),
@@ -230,14 +229,14 @@ def quantisation(reader: GgufFile) -> FromFile:
     tensors = _stored(reader)
 
     def kind_of(name: str, shape: tuple[int, ...]) -> CodeFormat | None:
-        return gguf_blocks.FORMATS.get(tensors[name].tensor_type.name) if name in tensors else None
+        return blocks.FORMATS.get(tensors[name].tensor_type.name) if name in tensors else None
 
     def rows_of(name: str, shape: tuple[int, ...], part: TensorSlice) -> CodedRows:
         tensor = tensors[name]
-        its = gguf_blocks.shape_of(tensor.data, tensor.tensor_type.name)
+        its = blocks.shape_of(tensor.data, tensor.tensor_type.name)
         if its != shape:
             raise InputError(f"weight {name!r} has shape {its}, must be {shape}")
-        return gguf_blocks.part_of(tensor.data, tensor.tensor_type.name, name, part)
+        return blocks.part_of(tensor.data, tensor.tensor_type.name, name, part)
 
     return FromFile(kind_of, rows_of)
 

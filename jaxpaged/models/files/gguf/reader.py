@@ -42,12 +42,12 @@ class GgufFile:
             return None
         if name != TOKENS:
             return _value(self.paths[0], name, found)
-        if self._tokens is None:  # a quarter of a million of them are decoded once
+        if self._tokens is None:  # up to 250,000 tokens are decoded once
             self._tokens = _value(self.paths[0], name, found)
         return self._tokens
 
 
-def open_file(path: Path) -> GgufFile:
+def read_header(path: Path) -> GgufFile:
     """Parse a file's header, and those of its other parts.
 
     Raises `InputError` if it is not a whole GGUF file, or not the first of its parts, or if one is missing.
@@ -105,7 +105,7 @@ def _value(path: Path, name: str, found: gguf.ReaderField) -> Any:
     """Decode a value of a header. Raises `InputError` if it cannot be: text that is not UTF-8, say."""
     try:
         return found.contents()
-    except Exception as error:  # the reader has no error of its own
+    except Exception as error:  # the reader has no error class of its own
         raise InputError(
             f"model={str(path)!r}: {name} of the GGUF file must be readable: {type(error).__name__}: {error}"
         ) from error
@@ -115,7 +115,7 @@ def _read(path: Path) -> gguf.GGUFReader:
     hf.refuse_pointer(path)
     try:
         return _Reader(path)
-    except Exception as error:  # the reader has no error of its own: whatever parsing stumbled on
+    except Exception as error:  # the reader has no error class of its own
         raise InputError(
             f"model={str(path)!r} must be a whole GGUF file: {type(error).__name__}: {error}"
         ) from error

@@ -14,9 +14,9 @@ from tokenizers.processors import TemplateProcessing
 
 from jaxpaged.checks import InputError, shown
 from jaxpaged.models.files import hf
-from jaxpaged.models.files.gguf import words as gguf_words
 from jaxpaged.models.files.gguf.ends import SENTENCEPIECE_IDS, end_tokens, special_id
 from jaxpaged.models.files.gguf.reader import TOKENS, GgufFile, field
+from jaxpaged.models.files.gguf.words import NAMES, Words, words_of
 
 SPACE = "\u2581"  # stands for a space in SentencePiece's tokens
 
@@ -38,7 +38,7 @@ def tokenizer(reader: GgufFile, path: Path) -> Any:
     return _with_special_tokens(made, reader, path, tokens, defaults, adds_bos=adds_bos)
 
 
-def _byte_pairs(reader: GgufFile, path: Path, tokens: list[str], words: gguf_words.Words) -> Tokenizer:
+def _byte_pairs(reader: GgufFile, path: Path, tokens: list[str], words: Words) -> Tokenizer:
     merges = [tuple(merge.split(" ", 1)) for merge in field(reader, path, "tokenizer.ggml.merges")]
     made = Tokenizer(models.BPE(vocab=_ids(tokens), merges=merges, ignore_merges=words.whole))
     made.pre_tokenizer = words.cut()
@@ -48,12 +48,12 @@ def _byte_pairs(reader: GgufFile, path: Path, tokens: list[str], words: gguf_wor
     return made
 
 
-def _words(reader: GgufFile, path: Path) -> gguf_words.Words:
+def _words(reader: GgufFile, path: Path) -> Words:
     """Return how text is cut into words before any merge. Raises `InputError` for an unknown way."""
     name = field(reader, path, "tokenizer.ggml.pre", "default")
-    found = gguf_words.words(name)
+    found = words_of(name)
     if found is None:
-        known = ", ".join(map(repr, gguf_words.NAMES))
+        known = ", ".join(map(repr, NAMES))
         raise InputError(
             f"model={str(path)!r}: tokenizer 'gpt2' with pre-tokenizer {shown(name)} must be 'gpt2' with one "
             f"of {known}"

@@ -9,7 +9,7 @@ from typing import Any
 
 from tokenizers import Regex, normalizers, pre_tokenizers
 
-# Patterns of words, of which the tokenizers' models were trained on each.
+# Patterns that split text into words, one for each group of tokenizers.
 _ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _REST = rf" ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}"
@@ -24,7 +24,7 @@ _SEED = rf"{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}
 _GPT_4O = "|".join([*(f"{word}{_ENDINGS}?" for word in _CASED), r"\p{N}{1,3}", _CASED_REST])
 _TEKKEN = "|".join([*_CASED, r"\p{N}", _CASED_REST])
 _BLOOM = r" ?[^(\s|.,!?…。\x{ff0c}、।\x{06d4}،)]+"
-# DeepSeek's cut in several steps. Its first model has its letters by ranges of code points.
+# DeepSeek splits in several steps. Its first model lists letters as ranges of code points.
 _CHINESE = r"[\x{4e00}-\x{9fa5}\x{3040}-\x{309f}\x{30a0}-\x{30ff}]+"
 _EAST_ASIAN = r"[\x{4e00}-\x{9fa5}\x{0800}-\x{4e00}\x{ac00}-\x{d7ff}]+"
 _DEEPSEEK_V3 = (
@@ -91,7 +91,7 @@ class Words:
 
     cut: Callable[[], Any]  # makes the pre-tokenizer
     whole: bool = False  # a word that is a token needs no merges
-    adds_bos: bool = False  # where the file does not say
+    adds_bos: bool = False  # default for files without the field
     is_composed: bool = False  # accents are joined with their letters first
 
     def normalizer(self) -> Any:
@@ -145,6 +145,6 @@ _ALIASES: dict[str, Sequence[str]] = {
 NAMES = {name: name for name in WORDS} | {each: name for name, all_ in _ALIASES.items() for each in all_}
 
 
-def words(name: str) -> Words | None:
+def words_of(name: str) -> Words | None:
     """Return how a tokenizer of this `tokenizer.ggml.pre` cuts words; None for an unknown name."""
     return WORDS[NAMES[name]] if name in NAMES else None

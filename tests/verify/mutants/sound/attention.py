@@ -17,7 +17,7 @@ def paged_attention_in_parts(q, k_cache, v_cache, block_tables, seq_lens, partit
 
 def attend(
     q, k_cache, v_cache, block_tables, seq_lens, partition_size,
-    scale=None, alibi_slopes=None, sliding_window=None, soft_cap=None, sinks=None,
+    scale=None, alibi_slopes=None, sliding_window=None, attention_chunk=None, soft_cap=None, sinks=None,
     k_scale=None, v_scale=None, block_sparse=None, kv_layout="token_major",
 ):  # fmt: skip
     _, num_q_heads, head_dim = q.shape
@@ -48,6 +48,8 @@ def attend(
         seen = np.ones((num_q_heads, length), bool)
         if sliding_window is not None:
             seen &= t > length - 1 - sliding_window
+        if attention_chunk is not None:
+            seen &= t >= length - 1 - (length - 1) % attention_chunk
         if block_sparse is not None:
             step = block_sparse.head_sliding_step
             place = block_sparse.tp_rank * (num_q_heads if step >= 0 else num_kv_heads)

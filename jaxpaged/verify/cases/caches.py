@@ -1,12 +1,13 @@
-"""Writing, copying and swapping blocks, and merging partial results: cases, their arrays, right answers."""
+"""Cases of writing, copying and swapping blocks, and of merging partial results."""
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import numpy as np
 
-from jaxpaged.verify import cases as shapes
-from jaxpaged.verify.cases import Named
+from jaxpaged.verify.cases import frame
+from jaxpaged.verify.cases.frame import Compared, ExactCase, KernelCase
 from jaxpaged.verify.oracles import cache_ops
 from jaxpaged.verify.oracles.attention import Partials, merge_partials
 
@@ -15,7 +16,7 @@ Pairs = tuple[tuple[int, int], ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class WriteCase(Named):
+class WriteCase(ExactCase):
     """New tokens for these slots; a slot outside the cache is padding."""
 
     slots: tuple[int, ...] = (9, 23, -1, 4, 10**6, 22, -(2**31))
@@ -38,10 +39,7 @@ class WriteCase(Named):
         "magnitude": (1.0,),
         "with_outlier": (False,),
     }
-
-    @property
-    def is_quantised(self) -> bool:
-        return self.cache_dtype in shapes.QUANTISED
+    NUM_SKIPPED: ClassVar = 1  # the null block
 
     @property
     def is_sound(self) -> bool:
@@ -53,12 +51,7 @@ class WriteCase(Named):
             and min(inside, default=99) >= self.block_size
         )
 
-    @property
-    def features(self) -> set[str]:
-        found = {"quantised"} if self.is_quantised else set()
-        return found | ({"head_major"} if self.kv_layout == "head_major" else set())
-
-    def arguments(self) -> tuple[list[np.ndarray], dict[str, Any]]:
+    def arguments(self, stale: str = "nan", padding: str = "invalid") -> tuple[list[Any], dict[str, Any]]:
         """Return k, v, k_cache, v_cache and slot_mapping; then scales and layout."""
         rng = np.random.default_rng(0)
         k, v = rng.standard_normal((2, len(self.slots), self.num_kv_heads, self.head_dim)).astype(np.float32)
@@ -68,7 +61,7 @@ class WriteCase(Named):
         shape = (self.num_blocks, self.block_size, self.num_kv_heads, self.head_dim)
         if self.kv_layout == "head_major":
             shape = (shape[0], shape[2], shape[1], shape[3])
-        old = np.full(shape, 3).astype(shapes.DTYPES[self.cache_dtype])
+        old = np.full(shape, 3).astype(frame.DTYPES[self.cache_dtype])
         options: dict[str, Any] = {"kv_layout": self.kv_layout}
         if self.is_quantised:
             options["k_scale"] = np.float32(1.5)
@@ -83,7 +76,7 @@ class WriteCase(Named):
 
 
 @dataclasses.dataclass(frozen=True)
-class CopyCase(Named):
+class CopyCase(ExactCase):
     """Blocks copied in two caches, pair after pair."""
 
     pairs: Pairs = ()
@@ -91,7 +84,7 @@ class CopyCase(Named):
 
     SIMPLER: ClassVar = {"num_blocks": (2, 3, 4)}
 
-    def arguments(self) -> tuple[list[Any], dict[str, Any]]:
+    def arguments(self, stale: str = "nan", padding: str = "invalid") -> tuple[list[Any], dict[str, Any]]:
         """Return the caches and the pairs of blocks."""
         caches = [
             np.arange(2 * self.num_blocks, dtype=np.float32).reshape(-1, 2),
@@ -105,7 +98,7 @@ class CopyCase(Named):
 
 
 @dataclasses.dataclass(frozen=True)
-class SwapCase(Named):
+class SwapCase(ExactCase):
     """Blocks copied from one pool to another, pair after pair."""
 
     pairs: Pairs = ()
@@ -114,7 +107,7 @@ class SwapCase(Named):
 
     SIMPLER: ClassVar = {"num_source_blocks": (1, 2, 4), "num_target_blocks": (1, 2, 3)}
 
-    def arguments(self) -> tuple[list[np.ndarray], dict[str, Any]]:
+    def arguments(self, stale: str = "nan", padding: str = "invalid") -> tuple[list[Any], dict[str, Any]]:
         """Return source, target and the pairs of blocks."""
         source = np.arange(2 * self.num_source_blocks, dtype=np.float32).reshape(-1, 2)
         target = -1 - np.arange(2 * self.num_target_blocks, dtype=np.float32).reshape(-1, 2)
@@ -126,7 +119,7 @@ class SwapCase(Named):
 
 
 @dataclasses.dataclass(frozen=True)
-class MergeCase(Named):
+class MergeCase(KernelCase):
     """Rows cut into so many partitions each; the others of `num_partitions` are empty."""
 
     num_live: tuple[int, ...] = (2, 0, 1, 3)
@@ -149,11 +142,10 @@ class MergeCase(Named):
         return len(self.num_live) > 0 and max(self.num_live) <= self.num_partitions
 
     @property
-    def features(self) -> set[str]:
-        found = {"sinks"} if self.sinks else set()
-        return found | ({"empty_rows"} if 0 in self.num_live else set())
+    def row_sizes(self) -> tuple[int, ...]:
+        return self.num_live
 
-    def arguments(self) -> tuple[list[np.ndarray], dict[str, Any]]:
+    def arguments(self, stale: str = "nan", padding: str = "invalid") -> tuple[list[Any], dict[str, Any]]:
         """Return `Partials` in float32 (out, max, sum), and the sinks."""
         rng = np.random.default_rng(0)
         shape = (len(self.num_live), self.num_heads, self.num_partitions)
@@ -167,9 +159,12 @@ class MergeCase(Named):
             options["sinks"] = np.linspace(-1, 2, self.num_heads).astype(np.float32)
         return [x.astype(np.float32) for x in (out, maxima, sums)], options
 
-    def wanted(self) -> tuple[np.ndarray, ...]:
+    def compared(self, got: tuple[np.ndarray, ...], weights_dtype: str | None = None) -> Iterator[Compared]:
+        del weights_dtype
         arrays, options = self.arguments()
-        return (merge_partials(Partials(*(x.astype(np.float64) for x in arrays)), **options),)
+        want = merge_partials(Partials(*(x.astype(np.float64) for x in arrays)), **options)
+        (out,) = frame.shaped(got, want)
+        yield Compared(out, want, np.nan_to_num(abs(out - want), nan=np.inf), self.allowed())
 
     def allowed(self) -> np.ndarray:
         """Return the largest admissible error: an exponential and a product of float32 each, and sums of
@@ -183,7 +178,7 @@ class MergeCase(Named):
         mean_abs = merge_partials(Partials(np.abs(out), maxima, sums), **options)
         largest = np.max(np.abs(maxima), where=np.isfinite(maxima), initial=1.0)
         bound = mean_abs * 2.0**-24 * (8 + 2 * self.num_partitions + 4 * largest) + 1e-30
-        bound[np.array(self.num_live) == 0] = np.finfo(np.float64).tiny
+        bound[np.array(self.num_live) == 0] = frame.TINY
         return bound
 
 
@@ -195,7 +190,7 @@ def padded(pairs: Pairs, nothing: tuple[int, int] = (0, 0)) -> np.ndarray:
 
 WRITES = [
     WriteCase(f"{dtype} {layout}", cache_dtype=dtype, kv_layout=layout)
-    for dtype in ("bfloat16", "float32", *shapes.QUANTISED)
+    for dtype in ("bfloat16", "float32", *frame.QUANTISED)
     for layout in ("token_major", "head_major")
 ] + [WriteCase("one token", slots=(21,)), WriteCase("the last slot", slots=(23, 4, 8))]
 COPIES = [

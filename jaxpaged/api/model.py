@@ -1,0 +1,210 @@
+"""Loaded models: files, tokenizer and engine of one model, with what every way to ask it needs."""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Self
+
+from jaxpaged.api import tokens
+from jaxpaged.api.arg_utils import EngineArgs
+from jaxpaged.api.prompts import (
+    Prompt,
+    split_prompt,
+    template_text,
+    tokenization,
+)
+from jaxpaged.checks import InputError, check, checked_bool, checked_choice
+from jaxpaged.config import EngineConfig
+from jaxpaged.engine import gpu_flags, machine
+from jaxpaged.engine.adapters import Adapters
+from jaxpaged.engine.driver import CALL_CLASSES
+from jaxpaged.engine.engine import Engine
+from jaxpaged.engine.setup import resolve_dtype
+from jaxpaged.handover.blocks import Blocks
+from jaxpaged.lora import LoRARequest
+from jaxpaged.models import loading
+from jaxpaged.parallel.processes import join
+from jaxpaged.pooling.head import is_for_pooling
+from jaxpaged.pooling.head import read as read_head
+from jaxpaged.pooling.llm import Pooling, PoolingMethods
+from jaxpaged.sampling_params import SamplingParams
+from jaxpaged.text import templates
+from jaxpaged.text.conversations import Message
+from jaxpaged.vllm_names import options as vllm_options
+from pallas_kernels import native
+
+
+class LoadedModel(PoolingMethods):
+    """Base of `LLM`: a model that is loaded once, its tokenizer, and the engine that answers.
+
+    `model`: "smollm2", a directory with a Hugging Face config and safetensors, a .gguf file, or a hub id (of
+    which `revision` is one). `tokenizer`: a directory or hub id with another tokenizer than the model's;
+    `skip_tokenizer_init`: have none, for token ids only. `generation_config`: "auto" takes the model's own
+    sampling defaults, "vllm" `SamplingParams`'. `chat_template`: a file, or a text, in place of the model's.
+    `record_trace`: a file for a trace of the requests, without any text, for `jaxpaged lab` (see
+    `engine.recording`). `runner`: "generate", "pooling" for vectors, classes and scores in place of answers,
+    or "auto": what the model's files are made for; `pooler_config` and `hf_overrides` say how, where the
+    files do not (see `jaxpaged.pooling.head`). `options`: the fields of `EngineConfig`, and those of vLLM's
+    options that change nothing. With `num_processes`, every process makes the same: process 0 has the model
+    to ask, the others work for it and raise `SystemExit` when it ends. Raises `InputError`, a `ValueError`,
+    for a user's mistake.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str] = loading.SMOLLM2,
+        *,
+        tokenizer: str | os.PathLike[str] | None = None,
+        skip_tokenizer_init: bool = False,
+        revision: str | None = None,
+        generation_config: str | None = "auto",
+        chat_template: str | os.PathLike[str] | None = None,
+        record_trace: str | os.PathLike[str] | None = None,
+        runner: str | None = "auto",
+        pooler_config: Any = None,
+        hf_overrides: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        self.config = engine_config(options)
+        runner = checked_choice("runner", runner or "auto", ("auto", "generate", "pooling"))
+        checked_bool("skip_tokenizer_init", skip_tokenizer_init)
+        source = checked_choice("generation_config", generation_config or "auto", ("auto", "vllm"))
+        self.chat_template = None if chat_template is None else template_text(chat_template)
+        gpu_flags.set_defaults(self.config)
+        c = self.config
+        processes = None
+        if c.distributed_init is not None:
+            processes = join(c.distributed_init, c.num_processes, c.process_id, CALL_CLASSES)
+        native.prepare(resolve_dtype(c))
+        checkpoint = loading.open_checkpoint(model, revision=revision, tokenizer=tokenizer)
+        if runner == "pooling" or (runner == "auto" and is_for_pooling(checkpoint.path)):
+            machine.keep_on_disk(c.keep_programs)
+            self.tokenizer = checkpoint.tokenizer
+            self.pooling = Pooling(c, checkpoint, read_head(checkpoint, pooler_config, hf_overrides))
+            return
+        for name, value in (("pooler_config", pooler_config), ("hf_overrides", hf_overrides)):
+            check(name, value, "None unless runner is 'pooling'", not value)
+        try:
+            self._default_params = SamplingParams(**checkpoint.sampling_defaults if source == "auto" else {})
+        except InputError as error:
+            raise InputError(f"model={str(checkpoint.path)!r}: generation_config.json: {error}") from error
+        machine.keep_on_disk(c.keep_programs)
+        self.tokenizer = None if skip_tokenizer_init else checkpoint.tokenizer
+        self.engine = Engine(
+            self.config,
+            checkpoint.config,
+            checkpoint.model,
+            self.tokenizer,
+            record_trace=record_trace,
+            shapes=checkpoint.abstract,
+            adapter_names=checkpoint.module_names,
+            processes=processes,
+        )
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs) -> Self:
+        """Load the model of `EngineArgs`. Raises `InputError`."""
+        check("engine_args", engine_args, "an EngineArgs", isinstance(engine_args, EngineArgs))
+        return cls(**engine_args.options())
+
+    def get_tokenizer(self) -> Any:
+        """Return the model's tokenizer, one of transformers'. Raises `InputError` where there is none."""
+        check("tokenizer", self.tokenizer, "there: the model has none", self.tokenizer is not None)
+        return self.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return what `generate` and `chat` take where no parameters are given: a copy, to be changed."""
+        return self._default_params.clone()
+
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Read an adapter now, not when it is first asked for; `InputError` if it is not for the model."""
+        self._adapters.get(lora_request)
+        return True
+
+    def remove_lora(self, lora_int_id: int) -> bool:
+        """Forget an adapter; False if it is not there. Requests under way keep it to their end."""
+        return self._adapters.remove(lora_int_id)
+
+    def list_loras(self) -> set[int]:
+        """Return the ids of the adapters in the host's memory."""
+        return self._adapters.ids()
+
+    @property
+    def _adapters(self) -> Adapters:
+        adapters = self.engine.door.adapters
+        check("enable_lora", self.config.enable_lora, "True for adapters", adapters is not None)
+        assert adapters is not None
+        return adapters
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget the prefixes of former requests; False, and nothing happens, while any is unfinished."""
+        return self.engine.reset_prefix_cache()
+
+    def export_blocks(self, prompt: Prompt) -> Blocks:
+        """Return K and V that are cached of a prompt, from its beginning on: see `Engine.export_blocks`.
+
+        Answer the prompt with `max_tokens=1` before, to have all of it.
+        """
+        return self.read_prompt(prompt, self.engine.export_blocks)[1]
+
+    def adopt_blocks(self, blocks: Blocks) -> int:
+        """Let prompts find what another engine has computed: see `Engine.adopt_blocks`."""
+        return self.engine.adopt_blocks(blocks)
+
+    def render_chat(
+        self,
+        conversation: Sequence[Message],
+        *,
+        chat_template: str | None = None,
+        content_format: str = "auto",
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+        cuts: str | None = None,
+    ) -> dict[str, Any]:
+        """Return the prompt, as text and as token ids, that the chat template makes of a conversation.
+
+        Options are those of `chat`; `cuts`: as `tokenize` takes it. Raises `InputError`.
+        """
+        text = templates.render(
+            self.tokenizer,
+            conversation,
+            chat_template=self.chat_template if chat_template is None else chat_template,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            content_format=content_format,
+            kwargs=kwargs,
+        )
+        # The template writes the special tokens itself: none are added.
+        return {"prompt": text, "prompt_token_ids": self.tokenize(text, add_special_tokens=False, cuts=cuts)}
+
+    def read_prompt[T](
+        self,
+        prompt: Any,
+        admit: Callable[..., T],
+        *,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        cuts: str | None = None,
+    ) -> tuple[str | None, T]:
+        """Return a prompt's text, where it was given as text, and what `admit` makes of its token ids and its
+        salt. `cuts`: as `tokenize` takes it. Raises `InputError`.
+        """
+        text, token_ids, salt = split_prompt(prompt)
+        if token_ids is None:
+            token_ids = self.tokenize(str(text), cuts=cuts, **tokenization(tokenization_kwargs))
+        return text, admit(token_ids, cache_salt=salt)
+
+    def tokenize(self, text: str, *, add_special_tokens: bool = True, cuts: str | None = None) -> list[int]:
+        """Return the token ids of a prompt. Raises `InputError`.
+
+        A text too long for any model's context is refused without being read whole. With `cuts`, "left" or
+        "right", so much is cut off at that end that the rest surely has as many tokens as the context.
+        """
+        most = self.engine.door.max_model_len
+        return tokens.encode(self.tokenizer, text, most, add_special_tokens=add_special_tokens, cuts=cuts)
+
+
+def engine_config(options: Mapping[str, Any]) -> EngineConfig:
+    """Return the config of `LLM`'s options. Raises `InputError`."""
+    return EngineConfig(**vllm_options.translated(options, tuple(EngineConfig.__dataclass_fields__)))
