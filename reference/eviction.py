@@ -159,11 +159,14 @@ class Sieve(Ranked):
 class S3Fifo(Ranked):
     """S3-FIFO (Yang et al., SOSP 2023): a small queue for new blocks, a main one for the rest.
 
-    While more than a tenth of the free blocks with content are in the small one, its first goes, else the
-    main one's. A block of the small queue that was found twice goes to the main one's end instead. A block of
-    the main queue that was found goes to its end again, with a hit less of at most three. Contents that were
-    evicted from the small queue are remembered: as many, the last ones, as there are free blocks with
-    content. A remembered content that comes back begins in the main queue.
+    While the main queue has more than nine tenths of the free blocks with content, its first goes, else the
+    small one's. A block of the small queue that was found twice goes to the main one's end instead, and the
+    next one of the small queue is looked at. A block of the main queue that was found goes to its end again,
+    with a hit less of at most three. Contents that were evicted from the small queue are remembered, first in
+    first out: nine tenths as many as there are free blocks with content. A remembered content that comes back
+    begins in the main queue, and is no longer remembered. Contents beyond that number are forgotten when the
+    next block is taken. When the first block with content is taken, only the first tenth of the free ones
+    stay in the small queue. All this is as in the authors' simulator, libCacheSim.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -171,40 +174,47 @@ class S3Fifo(Ranked):
         self.is_main: dict[int, bool] = {}
         self.place: dict[int, int] = {}
         self.content: dict[int, int] = {}
-        self.ghosts: dict[int, int] = {}  # the number of each content's last eviction from the small queue
-        self.num_ghosts = 0
+        self.ghosts: list[int] = []
+        self.is_full = False  # has a block with content been taken?
 
     def publish(self, block: int, depth: int, content: int) -> None:
         super().publish(block, depth, content)
         self.place.pop(block, None)
         self.content[block] = content
-        oldest = self.num_ghosts - len(self.ranks)
-        self.is_main[block] = content in self.ghosts and self.ghosts[content] > oldest
+        self.is_main[block] = content in self.ghosts
+        if self.is_main[block]:
+            self.ghosts.remove(content)
 
     def rank(self, block: int) -> tuple[int, int]:
         return 0, self.place.setdefault(block, self.now)
 
     def take(self) -> int:
-        while not self.empty:
+        if self.empty:
+            return self.empty.pop(0)
+        num_free = len(self.ranks)
+        if not self.is_full:
+            self.is_full = True
+            for block in sorted(self.ranks, key=self.ranks.__getitem__)[num_free // 10 :]:
+                self.is_main[block] = True
+        del self.ghosts[: max(0, len(self.ghosts) - 9 * num_free // 10)]
+        from_small = False
+        while True:
             small = {block: rank for block, rank in self.ranks.items() if not self.is_main[block]}
             main = {block: rank for block, rank in self.ranks.items() if self.is_main[block]}
-            from_small = bool(small) and (10 * len(small) > len(self.ranks) or not main)
+            from_small = bool(small) and (from_small or len(main) <= num_free - num_free // 10)
             queue = small if from_small else main
             block = min(queue, key=queue.__getitem__)
             hits = min(3, self.hits[block])
-            if hits > (1 if from_small else 0):
-                self.is_main[block] = True
-                self.hits[block] = 0 if from_small else hits - 1
-                self.now += 1
-                self.place[block] = self.now
-                self.ranks[block] = self.rank(block)
-                continue
-            if from_small:
-                self.num_ghosts += 1
-                self.ghosts[self.content[block]] = self.num_ghosts
-            del self.ranks[block]
-            return block
-        return self.empty.pop(0)
+            if hits <= (1 if from_small else 0):
+                if from_small and self.content[block] not in self.ghosts:
+                    self.ghosts.append(self.content[block])
+                del self.ranks[block]
+                return block
+            self.is_main[block] = True
+            self.hits[block] = 0 if from_small else hits - 1
+            self.now += 1
+            self.place[block] = self.now
+            self.ranks[block] = self.rank(block)
 
 
 class GreedyDual(Ranked):

@@ -30,7 +30,7 @@ from jaxtyping import Array, Bool, Int
 
 from jaxpaged.checks import InputError, check, shown
 from jaxpaged.contracts import versions
-from jaxpaged.memory import greedy_dual, policies, queue_lru, ranked_queue, tiny_lfu
+from jaxpaged.memory import greedy_dual, policies, queue_lru, ranked_queue, s3_fifo, tiny_lfu
 from jaxpaged.memory.policies import Policy, Sweep
 from jaxpaged.memory.ranked_queue import RankedQueue, Ranking, Spared
 
@@ -47,6 +47,7 @@ def policy(
     ranking: Ranking,
     *,
     push: Callable[..., Any] = ranked_queue.push,
+    take: Callable[..., Any] = ranked_queue.take,
     note_content: Callable[..., Any] = ranked_queue.note_content,
     **others: Any,
 ) -> Policy:
@@ -70,7 +71,7 @@ def policy(
             ),
         ),
         keeps_content=True,
-        take=functools.partial(ranked_queue.take, ranking),
+        take=functools.partial(take, ranking),
         remove=ranked_queue.remove,
         note_content=functools.partial(note_content, ranking),
         **{"note_hits": ranked_queue.note_hits, "contract": ranking.contract, **others},
@@ -118,32 +119,11 @@ def _passed_over(queue: RankedQueue, block_id: Int[Array, ""]) -> Spared:
     return hits > 0, next_round, queue.kind[block_id], jnp.zeros_like(hits)
 
 
-SMALL, MAIN = 0, 1
-
-
-def _moved(queue: RankedQueue, block_id: Int[Array, ""]) -> Spared:
-    """Move blocks from the small order to the main one's end, or there to the end again with one hit less."""
-    hits = jnp.minimum(queue.note(RankedQueue.HITS, block_id), MOST_HITS)
-    is_small = queue.kind[block_id] == SMALL
-    at_the_end = jnp.stack([queue.rank[block_id, 0], queue.now + 1])
-    left = jnp.where(is_small, 0, hits - 1)
-    return jnp.where(is_small, hits > 1, hits > 0), at_the_end, jnp.int32(MAIN), left
-
-
-def _small_or_main(queue: RankedQueue, heads: Int[Array, " num_kinds"]) -> Int[Array, ""]:
-    small, main = queue.num_queued
-    has_small = heads[SMALL] != 0
-    is_empty = ~ranked_queue.has_content(queue, heads[SMALL])
-    takes_small = (is_empty & has_small) | (small * SMALL_SHARE > small + main) | (main == 0)
-    return jnp.where(takes_small & has_small, SMALL, MAIN)
-
-
 RANKINGS = {
     "fifo": Ranking(_by_birth),
     "lfu": Ranking(_by_uses),
     "depth": Ranking(_by_depth),
     "sieve": Ranking(_as_it_was, spare=_passed_over, floor_follows_lowest=True),
-    "s3fifo": Ranking(_as_it_was, spare=_moved, choose=_small_or_main, num_kinds=2, remembers=True),
     "plain_lfu": Ranking(_by_uses_without_ageing),
 }
 DEFAULT_BLOCK_SIZE = 16  # tokens
@@ -158,6 +138,7 @@ EVICTION_POLICIES = (
     {name: each for name, each in policies.POLICIES.items() if each.keeps_content}
     | {name: policy(name, ranking) for name, ranking in RANKINGS.items()}
     | {
+        "s3fifo": policy("s3fifo", s3_fifo.RANKING, take=s3_fifo.take, note_content=s3_fifo.note_content),
         "tinylfu": policy(
             "tinylfu",
             tiny_lfu.RANKING,

@@ -16,14 +16,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int
 
-from jaxpaged.arithmetic import cdiv, next_power_of_two
+from jaxpaged.arithmetic import cdiv
 from jaxpaged.checks import INT32_MAX
 from jaxpaged.memory.free_queue import FreeQueue
 
 FAN_OUT = 16  # children of a node
-# Ways of each set of remembered contents. There is one set for two blocks. A set overflows, and so forgets a
-# content too early, about once in 10 billion.
-GHOST_WAYS = 16
 WITHOUT_CONTENT = 1 << 29  # rank offset of blocks without content, below all others
 
 
@@ -43,9 +40,6 @@ class RankedQueue(FreeQueue):
     clock: Int[Array, "2"]  # the floor (first part of the last rank taken); number of blocks freed
     num_queued: Int[Array, " num_kinds"]  # free blocks of each kind with content
     marks: Int[Array, " num_blocks"]  # all 0 between two calls
-    # Content that was evicted from kind 0: its fingerprint, and the number of its eviction; 0: none.
-    ghosts: Int[Array, "num_sets ways 2"]
-    num_ghosts: Int[Array, ""]  # such evictions so far
     memory: Any = None  # what else a policy keeps: a pytree
 
     HITS: ClassVar[int] = 0  # times the block was found with its present content
@@ -81,13 +75,16 @@ class Ranking:
     # Choice of the kind from which the next block is taken.
     choose: Callable[[RankedQueue, Int[Array, " num_kinds"]], Int[Array, ""]] | None = None
     num_kinds: int = 1
-    remembers: bool = False  # whether evicted content of kind 0 is remembered; if it returns it has kind 1
     # Whether the floor rises to the lowest rank that is left when a block is evicted.
     floor_follows_lowest: bool = False
     # The queue's `memory` at first: (number of blocks) -> pytree.
     memory: Callable[[int], Any] | None = None
-    # The memory after a turn of taking: (queue before it, kind, was it spared, was its content evicted).
-    note_turn: Callable[[RankedQueue, Int[Array, ""], Bool[Array, ""], Bool[Array, ""]], Any] | None = None
+    # The memory after a turn of taking: (queue before it, the notes of the first in rank, its kind, whether
+    # it was spared, whether its content was evicted).
+    note_turn: (
+        Callable[[RankedQueue, Int[Array, " 5"], Int[Array, ""], Bool[Array, ""], Bool[Array, ""]], Any]
+        | None
+    ) = None
     contract: int = 1  # version of the contract that it is written for (docs/research/contracts.md)
 
 
@@ -105,7 +102,6 @@ def _levels(num_blocks: int) -> list[int]:
 def create(num_blocks: int, ranking: Ranking) -> RankedQueue:
     """Make a queue of all blocks but the null block, the lowest id first."""
     ids = jnp.arange(num_blocks, dtype=jnp.int32)
-    num_sets = cdiv(next_power_of_two(num_blocks), 2) if ranking.remembers else 0
     queue = RankedQueue(
         ring=jnp.zeros(0, jnp.int32),
         place=jnp.where(ids == 0, FreeQueue.NOT_QUEUED, 0),
@@ -117,8 +113,6 @@ def create(num_blocks: int, ranking: Ranking) -> RankedQueue:
         clock=jnp.array([0, num_blocks], jnp.int32),
         num_queued=jnp.zeros(ranking.num_kinds, jnp.int32),
         marks=jnp.zeros_like(ids),
-        ghosts=jnp.zeros((num_sets, GHOST_WAYS, 2), jnp.int32),
-        num_ghosts=jnp.int32(0),
         memory=None if ranking.memory is None else ranking.memory(num_blocks),
     )
     return play(queue, ids, jnp.ones(num_blocks, bool))
@@ -204,10 +198,8 @@ def take(
         spared = may_be & holds
         rank, new_kind, hits = (jnp.where(spared, a, b) for a, b in zip(changed, was, strict=True))
         evicted = holds & ~spared
-        if ranking.remembers:
-            queue = _remember(queue, notes[RankedQueue.FINGERPRINT], evicted & (kind == 0))
         if ranking.note_turn is not None:
-            queue = replace(queue, memory=ranking.note_turn(queue, kind, spared, evicted))
+            queue = replace(queue, memory=ranking.note_turn(queue, notes, kind, spared, evicted))
         moves = jnp.zeros_like(queue.num_queued).at[kind].add(-1)
         moves = moves.at[new_kind].add(spared)
         kept = notes.at[RankedQueue.HITS].set(hits)
@@ -254,26 +246,7 @@ def note_content(
     target = jnp.where(mask & (old[:, RankedQueue.DEPTH] == 0), ids, queue.num_blocks)
     nothing = jnp.zeros_like(depth)
     notes = jnp.stack([nothing, nothing, depth + 1, fingerprint, nothing], axis=1)
-    queue = replace(queue, notes=queue.notes.at[target].set(notes, mode="drop"))
-    if not ranking.remembers:
-        return queue
-    ghost = queue.ghosts[fingerprint & (queue.ghosts.shape[0] - 1)]  # [n, ways, 2]
-    oldest = jnp.maximum(queue.num_ghosts - jnp.sum(queue.num_queued), 0)
-    is_back = jnp.any((ghost[:, :, 0] == fingerprint[:, None]) & (ghost[:, :, 1] > oldest), axis=1)
-    return replace(queue, kind=queue.kind.at[target].set(is_back.astype(jnp.int32), mode="drop"))
-
-
-def _remember(queue: RankedQueue, fingerprint: Int[Array, ""], mask: Bool[Array, ""]) -> RankedQueue:
-    """Remember an evicted content, if `mask`, in place of itself or of the oldest one of its set."""
-    num_sets = queue.ghosts.shape[0]
-    at = fingerprint & (num_sets - 1)
-    former = queue.ghosts[at]
-    is_same = (former[:, 0] == fingerprint) & (former[:, 1] > 0)
-    way = jnp.argmin(jnp.where(is_same, -1, former[:, 1]))
-    num_ghosts = queue.num_ghosts + mask
-    ghost = jnp.stack([fingerprint, num_ghosts])
-    ghosts = queue.ghosts.at[jnp.where(mask, at, num_sets), way].set(ghost, mode="drop")
-    return replace(queue, ghosts=ghosts, num_ghosts=num_ghosts)
+    return replace(queue, notes=queue.notes.at[target].set(notes, mode="drop"))
 
 
 def has_content(queue: RankedQueue, block_id: Int[Array, "*n"]) -> Bool[Array, "*n"]:

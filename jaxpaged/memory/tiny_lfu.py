@@ -125,7 +125,11 @@ def _moved(queue: RankedQueue, block_id: Int[Array, ""]) -> Spared:
 
 
 def _note_turn(
-    queue: RankedQueue, kind: Int[Array, ""], spared: Bool[Array, ""], evicted: Bool[Array, ""]
+    queue: RankedQueue,
+    notes: Int[Array, " 5"],
+    kind: Int[Array, ""],
+    spared: Bool[Array, ""],
+    evicted: Bool[Array, ""],
 ) -> Uses:
     uses: Uses = queue.memory
     halves = evicted & (uses.num_uses >= USES_A_HALVING * uses.most)

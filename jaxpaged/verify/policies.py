@@ -65,8 +65,6 @@ class OneByOne:
         self.floor, self.now = 0, num_blocks
         self.free_blocks = list(range(1, num_blocks))
         self.has_content: set[int] = set()
-        self.ghosts: dict[int, int] = {}
-        self.num_ghosts = 0
 
     def queue(self) -> RankedQueue:
         """Return the queue as the ranking's functions see it."""
@@ -83,8 +81,6 @@ class OneByOne:
             clock=jnp.array([self.floor, self.now], jnp.int32),
             num_queued=jnp.array(counts, jnp.int32),
             marks=nothing,
-            ghosts=jnp.zeros((0, 1, 2), jnp.int32),
-            num_ghosts=jnp.int32(self.num_ghosts),
         )
 
     def _count(self, kind: int) -> int:
@@ -116,9 +112,6 @@ class OneByOne:
             self.has_content.discard(block)
             if is_full:
                 self.floor = int(self.rank[block, 0])
-                if ranking.remembers and kind == 0:
-                    self.num_ghosts += 1
-                    self.ghosts[int(self.notes[block, RankedQueue.FINGERPRINT])] = self.num_ghosts
                 if ranking.floor_follows_lowest and (lowest := self._first(0)) in self.has_content:
                     self.floor = max(self.floor, int(self.rank[lowest, 0]))
             self.kind[block], self.notes[block] = 0, 0
@@ -127,9 +120,6 @@ class OneByOne:
     def publish(self, block: int, depth: int, content: int) -> None:
         """Note that a block, which is held, has content."""
         self.notes[block] = (0, 0, depth + 1, content, 0)
-        if self.ranking.remembers:
-            oldest = max(self.num_ghosts - sum(b in self.has_content for b in self.free_blocks), 0)
-            self.kind[block] = self.ghosts.get(content, 0) > oldest
 
     def hit(self, block: int) -> None:
         """Note that a block was found."""

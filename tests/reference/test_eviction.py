@@ -41,7 +41,7 @@ def test_sieve_is_the_papers(size):
 GOLDENS = json.loads((Path(__file__).parents[1] / "goldens" / "policies.json").read_text())
 
 
-@pytest.mark.parametrize("policy", ["lru", "fifo", "sieve", "plain_lfu"])
+@pytest.mark.parametrize("policy", ["lru", "fifo", "sieve", "s3fifo", "plain_lfu"])
 @pytest.mark.parametrize("trace", GOLDENS["traces"])
 def test_hits_are_those_of_libcachesim(policy, trace):
     """Prompts of one block each, so that prefixes and blocks in use play no part."""
