@@ -293,3 +293,19 @@ def test_no_file_is_too_long_to_be_read_at_once():
     for package in OURS:
         for file in (ROOT / package).rglob("*.py"):
             assert len(file.read_text().splitlines()) <= 450, file.relative_to(ROOT)
+
+
+# Accesses of tests to private names of other objects. The number may only fall.
+MOST_PRIVATE_ACCESSES = 45
+
+
+def test_tests_reach_into_few_private_names():
+    """Own attributes do not count, and neither do names of the standard library and of JAX."""
+    found = []
+    for file in sorted((ROOT / "tests").rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.endswith("_"):
+                is_ours = ast.unparse(node.value) not in ("self", "cls", "sys", "os", "jax")
+                if is_ours and node.attr not in ("_replace", "_asdict", "_fields"):
+                    found.append(f"{file.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)}")
+    assert len(found) <= MOST_PRIVATE_ACCESSES, "\n".join(found)

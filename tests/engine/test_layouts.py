@@ -226,12 +226,12 @@ def test_an_engine_has_one_of_each_kind() -> None:
 
 def sampled(driver: Driver, prompt: list[int], params: SamplingParams) -> list[tuple[list[int], list[float]]]:
     """Return the tokens and log-probabilities of each answer."""
-    requests = driver.door.admit(prompt, params)
-    ids = [next(tiny._request_ids) for _ in requests]
-    for request_id, request in zip(ids, requests, strict=True):
-        driver.add(dataclasses.replace(request, request_id=request_id))
+    requests = tiny.numbered(driver.door.admit(prompt, params))
+    for request in requests:
+        driver.add(request)
     done = tiny.drain(driver)
-    return [(done[i].token_ids, list(done[i].logprobs or [])) for i in ids]
+    answers = [done[request.request_id] for request in requests]
+    return [(answer.token_ids, list(answer.logprobs or [])) for answer in answers]
 
 
 @slow
