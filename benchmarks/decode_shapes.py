@@ -99,6 +99,7 @@ def measure(model: Decoder, batch: int, context_len: int, repeats: int, bandwidt
     start = time.perf_counter()
     c, dtype = model.config, model.dtype
     attention = Setup(EngineConfig(), c).attention
+    assert isinstance(attention, str)
     max_model_len = context_len + decode_loop.BLOCK_SIZE + MAX_STEPS * (repeats + 2)
     # Beside the null block, and those that stay free, for all rows at their longest.
     num_blocks = 1 + math.ceil(1.02 * batch * cdiv(max_model_len, decode_loop.BLOCK_SIZE))
