@@ -6,12 +6,10 @@ import queue
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
-from tqdm import tqdm
-
+from jaxpaged.api.gather import Finished, Group, ToOutput, in_order
 from jaxpaged.api.llm_engine import LLMEngine
 from jaxpaged.api.model import LoadedModel
 from jaxpaged.api.outputs import BeamSearchOutput, RequestOutput, beam_search_output, request_output
-from jaxpaged.api.progress import Progress
 from jaxpaged.api.prompts import (
     Loras,
     Priority,
@@ -24,13 +22,11 @@ from jaxpaged.api.prompts import (
 )
 from jaxpaged.api.prompts import Prompt as Prompt
 from jaxpaged.checks import InputError, check, checked_int
-from jaxpaged.engine.handle import Handle, Item, collect, or_raise
+from jaxpaged.engine.handle import Handle, Item
 from jaxpaged.engine.request import Delta, Request
 from jaxpaged.engine.texts import texts
 from jaxpaged.sampling_params import BeamSearchParams, SamplingParams
 from jaxpaged.text.conversations import Message
-
-Group = tuple[str | None, list[Handle]]  # a prompt, where it came as text, and a handle for each answer
 
 
 class LLM(LoadedModel):
@@ -77,17 +73,41 @@ class LLM(LoadedModel):
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        on_error: Callable[[int, InputError], None] | None = None,
+        **options: Any,
+    ) -> Iterator[RequestOutput]:
+        """Answer as `generate` does, but give each result as soon as it and all before it are there.
+
+        Further options are those of `generate_as_finished`, and so are checks and errors. Leaving the
+        iteration gives up what is left.
+        """
+        many, refused = as_many(prompts), set()
+
+        def refuse(i: int, error: InputError) -> None:
+            refused.add(i)
+            if on_error is None:
+                raise of_prompt(i, len(many), error) from error
+            on_error(i, error)
+
+        finished = self.generate_as_finished(many, sampling_params, on_error=refuse, **options)
+        return in_order(finished, (i for i in range(len(many)) if i not in refused))
+
+    def generate_as_finished(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
         use_tqdm: bool | Callable[..., Any] = True,
         lora_request: Loras = None,
         priority: Priority = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         on_error: Callable[[int, InputError], None] | None = None,
-    ) -> Iterator[RequestOutput]:
-        """Answer as `generate` does, but give each result as soon as it and all before it are there.
+    ) -> Finished:
+        """Answer as `generate` does, but give each prompt's place and its result as soon as it is there.
 
-        Requests are checked and queued at once. Leaving the iteration gives up what is left. `on_error` is
-        called with the place of a prompt that is refused, and why: then all others are answered. Without it
-        the error is raised, and nothing runs.
+        Requests are checked and queued at once. Leaving the iteration gives up what is left; its `stop` lets
+        it end after what has finished. `on_error` is called with the place of a prompt that is refused, and
+        why: then all others are answered. Without it the error is raised, and nothing runs.
         """
         many = as_many(prompts)
         params = one_each("sampling_params", self._params(sampling_params), len(many))
@@ -104,15 +124,13 @@ class LLM(LoadedModel):
                 )
                 cuts = getattr(its, "cuts", None)
                 asked.append(
-                    self.read_prompt(prompt, admit, tokenization_kwargs=tokenization_kwargs, cuts=cuts)
+                    (i, *self.read_prompt(prompt, admit, tokenization_kwargs=tokenization_kwargs, cuts=cuts))
                 )
             except InputError as error:
                 if on_error is None:
                     raise of_prompt(i, len(many), error) from error
                 on_error(i, error)
-        outputs = self._gather(*self._submit(asked), use_tqdm, self._output)
-        next(outputs)  # into its `try`: from here on it gives up what is left, whatever happens
-        return outputs
+        return self._gather(asked, use_tqdm, self._output)
 
     def chat(
         self,
@@ -179,58 +197,38 @@ class LLM(LoadedModel):
         adapters = one_each("lora_request", lora_request, len(many))
         priorities = one_each("priority", 0 if priority is None else priority, len(many))
         asked = [
-            naming_prompt(
+            (
                 i,
-                len(many),
-                self.read_prompt,
-                prompt,
-                functools.partial(admit, lora_request=adapter, priority=urgency),
+                *naming_prompt(
+                    i,
+                    len(many),
+                    self.read_prompt,
+                    prompt,
+                    functools.partial(admit, lora_request=adapter, priority=urgency),
+                ),
             )
             for i, (prompt, adapter, urgency) in enumerate(zip(many, adapters, priorities, strict=True))
         ]
         found: list[BeamSearchOutput] = []
         for some in itertools.batched(asked, concurrency_limit or len(asked) or 1):
-            outputs = self._gather(*self._submit(some), use_tqdm, self._beam_search_output)
-            found += itertools.islice(outputs, 1, None)
+            finished = self._gather(some, use_tqdm, self._beam_search_output)
+            found += in_order(finished, [place for place, *_ in some])
         return found
-
-    def _submit(
-        self, asked: Sequence[tuple[str | None, list[Request]]]
-    ) -> "tuple[list[Group], queue.SimpleQueue[Item]]":
-        """Queue all requests at once: for each prompt a group; and where their answers come."""
-        items: queue.SimpleQueue[Item] = queue.SimpleQueue()
-        handles = iter(self.engine.submit_all([r for _, requests in asked for r in requests], items.put))
-        return [(text, list(itertools.islice(handles, len(requests)))) for text, requests in asked], items
 
     def _gather(
         self,
-        groups: Sequence[Group],
-        items: "queue.SimpleQueue[Item]",
+        asked: Sequence[tuple[int, str | None, list[Request]]],
         use_tqdm: bool | Callable[..., Any],
-        output: Callable[[Sequence[Handle], str | None, Sequence[Delta]], Any],
-    ) -> Iterator[Any]:
-        """Yield None first, then what `output` makes of each prompt's answers; show both speeds in a bar."""
-        handles = [handle for _, group in groups for handle in group]
-        deltas: dict[int, list[Delta]] = {handle.request_id: [] for handle in handles}
-        progress = Progress(
-            {group[0].request_id: len(group[0].request.prompt_token_ids) for _, group in groups}
-        )
-        bar_of = use_tqdm if callable(use_tqdm) else tqdm
-        try:
-            yield None
-            with bar_of(total=len(handles), desc="answers", unit="req", disable=not use_tqdm) as bar:
-                for prompt, group in groups:
-                    for handle in group:
-                        while not (its := deltas[handle.request_id]) or not its[-1].finish_reason:
-                            delta = or_raise(items.get())
-                            deltas[delta.request_id].append(delta)
-                            bar.set_postfix_str(progress.after(delta), refresh=False)
-                            if delta.finish_reason:
-                                bar.update()
-                    answers = [collect(deltas.pop(handle.request_id)) for handle in group]
-                    yield output(group, prompt, answers)
-        finally:  # the user's Ctrl-C, for one: what is left should not run on unseen
-            self.engine.abort([handle for handle in handles if handle.request_id in deltas])
+        output: ToOutput,
+    ) -> Finished:
+        """Queue all requests at once; prompts have their places, and their texts where they came as texts."""
+        items: queue.SimpleQueue[Item | None] = queue.SimpleQueue()
+        handles = iter(self.engine.submit_all([r for *_, requests in asked for r in requests], items.put))
+        groups = [
+            Group(place, text, list(itertools.islice(handles, len(requests))))
+            for place, text, requests in asked
+        ]
+        return Finished(self.engine, groups, items, use_tqdm, output)
 
     def _output(self, group: Sequence[Handle], prompt: str | None, answers: Sequence[Delta]) -> RequestOutput:
         request = group[0].request

@@ -6,7 +6,7 @@ A file has a prompt a line, or JSON lines; lines end with a line feed, and nothi
 import dataclasses
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +81,9 @@ def read(
     lines = _lines(file, name)
     if not any(line.strip() for line in lines):
         raise InputError(f"{name} must have at least one prompt")
-    is_json = next(line for line in lines if line.strip()).lstrip().startswith("{")
+    first, is_json = next((i, line.lstrip()[0] == "{") for i, line in enumerate(lines, 1) if line.strip())
+    if not is_json:
+        _check_all_text(lines, name, first)
     params = SamplingParams(**sampling)
     asked: list[PromptLine | Refused] = []
     for number, line in enumerate(lines, start=1):
@@ -98,46 +100,54 @@ def read(
     return asked
 
 
-def answered(
+@dataclasses.dataclass(frozen=True)
+class Answering:
+    """Prompts that have been asked, each by its place among those that were given."""
+
+    refused: Mapping[int, Refused]
+    finished: Iterator[tuple[int, Any]]  # places and outputs, as they finish
+    stop: Callable[[], object]  # lets `finished` end after what has finished; a signal handler may call it
+
+
+def ask(
     asked: Sequence[PromptLine | Refused],
-    generate_each: Callable[..., Iterator[Any]],
+    generate_as_finished: Callable[..., Any],
     render_chat: Callable[..., dict[str, Any]],
     *,
     chat: bool,
     skip_errors: bool,
-) -> Iterator[tuple[PromptLine | Refused, Any]]:
-    """Ask all, and give each with its answer, in their order; with None what is refused.
+    skip: Collection[int] = (),
+) -> Answering:
+    """Ask all prompts but those at the places of `skip`.
 
-    `generate_each` and `render_chat`: those of `LLM`.
+    `generate_as_finished` and `render_chat`: those of `LLM`.
     Raises `InputError`, before anything runs, for the first that cannot be asked; with `skip_errors` it is
-    `Refused` in its place.
+    among those refused.
     """
-    found = list(asked)
-    places: list[int] = []
-    prompts: list[dict[str, Any]] = []
+    left = {place: each for place, each in enumerate(asked) if place not in skip}
+    refused = {place: each for place, each in left.items() if isinstance(each, Refused)}
+    lines = {place: each for place, each in left.items() if isinstance(each, PromptLine)}
+    prompts: dict[int, dict[str, Any]] = {}
 
     def refuse(place: int, error: InputError) -> None:
-        its = found[place]
-        if isinstance(its, PromptLine):
-            found[place] = Refused(f"{its.where}: {error}", its.id, its.title)
-            if not skip_errors:
-                raise InputError(f"{its.where}: {error}") from error
+        its = lines[place]
+        refused[place] = Refused(f"{its.where}: {error}", its.id, its.title)
+        if not skip_errors:
+            raise InputError(f"{its.where}: {error}") from error
 
-    for place, each in enumerate(asked):
-        if isinstance(each, PromptLine):
-            try:
-                prompts.append(for_llm(each, render_chat, chat))
-                places.append(place)
-            except InputError as error:
-                refuse(place, error)
-    its = [each for each in found if isinstance(each, PromptLine)]
-    outputs = generate_each(
-        prompts,
-        [each.params for each in its],
-        priority=[each.priority for each in its],
+    for place, each in lines.items():
+        try:
+            prompts[place] = for_llm(each, render_chat, chat)
+        except InputError as error:
+            refuse(place, error)
+    places = list(prompts)
+    finished = generate_as_finished(
+        list(prompts.values()),
+        [lines[place].params for place in places],
+        priority=[lines[place].priority for place in places],
         on_error=lambda i, error: refuse(places[i], error),
     )
-    return ((each, next(outputs) if isinstance(each, PromptLine) else None) for each in found)
+    return Answering(refused, ((places[i], output) for i, output in finished), finished.stop)
 
 
 def _id(line: str) -> Any:
@@ -177,6 +187,23 @@ def _lines(file: str, name: str) -> list[str]:
         raise InputError(f"{name} cannot be read: {error}") from error
     lines = [line.removesuffix("\r") for line in text.split("\n")]
     return lines[:-1] if lines[-1] == "" else lines
+
+
+def _check_all_text(lines: Sequence[str], name: str, first: int) -> None:
+    """Raise `InputError` for a line that asks in JSON, where the first one is text."""
+    for number, line in enumerate(lines, 1):
+        if line.lstrip().startswith("{") and _is_request(line):
+            raise InputError(
+                f"{name} must have text on each line, or JSON on each: line {first} is text and line "
+                f"{number} is JSON"
+            )
+
+
+def _is_request(line: str) -> bool:
+    try:
+        return any(kind in json.loads(line) for kind in PROMPTS)
+    except (ValueError, RecursionError):
+        return False
 
 
 def _text_line(line: str, params: SamplingParams) -> PromptLine:

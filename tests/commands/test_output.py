@@ -8,10 +8,8 @@ import sys
 import pytest
 
 from jaxpaged import cli
-from jaxpaged.api.llm import LLM
 from jaxpaged.batch import prompt_files
 from jaxpaged.checks import InputError
-from tests import tiny
 from tests.commands.fast import FAST
 
 
@@ -35,20 +33,12 @@ class Stream(io.TextIOWrapper):
             self.flushed.append(len(file.readlines()))
 
 
-def three_answers(model, monkeypatch, tmp_path, interrupted=False, **stream):
+def three_answers(model, monkeypatch, tmp_path, **stream):
     """Ask for three answers, the first of which is the longest.
 
     Returns: the exit code, the lines that stood in the file after each flush, and what it holds.
     """
     out = Stream(tmp_path / "out", **stream)
-    if interrupted:
-        generate_each = LLM.generate_each
-
-        def breaks_off(*args, **kwargs):
-            yield next(generate_each(*args, **kwargs))
-            raise KeyboardInterrupt
-
-        tiny.replace(monkeypatch, LLM, "generate_each", breaks_off)
     lines = [
         {"prompt_token_ids": [i], "max_tokens": n, "ignore_eos": True} for i, n in ((1, 40), (2, 2), (3, 2))
     ]
@@ -68,12 +58,6 @@ def test_each_answer_is_written_when_it_and_all_before_it_are_there(model, monke
     code, flushed, answers = three_answers(model, monkeypatch, tmp_path)
     assert (code, flushed) == (0, [1, 2, 3])
     assert [answer["index"] for answer in answers] == [0, 1, 2]
-
-
-def test_an_interrupt_says_how_many_answers_are_written(model, monkeypatch, tmp_path, capsys):
-    code, _, answers = three_answers(model, monkeypatch, tmp_path, interrupted=True)
-    assert (code, len(answers)) == (130, 1)
-    assert capsys.readouterr().err.endswith("jaxpaged: interrupted: 1 of 3 answers are written\n")
 
 
 def test_a_full_disk_loses_nothing_that_was_written(model, monkeypatch, tmp_path, capsys):

@@ -165,7 +165,7 @@ def test_native_kernels_look_up_no_block_before_a_bound(c):
     (q, k, v, tables, seq_lens), starts, _ = tiles.inputs(c)
     assert not set(tables[:, 0]) <= {*range(len(k))}
     out = attend(q, k, v, tables, starts, seq_lens, **c.options, implementation="native")
-    tiles.assert_close(c, np.asarray(out, np.float64), weights_dtype="float32")
+    assert_close(c, np.asarray(out, np.float64), "float32")
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

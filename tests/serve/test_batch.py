@@ -158,10 +158,11 @@ def test_a_full_disk_leaves_whole_lines(tmp_path):
     file, line = tmp_path / "out.jsonl", {"custom_id": "a", "response": {}, "error": None}
     with Output(str(file)) as output:
         output.write(line)
-        out, output._out = output._out, Full(output._out)
+        lines = output._lines
+        out, lines._out = lines._out, Full(lines._out)
         with pytest.raises(InputError, match="out.jsonl' cannot be written: no space left"):
             output.write(line | {"custom_id": "b"})
-        output._out = out
+        lines._out = out
     assert json.loads(file.read_text()) == line
     with Output(str(file)) as output:
         assert output.answered == {batch_files.digest_of("a")}
