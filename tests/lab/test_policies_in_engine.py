@@ -34,6 +34,8 @@ def waiting_finds(is_waiting, rows, cache, block_size):
         if not is_waiting[row]:
             continue
         tokens = rows.token_ids[row, : rows.num_findable[row] - 1]
+        is_prompt = np.arange(len(tokens)) < rows.prompt_lens[row]
+        tokens = np.where(is_prompt, tokens, -1 - tokens)  # as the cache keeps answers
         name = [-1, int(rows.salt[row])]
         for block in tokens[: len(tokens) // block_size * block_size].reshape(-1, block_size):
             is_next = (cache.parent == name).all(axis=1) & (cache.token_ids == block).all(axis=1)
