@@ -90,6 +90,7 @@ def attend(
     *,
     scale: float,
     kinds: Sequence[LayerKind] = (LayerKind(),),
+    kv_layers: Sequence[int] = (),
     soft_cap: float | None = None,
     alibi_slopes: Float[Array, " num_q_heads"] | None = None,
     sinks: Float[Array, " num_q_heads"] | None = None,
@@ -99,8 +100,20 @@ def attend(
     `kinds`: what bounds the attention of each layer, or one for all (`ModelConfig.attention_kinds`). Blocks
     that lie wholly before what a tile's first token sees may be gone, with anything in their places of the
     block table.
+
+    `kv_layers`: of each layer, which of the cache's layers it sees; empty: as many, in their order. A layer
+    that sees what another has written before writes nothing: k and v are not read.
     """
-    cache = kv_cache.write(cache, layer, k, v, batch.slot_mapping)
+    place, slots, writes = layer, batch.slot_mapping, True
+    if len(set(kv_layers)) < len(kv_layers):
+        is_first = [number not in kv_layers[:i] for i, number in enumerate(kv_layers)]
+        if isinstance(layer, int):
+            place, writes = kv_layers[layer], is_first[layer]
+        else:
+            place = jnp.asarray(kv_layers, jnp.int32)[layer]
+            slots = jnp.where(jnp.asarray(is_first)[layer], slots, 0)
+    if writes:
+        cache = kv_cache.write(cache, place, k, v, slots)
     different = list(dict.fromkeys(kinds))
 
     def look(
@@ -108,7 +121,7 @@ def attend(
     ) -> Float[Array, "num_tokens num_q_heads head_dim"]:
         out = ops.tiled_paged_attention(
             q.reshape(batch.query_starts.shape[0], -1, *q.shape[1:]),
-            cache.pool(layer),
+            cache.pool(place),
             None,
             batch.block_tables,
             batch.query_starts,
