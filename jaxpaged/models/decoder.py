@@ -348,7 +348,7 @@ class Attention(nnx.Module):
     def _plain(
         self, x: Float[Array, "num_tokens heads head_dim"]
     ) -> Float[Array, "num_tokens heads head_dim"]:
-        """Norm each head without weights."""
+        """Return each head normed without weights."""
         return x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + self.config.norm_eps)
 
     def _normed(
