@@ -16,6 +16,7 @@ from unittest import mock
 from absl import app
 
 from benchmarks import cuda_compiler
+from benchmarks.llama import llama_config
 from jaxpaged.engine.gpu_flags import FLAGS
 from jaxpaged.models.load_as import LoadAs
 
@@ -195,7 +196,6 @@ def compile_for_h200(case: Case) -> tuple[Any, Any]:
     from jaxpaged.memory.block_table import BlockTables
     from jaxpaged.memory.kv_cache import KVCache
     from jaxpaged.models import decoder, lora
-    from jaxpaged.models.config import ModelConfig, Rope, uniform
     from jaxpaged.models.constant import VOCAB_SIZE, ConstantModel
     from jaxpaged.models.families.llama import NAMES
     from jaxpaged.models.quantised.on_load import OnLoad
@@ -209,18 +209,10 @@ def compile_for_h200(case: Case) -> tuple[Any, Any]:
     # A device that is not there has no host memory to name; an abstract one takes our word.
     on_host = NamedSharding(mesh.abstract_mesh, PartitionSpec(), memory_kind="pinned_host")
 
-    config = ModelConfig(
-        vocab_size=512,
-        hidden_size=256,
-        intermediate_size=512,
-        num_q_heads=8,
-        num_kv_heads=2,
-        head_dim=case.head_dim,
-        norm_eps=1e-5,
-        layers=uniform(case.num_layers, rope=Rope(theta=1e4, dim=case.head_dim)),
-        max_model_len=MAX_MODEL_LEN,
-        tie_word_embeddings=True,
-    )
+    config = llama_config(
+        case.num_layers, 256, 512, num_q_heads=8, num_kv_heads=2, head_dim=case.head_dim,
+        vocab_size=512, max_model_len=MAX_MODEL_LEN, tie_word_embeddings=True,
+    )  # fmt: skip
     dtype = jnp.dtype(jnp.bfloat16)
 
     def tables(num_blocks: int, *, cached: bool) -> BlockTables:

@@ -22,9 +22,10 @@ from unittest import mock
 from absl import app, flags
 
 from benchmarks import cuda_compiler, record
+from benchmarks.llama import LLAMA_3_SCALING, llama_config
 from jaxpaged.config import EngineConfig, Quantization
 from jaxpaged.engine.gpu_flags import FLAGS
-from jaxpaged.models.config import Llama3Scaling, ModelConfig, Rope, uniform
+from jaxpaged.models.config import ModelConfig
 
 _HERE = flags.DEFINE_bool("here", False, "Compile in this process, which has cuda_compiler's environment.")
 
@@ -56,17 +57,11 @@ class Case:
         return name if self.graphs in FLAGS.values() else f"{name} {self.graphs}"
 
     def model_config(self) -> ModelConfig:
-        scaling = Llama3Scaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_len=8192)
-        return ModelConfig(
-            vocab_size=self.vocab_size,
-            hidden_size=self.hidden_size,
-            intermediate_size=self.intermediate_size,
-            num_q_heads=self.num_q_heads,
-            num_kv_heads=8,
-            head_dim=128,
-            layers=uniform(self.num_layers, rope=Rope(theta=5e5, dim=128, scaling=scaling)),
-            max_model_len=self.max_model_len,
-        )
+        return llama_config(
+            self.num_layers, self.hidden_size, self.intermediate_size, num_q_heads=self.num_q_heads,
+            num_kv_heads=8, head_dim=128, theta=5e5, scaling=LLAMA_3_SCALING, norm_eps=1e-6,
+            vocab_size=self.vocab_size, max_model_len=self.max_model_len,
+        )  # fmt: skip
 
     def engine_config(self) -> EngineConfig:
         return EngineConfig(

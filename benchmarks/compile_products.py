@@ -21,8 +21,9 @@ from absl import app, flags
 from flax import nnx
 
 from benchmarks import cuda_compiler
+from benchmarks.llama import llama_config
 from jaxpaged.models import experts, layers, weights
-from jaxpaged.models.config import Experts, ModelConfig, Rope, uniform
+from jaxpaged.models.config import Experts
 from jaxpaged.models.files.gguf.blocks import FORMATS
 from jaxpaged.models.load_as import LoadAs
 from jaxpaged.models.quantised.codes import CodeFormat, QuantisedWeight, SegmentSpec, zeros
@@ -49,18 +50,10 @@ WEIGHTS |= {
     if form and not why_not(DTYPE, form.halfword_bits, form.group_size, is_float=form.is_float)
 }
 CHOICE = Experts(num_experts=8, num_chosen=2, renormalise=True)
-MODEL = ModelConfig(
-    vocab_size=512,
-    hidden_size=1024,
-    intermediate_size=3584,
-    num_q_heads=8,
-    num_kv_heads=2,
-    head_dim=128,
-    norm_eps=1e-5,
-    layers=uniform(2, rope=Rope(theta=1e4, dim=128)),
-    max_model_len=512,
-    experts=CHOICE,
-)
+MODEL = llama_config(
+    2, 1024, 3584, num_q_heads=8, num_kv_heads=2, head_dim=128,
+    vocab_size=512, max_model_len=512, experts=CHOICE,
+)  # fmt: skip
 NAMES = [*WEIGHTS, EXPERTS, EXPERTS + BY_KERNEL]
 
 

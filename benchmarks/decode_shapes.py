@@ -29,76 +29,36 @@ from absl import app, flags
 from flax import nnx
 
 from benchmarks import decode_loop, device, record
+from benchmarks.llama import LLAMA_3_SCALING, llama_config
 from jaxpaged.arithmetic import cdiv
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine import gpu_flags
 from jaxpaged.engine.setup import Setup, resolve_dtype
 from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.models import decoder
-from jaxpaged.models.config import Llama3Scaling, ModelConfig, Rope, uniform
+from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.decoder import Decoder
 from jaxpaged.models.load_as import LoadAs
 from jaxpaged.step.state import MAX_STEPS
 
 MODELS = {
-    "llama-3.1-8b-shaped": ModelConfig(
-        vocab_size=128256,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_q_heads=32,
-        num_kv_heads=8,
-        head_dim=128,
-        norm_eps=1e-5,
-        layers=uniform(
-            32,
-            rope=Rope(
-                theta=5e5,
-                dim=128,
-                scaling=Llama3Scaling(
-                    factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_len=8192
-                ),
-            ),
-        ),
-        max_model_len=131072,
-        tie_word_embeddings=False,
+    "llama-3.1-8b-shaped": llama_config(
+        32, 4096, 14336, num_q_heads=32, num_kv_heads=8, head_dim=128, theta=5e5, scaling=LLAMA_3_SCALING,
+        vocab_size=128256, max_model_len=131072, tie_word_embeddings=False,
     ),
-    "smollm2-135m-shaped": ModelConfig(
-        vocab_size=49152,
-        hidden_size=576,
-        intermediate_size=1536,
-        num_q_heads=9,
-        num_kv_heads=3,
-        head_dim=64,
-        norm_eps=1e-5,
-        layers=uniform(30, rope=Rope(theta=1e5, dim=64)),
-        max_model_len=8192,
-        tie_word_embeddings=True,
+    "smollm2-135m-shaped": llama_config(
+        30, 576, 1536, num_q_heads=9, num_kv_heads=3, head_dim=64, theta=1e5,
+        vocab_size=49152, max_model_len=8192, tie_word_embeddings=True,
     ),
-    "qwen3-0.6b-shaped": ModelConfig(
-        vocab_size=151936,
-        hidden_size=1024,
-        intermediate_size=3072,
-        num_q_heads=16,
-        num_kv_heads=8,
-        head_dim=128,
-        norm_eps=1e-6,
-        layers=uniform(28, rope=Rope(theta=1e6, dim=128)),
-        max_model_len=40960,
-        tie_word_embeddings=True,
+    "qwen3-0.6b-shaped": llama_config(
+        28, 1024, 3072, num_q_heads=16, num_kv_heads=8, head_dim=128, theta=1e6, norm_eps=1e-6,
+        vocab_size=151936, max_model_len=40960, tie_word_embeddings=True,
     ),
-}
-TINY = ModelConfig(
-    vocab_size=256,
-    hidden_size=64,
-    intermediate_size=128,
-    num_q_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    norm_eps=1e-5,
-    layers=uniform(2, rope=Rope(theta=1e4, dim=16)),
-    max_model_len=512,
-    tie_word_embeddings=True,
-)
+}  # fmt: skip
+TINY = llama_config(
+    2, 64, 128, num_q_heads=4, num_kv_heads=2, head_dim=16,
+    vocab_size=256, max_model_len=512, tie_word_embeddings=True,
+)  # fmt: skip
 BATCHES = (256, 1, 32, 128)
 WEIGHT_SCALE = 0.02
 
@@ -139,6 +99,7 @@ def measure(model: Decoder, batch: int, context_len: int, repeats: int, bandwidt
     start = time.perf_counter()
     c, dtype = model.config, model.dtype
     attention = Setup(EngineConfig(), c).attention
+    assert isinstance(attention, str)
     max_model_len = context_len + decode_loop.BLOCK_SIZE + MAX_STEPS * (repeats + 2)
     # Beside the null block, and those that stay free, for all rows at their longest.
     num_blocks = 1 + math.ceil(1.02 * batch * cdiv(max_model_len, decode_loop.BLOCK_SIZE))

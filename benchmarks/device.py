@@ -100,10 +100,10 @@ def times(
             traced = cupti._cupti_get_timings(True)
     if not traced:
         return Times(tuple(seconds), "host")
-    return Times(_by_repeat(traced, repeats, number, kernel), "trace")
+    return Times(by_repeat(traced, repeats, number, kernel), "trace")
 
 
-def _by_repeat(
+def by_repeat(
     traced: Sequence[tuple[str, float]], repeats: int, number: int, kernel: str
 ) -> tuple[float, ...]:
     """Return the seconds of a call in each repeat, from (kernel, milliseconds) in the order they ran."""

@@ -166,6 +166,9 @@ def swap_both_ways(caches: tuple[KVCache, KVCache], blocks: jax.Array) -> tuple[
 def attend_step(cache: KVCache, q: jax.Array, batch: PassBatch) -> jax.Array:
     """Compute attention in all layers, each with the queries that the one before gives; nothing is kept."""
 
+    implementation = batch.implementation
+    assert isinstance(implementation, str)
+
     def of_layer(layer: jax.Array, q: jax.Array) -> jax.Array:
         return ops.tiled_paged_attention(
             q[:, None],
@@ -175,7 +178,7 @@ def attend_step(cache: KVCache, q: jax.Array, batch: PassBatch) -> jax.Array:
             batch.query_starts,
             batch.seq_lens,
             scale=HEAD_DIM**-0.5,
-            implementation=batch.implementation,
+            implementation=implementation,
         )[:, 0]
 
     return lax.fori_loop(0, cache.num_layers, of_layer, q)

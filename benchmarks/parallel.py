@@ -26,11 +26,12 @@ import numpy as np
 from absl import app, flags
 
 from benchmarks import record
+from benchmarks.llama import llama_config
 from jaxpaged import EngineConfig, SamplingParams, disk_cache
 from jaxpaged.engine.driver import Driver
 from jaxpaged.engine.programs import Program
 from jaxpaged.engine.setup import Setup
-from jaxpaged.models.config import ModelConfig, Rope, uniform
+from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.decoder import Decoder
 from jaxpaged.models.families.llama import NAMES
 from jaxpaged.models.layer_form import form_of
@@ -53,16 +54,10 @@ _ids = itertools.count(1)
 
 def model_config() -> ModelConfig:
     hidden = _HIDDEN.value
-    return ModelConfig(
-        vocab_size=8192,
-        hidden_size=hidden,
-        intermediate_size=3 * hidden,
-        num_q_heads=hidden // 64,
-        num_kv_heads=hidden // 128,
-        head_dim=64,
-        layers=uniform(_LAYERS.value, rope=Rope(theta=10000.0, dim=64)),
-        max_model_len=512,
-    )
+    return llama_config(
+        _LAYERS.value, hidden, 3 * hidden, num_q_heads=hidden // 64, num_kv_heads=hidden // 128, head_dim=64,
+        norm_eps=1e-6, vocab_size=8192, max_model_len=512,
+    )  # fmt: skip
 
 
 @functools.cache

@@ -22,11 +22,11 @@ from absl import app, flags
 from jax import lax
 
 from benchmarks import record
+from benchmarks.llama import llama_config
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine import capacity
 from jaxpaged.engine.door import Door, filled
 from jaxpaged.engine.setup import Setup
-from jaxpaged.models.config import ModelConfig, Rope, uniform
 from jaxpaged.sampling import Context, edited, sample, score
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.step.config import StepConfig
@@ -137,18 +137,10 @@ def _times(
 def _rows(mix: str, num_rows: int, vocab_size: int) -> Rows:
     """Create rows as the door writes them, with some repeated tokens."""
     config = EngineConfig(num_blocks=1024)
-    model = ModelConfig(
-        vocab_size=vocab_size,
-        hidden_size=64,
-        intermediate_size=64,
-        num_q_heads=1,
-        num_kv_heads=1,
-        head_dim=64,
-        norm_eps=1e-5,
-        layers=uniform(1, rope=Rope(theta=1e4, dim=64)),
-        max_model_len=2 * LENGTH,
-        tie_word_embeddings=True,
-    )
+    model = llama_config(
+        1, 64, 64, num_q_heads=1, num_kv_heads=1, head_dim=64,
+        vocab_size=vocab_size, max_model_len=2 * LENGTH, tie_word_embeddings=True,
+    )  # fmt: skip
     step_config = StepConfig(max_num_seqs=num_rows, num_tiles=1, tiles_per_pass=1, attention="xla")
     door = Door(config, model, 2 * LENGTH, capacity.cache_size(Setup(config, model)), step_config)
     rng = np.random.default_rng(1)

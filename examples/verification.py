@@ -63,7 +63,7 @@ found = verify_allocator(pool, "policy", policy="lifo", histories=40)
 print(found)
 assert found.ok
 
-# %% A planted bug: a fork forgets to count the new holder. The shortest history that shows it is printed.
+# %% A planted bug: a fork forgets to count the new holder. A short history that shows it is printed.
 
 
 class WrongPool:

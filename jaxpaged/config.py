@@ -13,7 +13,7 @@ from jaxpaged.checks import (
     checked_int,
     is_int,
 )
-from jaxpaged.options import checks_of, choice, number, option, optional, whole
+from jaxpaged.options import Check, checks_of, choice, number, option, optional, whole
 from jaxpaged.sampling_params import MAX_LOGPROBS, checked_seed
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
@@ -73,6 +73,22 @@ def _length(name: str, value: Any) -> Any:
     return optional(whole(rule, 2))(name, value)
 
 
+def _ours_or_path(choices: tuple[str, ...], rule: str) -> Check:
+    """Check that a value is one of these names, a path to a part from outside, or such a part.
+
+    Only the engine's start imports what a path names.
+    """
+
+    def check_one(name: str, value: Any) -> Any:
+        if isinstance(value, str):
+            check(name, value, rule, value in choices or ":" in value)
+        elif value is not None or choices:
+            check(name, value, rule, callable(value) or hasattr(value, "contract"))
+        return value
+
+    return check_one
+
+
 def _quantization(name: str, value: Any) -> Any:
     """Check `quantization`."""
     choices = get_args(Quantization)
@@ -109,11 +125,21 @@ class EngineConfig:
         ),
         short="-q",
     )
-    # Implementation of attention. auto: a kernel where the device has one, else xla.
-    attention: Attention = option(
+    # Implementation of attention. auto: a kernel where the device has one, else xla. "package.module:name" is
+    # one from outside (`jaxpaged.contracts`).
+    attention: Any = option(
         "auto",
-        choice(*get_args(Attention)),
-        flag=text("implementation of attention: auto (default), mosaic_gpu, native or xla"),
+        _ours_or_path(
+            get_args(Attention), f"one of {', '.join(get_args(Attention))}, or 'package.module:function'"
+        ),
+        flag=text("implementation of attention: auto (default), mosaic_gpu, native, xla, or module:function"),
+    )
+    # Choice of the tokens of requests that sample. None: ours. "package.module:function" is one from outside
+    # (`jaxpaged.contracts`).
+    sampler: Any = option(
+        None,
+        _ours_or_path((), "None or 'package.module:function' of a sampler"),
+        flag=text("function that chooses tokens: module:function of yours (default: ours)"),
     )
     block_size: int = option(
         16, whole("a positive int, at most 1024", 1, 1024), flag=count("tokens a block (default 16)")
@@ -174,14 +200,17 @@ class EngineConfig:
             "let prompts share blocks with earlier answers, whose last bits may differ (default: no)"
         ),
     )
-    # Order in which free blocks are taken and lose their content.
-    eviction_policy: EvictionPolicy = option(
+    # Order in which free blocks are taken and lose their content: a name, "package.module:Name", or a policy.
+    eviction_policy: Any = option(
         "lru",
-        choice(*get_args(EvictionPolicy)),
+        _ours_or_path(
+            get_args(EvictionPolicy),
+            f"one of {', '.join(get_args(EvictionPolicy))}, or 'package.module:Name'",
+        ),
         flag=text(
             "order in which free blocks are taken: the longest unused first (lru, default), those without "
             "content and then the longest unused (lru_split), or fifo, lfu, depth, sieve, s3fifo, plain_lfu, "
-            "tinylfu, greedy_dual or queue_lru"
+            "tinylfu, greedy_dual, queue_lru, or module:Name of one of yours"
         ),
     )
     # Treatment of a request that is preempted when blocks run out.

@@ -131,12 +131,14 @@ def replaced() -> str | None:
 
 def _is_foreign(value: Any) -> bool:
     origin = getattr(value, "__module__", None)
-    return isinstance(origin, str) and origin.partition(".")[0] not in _known()
+    return isinstance(origin, str) and origin.partition(".")[0] not in known_modules()
 
 
 @functools.cache
-def _known() -> frozenset[str]:
-    """Return the top-level modules from which our modules may have functions and classes."""
+def known_modules() -> frozenset[str]:
+    """Return the top-level modules from which our modules may have functions and classes: ours, Python's, and
+    those of packages that we need.
+    """
     try:
         needed = metadata.requires("jaxpaged") or []
     except metadata.PackageNotFoundError:

@@ -115,7 +115,7 @@ def filtered(
     samples = options.temperature > 0
     scaled = (logits - largest[:, None]) / jnp.where(samples, options.temperature, 1)[:, None]
     filters = samples & ((options.top_k > 0) | (options.top_p < 1) | (options.min_p > 0))
-    return lax.cond(jnp.any(filters), lambda: _filter(scaled, options), lambda: scaled)
+    return lax.cond(jnp.any(filters), lambda: filter_rows(scaled, options), lambda: scaled)
 
 
 def edited(
@@ -311,7 +311,7 @@ def likeliest(logits: Float[Array, "rows vocab"]) -> Int[Array, " rows"]:
     return jnp.minimum(first, vocab - 1)  # of a row of NaN, where nothing equals the largest
 
 
-def _filter(scaled: Float[Array, "rows vocab"], options: SamplingState) -> Float[Array, "rows vocab"]:
+def filter_rows(scaled: Float[Array, "rows vocab"], options: SamplingState) -> Float[Array, "rows vocab"]:
     """Replace by minus infinity what min_p, then top_k, then top_p exclude. The likeliest token, 0 in
     `scaled`, stays.
 

@@ -21,6 +21,7 @@ class Status(enum.IntFlag):
     BLOCKS_IN_USE = 1 << 8
     SHARDS_DIFFER = 1 << 9
     UNCACHEABLE = 1 << 10
+    UNKNOWN_TOKEN = 1 << 11
 
 
 _SENTENCES = {
@@ -36,6 +37,7 @@ _SENTENCES = {
     "one of them computes wrongly",
     Status.BLOCKS_IN_USE: "the prefix cache cannot be reset while blocks are in use: free all rows first",
     Status.UNCACHEABLE: "blocks cannot be made findable: their places in the table of contents are taken",
+    Status.UNKNOWN_TOKEN: "a sampler from outside has chosen a token that is not in the vocabulary",
 }
 
 

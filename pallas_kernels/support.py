@@ -186,6 +186,13 @@ SUPPORT: dict[str, Served] = {
 }
 
 
+def listed(name: str, value: object, allowed: tuple[object, ...] | list[str] | None) -> list[str]:
+    """Return a complaint about a value that is none of those allowed, or nothing; None allows any."""
+    if allowed is None or value in allowed:
+        return []
+    return [f"{name}={value} (served: {', '.join(map(str, allowed)) or 'none'})"]
+
+
 def refuse_unserved(
     implementation: str,
     *,
@@ -200,22 +207,16 @@ def refuse_unserved(
     what does.
     """
     served = SUPPORT[implementation]
-    wrong = []
-
-    def check(name: str, value: object, allowed: Iterable[object] | None) -> None:
-        if allowed is not None and value not in allowed:
-            wrong.append(f"{name}={value} (served: {', '.join(map(str, allowed))})")
-
-    check("q.dtype", jnp.dtype(dtype).name, served.dtypes)
-    check("k_cache.dtype", jnp.dtype(cache_dtype).name, served.cache_dtypes)
+    wrong = listed("q.dtype", jnp.dtype(dtype).name, served.dtypes)
+    wrong += listed("k_cache.dtype", jnp.dtype(cache_dtype).name, served.cache_dtypes)
     is_quantised = jnp.dtype(cache_dtype).name in QUANTISED_DTYPES
     head_dims = served.quantised_head_dims if is_quantised else served.head_dims
     if options.kv_layout.packed_view() is not None:
         head_dims = served.packed_head_dims
-    check("head_dim", head_dim, head_dims)
-    check("block_size", block_size, served.block_sizes_of(options.kv_layout))
+    wrong += listed("head_dim", head_dim, head_dims)
+    wrong += listed("block_size", block_size, served.block_sizes_of(options.kv_layout))
     if not served.serves(options.kv_layout):
-        check("kv_layout", options.kv_layout, served.kv_layouts)
+        wrong += listed("kv_layout", options.kv_layout, served.kv_layouts)
     if served.max_group_size is not None and group_size > served.max_group_size:
         wrong.append(f"num_q_heads // num_kv_heads={group_size} (served: up to {served.max_group_size})")
     if wrong:

@@ -83,10 +83,10 @@ def test_a_gpu_that_jax_does_not_use_is_a_failure(mode, tmp_path):
 
 def test_a_repeat_is_timed_by_its_kernels_alone():
     traced = [("copy", 9.0), ("my_kernel", 1.0), ("my_kernel", 2.0), ("copy", 9.0)] * 2
-    assert device._by_repeat(traced, 2, 2, "kernel") == (1.5e-3, 1.5e-3)
-    assert device._by_repeat(traced, 2, 2, "renamed") == (10.5e-3, 10.5e-3)
+    assert device.by_repeat(traced, 2, 2, "kernel") == (1.5e-3, 1.5e-3)
+    assert device.by_repeat(traced, 2, 2, "renamed") == (10.5e-3, 10.5e-3)
     with pytest.raises(RuntimeError, match="3 kernels were traced in repeats=2"):
-        device._by_repeat(traced[:3], 2, 1, "")
+        device.by_repeat(traced[:3], 2, 1, "")
 
 
 def test_tables_have_a_line_for_each_result():

@@ -44,6 +44,8 @@ NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 MODELS = {"smollm2": "tiny.gguf", "Qwen3-Embedding-0.6B": ROOT / "tests" / "goldens" / "pooling" / "qwen3"}
 # Pages whose engines share no program with other tests.
 SLOW = {
+    "docs/research/attention.md",
+    "docs/research/sampler.md",
     "docs/research/lab.md",
     "docs/guides/adapters.md",
     "docs/concepts/layouts.md",

@@ -335,7 +335,7 @@ def test_a_top_p_of_1_keeps_all_of_a_large_vocabulary_whatever_its_neighbours_as
     logits = np.random.default_rng(2).normal(scale=4, size=128_256).astype(np.float32)
     rows = [{"temperature": 1.0, "top_k": 128_256}, *[{"temperature": 1.0, "top_p": 0.5}] * (num_rows - 1)]
     tiled = np.tile(logits - logits.max(), (num_rows, 1))
-    kept = jax.jit(sampling._filter)(tiled, options(rows, list(range(num_rows))))
+    kept = jax.jit(sampling.filter_rows)(tiled, options(rows, list(range(num_rows))))
     np.testing.assert_array_equal(kept[0], tiled[0])
     assert all(np.isfinite(row).sum() < 10_000 for row in kept[1:])
 

@@ -28,6 +28,7 @@ from jaxpaged.models.quantised.on_load import OnLoad
 from jaxpaged.models.weights import StoredWeights, by_role, random_weights
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.status import Status
+from jaxpaged.step.state import EngineState
 from reference import model as reference_model
 from reference import sampler as reference_sampler
 
@@ -208,20 +209,36 @@ def assert_nothing_is_held(driver: Driver) -> None:
         assert not np.any(state.host.tables.seq_lens)
 
 
+def driver_of(engine: Engine) -> Driver:
+    """Return the engine's driver, for tests that look into it or break it."""
+    return engine._driver
+
+
+def thread_of(engine: Engine) -> threading.Thread:
+    """Return the engine's thread, which outlives a forgotten engine by its last turn."""
+    return engine._worker._thread
+
+
+def set_state(driver: Driver, state: EngineState) -> None:
+    """Put a state in the place of the driver's."""
+    driver._state = state
+
+
 class Brake:
     """Limit on an engine: one step a turn, and as many turns as the test allows. So nothing races."""
 
     def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
         self._turns = threading.Semaphore(0)
         self._is_off = False
-        turn = engine._driver.turn
+        driver = driver_of(engine)
+        turn = driver.turn
 
         def slow_turn() -> list[Delta]:
-            while not (self._is_off or engine._worker._stopped or self._turns.acquire(timeout=0.01)):
+            while not (self._is_off or engine.stopped or self._turns.acquire(timeout=0.01)):
                 pass
             return turn(max_steps=1)
 
-        monkeypatch.setattr(engine._driver, "turn", slow_turn)
+        monkeypatch.setattr(driver, "turn", slow_turn)
 
     def allow(self, turns: int) -> None:
         """Allow more turns. The tokens of a turn's step are delivered in the turn after it."""

@@ -92,6 +92,21 @@ def reference_answer(seed: int | None, prompt: list[int], max_tokens: int) -> li
     return reference_model.generate(tiny.CONFIG, weights, prompt, max_tokens)
 
 
+def assert_answers_are_the_oracles(
+    driver: Driver, folder: Path, lengths: list[int], seeds: list[int | None]
+) -> None:
+    """Answer prompts with the adapters of these seeds, or none, in one batch; compare with the oracle."""
+    prompts, ids = tiny.prompts(lengths), []
+    for prompt, seed in zip(prompts, seeds, strict=True):
+        adapter = None if seed is None else request(folder, seed)
+        [each] = tiny.numbered(driver.door.admit(prompt, tiny.greedy(8), lora_request=adapter))
+        driver.add(each)
+        ids.append(each.request_id)
+    answers = tiny.drain(driver)
+    for request_id, prompt, seed in zip(ids, prompts, seeds, strict=True):
+        assert answers[request_id].token_ids == reference_answer(seed, prompt, 8), seed
+
+
 def driver(folder: Path, **options: Any) -> Driver:
     """Create a driver like `tiny.driver` with three adapter slots, whose program the server's tests share."""
     file = folder / "tiny.gguf"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, get_args
 from jaxpaged.checks import InputError, check, checked_choice, checked_int, checked_number
 from jaxpaged.commands.parser import Commands, require
 from jaxpaged.config import EngineConfig, EvictionPolicy
+from jaxpaged.contracts import versions
 from jaxpaged.lab.combination import UNBOUNDED, Combination, default_cache_tokens
 
 if TYPE_CHECKING:
@@ -38,7 +39,8 @@ def add_lab(commands: Commands) -> None:
         type=_names,
         default=["lru"],
         metavar="NAME,...",
-        help=f"eviction policies (default lru): {', '.join(get_args(EvictionPolicy))} or belady",
+        help=f"eviction policies (default lru): {', '.join(get_args(EvictionPolicy))}, belady, or "
+        "module:Name of one of yours",
     )
     lab.add_argument(
         "--block-size",
@@ -146,8 +148,11 @@ def run(args: argparse.Namespace) -> None:
     ]
     served = trace.first(num_served)
     # Not Belady's rule, for one: it needs to know the future, and who runs when depends on what was hit.
-    known = eviction.EVICTION_POLICIES if num_served else ()
-    in_engine = [each for each in combinations if each.policy in known]
+    in_engine = [
+        each
+        for each in combinations
+        if num_served and (each.policy in eviction.EVICTION_POLICIES or versions.is_path(each.policy))
+    ]
     machine.keep_on_disk()
     total = trace.num_requests * len(combinations) + served.num_requests * len(in_engine)
     if not args.json:

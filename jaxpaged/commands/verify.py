@@ -6,6 +6,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from jaxpaged.checks import InputError
+from jaxpaged.commands import verify_parts
 from jaxpaged.commands.parser import Commands
 
 if TYPE_CHECKING:
@@ -26,6 +27,8 @@ def add_verify(commands: Commands) -> None:
     kinds = verify.add_subparsers(metavar="WHAT", parser_class=type(verify))
     _add_kernel(kinds)
     _add_allocator(kinds)
+    verify_parts.add_layout(kinds)
+    verify_parts.add_policy(kinds)
 
 
 def _add_kernel(kinds: Commands) -> None:

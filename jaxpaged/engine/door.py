@@ -149,6 +149,8 @@ class Door:
         if params.max_tokens is not None:
             max_num_tokens = min(len(prompt) + params.max_tokens, max_num_tokens)
         self._check_tokens(params)
+        if self.step_config.sampler is not None:
+            self.step_config.sampler.check_request(params)
         check_texts("stop", params.stop or (), MAX_STOPS, MAX_STOP_CHARS)
         check_texts("bad_words", params.bad_words or (), MAX_BAD_WORDS, MAX_BAD_WORD_CHARS)
         for name in ("stop", "bad_words"):

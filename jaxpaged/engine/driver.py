@@ -173,7 +173,7 @@ class Driver:
         choose.
         """
         self._recall_less_urgent()
-        self._fill_rows()
+        self.fill_rows()
         dispatched = None
         if self.rows.has_any:
             began, stays = time.perf_counter(), self.rows.stays
@@ -351,7 +351,7 @@ class Driver:
         for entry in recalled:
             self.queue.add(entry.request, entry.answer)
 
-    def _fill_rows(self) -> None:
+    def fill_rows(self) -> None:
         """Give rows to the first requests in the queue; those that come together get theirs at once."""
         if not self.queue:
             return

@@ -79,6 +79,11 @@ class Engine:
         """Error by which the engine has stopped; None while it lives."""
         return self._worker.stopped
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is unfinished, and the device has no work left."""
+        return self._worker.is_idle
+
     def submit(
         self,
         prompt_token_ids: Sequence[int] | np.ndarray,
@@ -220,6 +225,10 @@ class _Worker:
     @property
     def stopped(self) -> EngineDeadError | None:
         return self._stopped
+
+    @property
+    def is_idle(self) -> bool:
+        return not (self._in_flight or self._submitted or self._aborted or self._driver.has_work)
 
     @property
     def is_here(self) -> bool:

@@ -42,6 +42,7 @@ _loaded: dict[Path, Program] = {}
 # what is read back does not say on every device.
 HEAD = struct.Struct("<32s32s")
 SIZES = struct.Struct("<qq")
+CALLBACK = re.compile(r"@xla\w*_python_\w*callback")
 MOST_LOADED = 8  # each maps its code in a thousand pieces, of which the system allows a process some 65,000
 MOST_PROGRAMS = 64
 
@@ -52,6 +53,8 @@ def kept(
     arrays: tuple[Any, ...],
     result: Any,
     options: dict[str, str] | None = None,
+    *,
+    may_call_back: bool = False,
 ) -> Program | None:
     """Return the program that `lower` lowers, read from disk or kept there from now on; None where none is
     kept.
@@ -61,6 +64,7 @@ def kept(
     arrays: the arguments, or shapes with shardings.
     result: anything with the structure of the result.
     options: XLA's.
+    may_call_back: whether it may have callbacks, which are functions of one process: then it is not kept.
     """
     leaves, structure = jax.tree.flatten(arrays)
     sizes = [(x.shape, str(x.dtype), str(getattr(x, "sharding", None))) for x in leaves]
@@ -74,7 +78,7 @@ def kept(
     program = _loaded.pop(path, None)
     if program is None and path.exists():
         program = _read(path, key, arrays, result)
-    program = _loaded[path] = program or _compile(path, key, lower, options)
+    program = _loaded[path] = program or _compile(path, key, lower, options, may_call_back)
     if len(_loaded) > MOST_LOADED:
         del _loaded[next(iter(_loaded))]
     return program
@@ -118,10 +122,18 @@ def _devices_of(arrays: tuple[Any, ...]) -> list[jax.Device] | None:
 
 
 def _compile(
-    path: Path, key: bytes, lower: Callable[[], jax.stages.Lowered], options: dict[str, str] | None
+    path: Path,
+    key: bytes,
+    lower: Callable[[], jax.stages.Lowered],
+    options: dict[str, str] | None,
+    may_call_back: bool,
 ) -> Program:
+    lowered = lower()
+    has_callbacks = may_call_back and CALLBACK.search(lowered.as_text()) is not None
     with _without_cache():
-        program = compiled(lower, options)
+        program = compiled(lambda: lowered, options)
+    if has_callbacks:
+        return program
     try:
         payload, *_ = serialize_executable.serialize(program.call)
         body = SIZES.pack(program.temporary_bytes, program.result_bytes) + payload

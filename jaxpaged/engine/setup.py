@@ -3,13 +3,21 @@
 import dataclasses
 import functools
 import hashlib
+import re
+from typing import cast
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxpaged.checks import InputError, check
+from jaxpaged.code_digest import digest_of
 from jaxpaged.config import AUTO, PREFILL_TILE, EngineConfig
+from jaxpaged.contracts import attentions, samplers
+from jaxpaged.contracts.attentions import Attention
+from jaxpaged.contracts.samplers import Sampler
+from jaxpaged.memory import eviction
+from jaxpaged.memory.policies import Policy
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.layer_form import form_of
 from jaxpaged.models.load_as import LoadAs
@@ -43,12 +51,15 @@ class Setup:
     whole: ModelConfig  # the model; `model_config` describes what one device computes
 
     def check(self) -> None:
-        """Raise `InputError` if the layout, the loop over layers, or the shards do not go with the model."""
+        """Raise `InputError` if the layout, the loop over layers, or the shards do not go with the model, or
+        a part from outside cannot be used.
+        """
         _ = self.mesh
         if rule := self.layout.why_not_heads(self.whole.num_kv_heads):
             raise InputError(f"kv_layout={self.layout}: {rule}")
         self._check_loop_over_layers()
         _ = self.shards
+        _ = self.policy, self.sampler, self.attention
 
     @functools.cached_property
     def dtype(self) -> jnp.dtype:
@@ -93,8 +104,18 @@ class Setup:
             raise InputError(str(error)) from error
         return chosen.on_several() if config.tensor_parallel_size > 1 else chosen
 
+    @functools.cached_property
+    def policy(self) -> Policy:
+        """Eviction policy of the pool."""
+        return eviction.named(self.config.eviction_policy, "eviction_policy")
+
+    @functools.cached_property
+    def sampler(self) -> Sampler | None:
+        """Sampler from outside; None for ours."""
+        return None if self.config.sampler is None else samplers.named(self.config.sampler)
+
     @property
-    def attention(self) -> TiledImplementation:
+    def attention(self) -> TiledImplementation | Attention:
         """Implementation of attention for prompts and answers, on this machine."""
         return self._attention[0]
 
@@ -102,6 +123,17 @@ class Setup:
     def attention_reason(self) -> str:
         """Reason for the choice of `attention`, for the log."""
         return self._attention[1]
+
+    @property
+    def has_outsiders(self) -> bool:
+        """Whether a part that the loop computes with is from outside."""
+        is_ours = self.sampler is None and not isinstance(self.attention, Attention)
+        return not (is_ours and layouts.is_ours(self.layout) and self.policy in eviction.OURS)
+
+    @functools.cached_property
+    def code_digest(self) -> str | None:
+        """Digest of the code of all parts that may be from outside; None if one cannot be described."""
+        return digest_of(self.layout, self.attention, self.sampler, self.policy)
 
     @functools.cached_property
     def max_model_len(self) -> int:
@@ -135,6 +167,7 @@ class Setup:
             num_tiles=config.num_prefill_tiles,
             tiles_per_pass=self.tiles_per_pass,
             attention=self.attention,
+            sampler=self.sampler,
             watermark_blocks=int(WATERMARK * num_blocks),
             sliding_window=self.whole.sliding_window,
             reuse_answers=config.reuse_answers,
@@ -143,18 +176,60 @@ class Setup:
 
     def description(self) -> dict[str, str]:
         """Describe what all processes of an engine must have in common, as texts by their names."""
-        fields = {f.name: repr(getattr(self.config, f.name)) for f in dataclasses.fields(self.config)}
+        fields = {
+            # Where a part from outside lies in memory is not what it is.
+            f.name: re.sub(r" at 0x[0-9a-f]+", "", repr(getattr(self.config, f.name)))
+            for f in dataclasses.fields(self.config)
+        }
         del fields["process_id"], fields["distributed_init"]  # these may differ between processes
+        if self.has_outsiders:
+            fields["code of parts from outside"] = str(self.code_digest)
         return {**fields, "model": hashlib.sha256(repr(self.whole).encode()).hexdigest()[:12]}
 
     @functools.cached_property
-    def _attention(self) -> tuple[TiledImplementation, str]:
+    def _attention(self) -> tuple[TiledImplementation | Attention, str]:
         asked = self.config.attention
+        if not isinstance(asked, str) or ":" in asked:
+            return self._attention_from_outside(attentions.named(asked))
+        return self._attention_of_ours(asked)
+
+    def _attention_from_outside(self, own: Attention) -> tuple[Attention, str]:
+        """Return the attention with ours for what it has no function for. Raise `InputError` unless it serves
+        the model.
+        """
+        c = self.model_config
+        bounds = {
+            name
+            for name in ("attention_chunk", "sliding_window")
+            if any(getattr(kind, name) is not None for kind in c.attention_kinds)
+        }
+        call = attentions.Call(
+            dtype=self.dtype,
+            head_dim=c.head_dim,
+            block_size=self.config.block_size,
+            group_size=c.num_q_heads // c.num_kv_heads,
+            layout=self.layout,
+            platform=jax.default_backend(),
+            options=(*sorted(bounds), *c.attention_extras),
+        )
+        if why := own.support.why_not(call):
+            raise InputError(f"attention={own.name!r} must serve the model: {why}")
+        rest, why = self._attention_of_ours("auto")
+        missing = [name for name in ("decode", "prompts") if not (own.ragged or getattr(own, name))]
+        return dataclasses.replace(own, rest=rest), (
+            f"asked for; {' and '.join(missing)} by {rest}: {why}" if missing else "asked for"
+        )
+
+    def _attention_of_ours(self, asked: str) -> tuple[TiledImplementation, str]:
+        wanted: TiledImplementation
         try:
             no_native = native.why_not_cache(self.layout, self.dtype)
         except ValueError as error:
             raise InputError(str(error)) from error
-        wanted = choice.default_tiled_implementation(self.dtype, tile_len=1) if asked == "auto" else asked
+        if asked == "auto":
+            wanted = choice.default_tiled_implementation(self.dtype, tile_len=1)
+        else:
+            wanted = cast(TiledImplementation, asked)
         if why := self._why_not(wanted):
             if asked != "auto":
                 raise InputError(f"attention={asked!r} must serve the model: {why}")

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jaxpaged.engine import capacity, gpu_flags, machine, programs
 from jaxpaged.engine.programs import Program
 from jaxpaged.engine.setup import Setup
-from jaxpaged.memory import eviction, sizing
+from jaxpaged.memory import sizing
 from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.memory.sizing import Budget, CacheSize
 from jaxpaged.models.decoder import Decoder, abstract
@@ -28,7 +28,7 @@ from jaxpaged.step.program import specs_of
 from jaxpaged.step.report import Report
 from jaxpaged.step.state import EngineState, HostPool
 from jaxpaged.step.step import no_prompt_scores
-from pallas_kernels import layouts, native
+from pallas_kernels import native
 
 # `loop.run` for one model and config.
 type Run = Callable[[nnx.State, EngineState, np.ndarray, np.bool_], tuple[EngineState, Report]]
@@ -188,9 +188,10 @@ class Source:
         """Return the program, kept on disk from now on; None where programs are not kept."""
         # A program of several processes knows which of them it is in.
         config = self.setup.config
-        if not layouts.is_ours(self.state.kv_cache.layout) or config.num_processes > 1:
+        if config.num_processes > 1 or not config.keep_programs:
             return None
-        if not config.keep_programs:
+        # What was handed in is what runs: a program is not found by the name of its parts alone.
+        if self.setup.code_digest is None:
             return None
         prompt_scores = no_prompt_scores(self.step_config, config.num_rows)
         state = self.state
@@ -204,12 +205,14 @@ class Source:
             self.lower,
             made_from=(
                 *(what, model_config, dtype, native.why_not(dtype), self.step_config),
+                self.setup.code_digest,
                 *(config.tensor_parallel_size, config.tensor_parallel_sums),
                 *(config.data_parallel_size, form_of(dtype, config.loop_over_layers)),
             ),
             arrays=self.arrays,
             result=(self.arrays[1], np.bool_(False)) if self.by_host else (self.state, report),
             options=self.options,
+            may_call_back=self.setup.has_outsiders,
         )
 
     def compiled(self) -> Program:
@@ -282,7 +285,7 @@ def _created(
         max_model_len=setup.max_model_len,
         vocab_size=setup.model_config.vocab_size,
         prefix_caching=prefix_caching,
-        policy=eviction.named(config.eviction_policy),
+        policy=setup.policy,
         lora=config.enable_lora,
         mesh=mesh,
     )

@@ -6,6 +6,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from jaxpaged.checks import check
+from jaxpaged.contracts import versions
 from jaxpaged.lab.traces import Blocks
 from jaxpaged.memory import eviction
 from jaxpaged.memory.policies import Policy
@@ -23,8 +24,14 @@ LAB_POLICIES = {**eviction.EVICTION_POLICIES, BELADY.name: BELADY}
 
 
 def named(name: str) -> Policy:
-    """Return the policy of this name, Belady's among them. Raises `InputError` for an unknown one."""
-    check("policy", name, f"one of {', '.join(LAB_POLICIES)}", name in LAB_POLICIES)
+    """Return the policy of this name: one of ours, Belady's among them, or "package.module:Name" of another.
+
+    Raises `InputError` for an unknown one.
+    """
+    if versions.is_path(name):
+        return eviction.named(name)
+    rule = f"one of {', '.join(LAB_POLICIES)}, or 'package.module:Name'"
+    check("policy", name, rule, name in LAB_POLICIES)
     return LAB_POLICIES[name]
 
 

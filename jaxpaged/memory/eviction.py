@@ -16,7 +16,8 @@ Blocks without content always go first, in the order in which they were given ba
 - `greedy_dual`: the longest unused, where a block of a longer prompt, which costs more, counts as used later.
 - `queue_lru`: what waiting requests will find goes last.
 
-`named` knows these and those of `policies`. Their oracles are in `reference/eviction.py`.
+`named` knows these, those of `policies`, and by "package.module:Name" those from outside. The oracles are in
+`reference/eviction.py`.
 """
 
 import functools
@@ -27,7 +28,8 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from jaxpaged.checks import check
+from jaxpaged.checks import InputError, check, shown
+from jaxpaged.contracts import versions
 from jaxpaged.memory import greedy_dual, policies, queue_lru, ranked_queue, s3_fifo, tiny_lfu
 from jaxpaged.memory.policies import Policy, Sweep
 from jaxpaged.memory.ranked_queue import RankedQueue, Ranking, Spared
@@ -39,6 +41,7 @@ MOST_HITS = 3  # hits that count under `s3fifo`
 type Rank = tuple[Int[Array, " n"], Int[Array, " n"]]
 
 
+@functools.cache
 def policy(
     name: str,
     ranking: Ranking,
@@ -48,7 +51,10 @@ def policy(
     note_content: Callable[..., Any] = ranked_queue.note_content,
     **others: Any,
 ) -> Policy:
-    """Return the policy of a pool whose free blocks are ranked so. `others` are fields of `Policy`."""
+    """Return the policy of a pool whose free blocks are ranked so; the same object for the same arguments.
+
+    others: fields of `Policy`.
+    """
     return Policy(
         name,
         functools.partial(ranked_queue.create, ranking=ranking),
@@ -68,7 +74,7 @@ def policy(
         take=functools.partial(take, ranking),
         remove=ranked_queue.remove,
         note_content=functools.partial(note_content, ranking),
-        **{"note_hits": ranked_queue.note_hits, **others},
+        **{"note_hits": ranked_queue.note_hits, "contract": ranking.contract, **others},
     )
 
 
@@ -144,9 +150,33 @@ EVICTION_POLICIES = (
         "queue_lru": policy("queue_lru", queue_lru.RANKING, note_waiting=queue_lru.note_waiting),
     }
 )
+OURS = frozenset(EVICTION_POLICIES.values())  # whatever is put into the table later
 
 
-def named(name: str) -> Policy:
-    """Return the policy of this name. Raises `InputError` for an unknown one."""
-    check("policy", name, f"one of {', '.join(EVICTION_POLICIES)}", name in EVICTION_POLICIES)
-    return EVICTION_POLICIES[name]
+def named(asked: Any, option: str = "policy") -> Policy:
+    """Return the policy that a user means: a name of ours, "package.module:Name", a `Policy`, or a `Ranking`.
+
+    option: the option's name, for the error.
+
+    A policy from outside that is found by its path has that path as its name. Raises `InputError`.
+    """
+    rule = f"one of {', '.join(EVICTION_POLICIES)}, or 'package.module:Name' of a Policy or a Ranking"
+    if isinstance(asked, str) and not versions.is_path(asked):
+        check(option, asked, rule, asked in EVICTION_POLICIES)
+        return EVICTION_POLICIES[asked]
+    path = asked if isinstance(asked, str) else None
+    found = asked if path is None else versions.imported(option, path, rule)
+    if isinstance(found, Ranking):
+        found = policy(path or getattr(found.rank, "__qualname__", "ranking"), found)
+    if not isinstance(found, Policy):
+        raise InputError(f"{option}={shown(asked)} must be {rule}, not {type(found).__name__}")
+    versions.check_version(option, path or found.name, found, "policy")
+    if not found.keeps_content:
+        raise InputError(
+            f"{option}={shown(path or found.name)} must keep content: its keeps_content must be True"
+        )
+    if path is not None:
+        return replace(found, name=path)
+    if EVICTION_POLICIES.get(found.name, found) != found:
+        raise InputError(f"{option}={shown(found.name)} must have another name than ours of that name")
+    return found

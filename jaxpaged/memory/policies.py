@@ -10,7 +10,7 @@ its own, a `FreeQueue` with more fields, and functions of its own to take from i
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -54,11 +54,14 @@ class Policy:
     note_waiting: Callable[..., Any] | None = None
     # The policy for blocks of so many tokens, where that makes a difference.
     for_block_size: Callable[[int], "Policy"] | None = None
+    contract: int = 1  # version of the contract that it is written for (docs/research/contracts.md)
 
 
 def sized(policy: Policy, block_size: int) -> Policy:
     """Return the policy as it is for blocks of `block_size` tokens."""
-    return policy if policy.for_block_size is None else policy.for_block_size(block_size)
+    if policy.for_block_size is None:
+        return policy
+    return replace(policy.for_block_size(block_size), name=policy.name)
 
 
 def lowest_first(num_blocks: int) -> FreeQueue:

@@ -85,6 +85,7 @@ class Ranking:
         Callable[[RankedQueue, Int[Array, " 5"], Int[Array, ""], Bool[Array, ""], Bool[Array, ""]], Any]
         | None
     ) = None
+    contract: int = 1  # version of the contract that it is written for (docs/research/contracts.md)
 
 
 type Spared = tuple[Bool[Array, ""], Int[Array, "2"], Int[Array, ""], Int[Array, ""]]

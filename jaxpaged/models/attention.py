@@ -9,6 +9,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxpaged.contracts import attentions
+from jaxpaged.contracts.attentions import Attention
 from jaxpaged.memory import kv_cache
 from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.models.config import LayerKind
@@ -31,7 +33,8 @@ class PassBatch:
     block_tables: Int[Array, "num_tables max_blocks_per_seq"]
     query_starts: Int[Array, " num_tiles"]  # position of each tile's first token
     seq_lens: Int[Array, " num_tiles"]  # tokens in the cache, the tile's own included; 0 for an unused tile
-    implementation: TiledImplementation = field(metadata={"static": True})  # implementation of attention
+    # Implementation of attention.
+    implementation: TiledImplementation | Attention = field(metadata={"static": True})
     # Adapter slot of each tile, from 1; 0 for no adapter. None where the model has no adapter slots.
     adapters: Int[Array, " num_tiles"] | None = None
     table_rows: Int[Array, " num_tiles"] | None = None  # row of block_tables per tile; None: in order
@@ -56,24 +59,33 @@ class PassBatch:
         return replace(self, wanted=wanted, seq_lens=jnp.where(has_some, self.seq_lens, 0))
 
 
+def _ours(implementation: TiledImplementation | Attention, tile_len: int) -> TiledImplementation | None:
+    """Return which of ours computes tiles of this length; None where a function from outside does."""
+    return implementation.ours(tile_len) if isinstance(implementation, Attention) else implementation
+
+
 def planned(batch: PassBatch, cache: KVCache, num_q_heads: int, kinds: Sequence[LayerKind]) -> PassBatch:
     """Return the batch with its attention plans: what each layer would otherwise find out again.
 
     kinds: of each layer, what bounds its attention (`ModelConfig.attention_kinds`).
     """
     pool = cache.pool(0)  # all layers have the same sizes
+    tile_len = batch.slot_mapping.shape[0] // batch.query_starts.shape[0]
+    ours = _ours(batch.implementation, tile_len)
+    if ours is None:
+        return batch
     plans = tuple(
         ops.plan_of_tiles(
             pool,
             batch.block_tables,
             batch.query_starts,
             batch.seq_lens,
-            tile_len=batch.slot_mapping.shape[0] // batch.query_starts.shape[0],
+            tile_len=tile_len,
             num_q_heads=num_q_heads,
             sliding_window=kind.sliding_window,
             attention_chunk=kind.attention_chunk,
             table_rows=batch.table_rows,
-            implementation=batch.implementation,
+            implementation=ours,
         )
         for kind in dict.fromkeys(kinds)
     )
@@ -119,8 +131,27 @@ def attend(
     def look(
         kind: LayerKind, q: Float[Array, "num_tokens num_q_heads head_dim"]
     ) -> Float[Array, "num_tokens num_q_heads head_dim"]:
+        tiles = q.reshape(batch.query_starts.shape[0], -1, *q.shape[1:])
+        ours = _ours(batch.implementation, tiles.shape[1])
+        if ours is None:
+            assert isinstance(batch.implementation, Attention)
+            return attentions.call(
+                batch.implementation,
+                tiles,
+                cache.pool(place),
+                batch.block_tables,
+                batch.query_starts,
+                batch.seq_lens,
+                batch.table_rows,
+                scale=scale,
+                sliding_window=kind.sliding_window,
+                attention_chunk=kind.attention_chunk,
+                soft_cap=soft_cap,
+                alibi_slopes=alibi_slopes,
+                sinks=sinks,
+            ).reshape(q.shape)
         out = ops.tiled_paged_attention(
-            q.reshape(batch.query_starts.shape[0], -1, *q.shape[1:]),
+            tiles,
             cache.pool(place),
             None,
             batch.block_tables,
@@ -134,7 +165,7 @@ def attend(
             sinks=sinks,
             table_rows=batch.table_rows,
             plan=None if batch.plans is None else batch.plans[different.index(kind)],
-            implementation=batch.implementation,
+            implementation=ours,
         )
         return out.reshape(q.shape)
 

@@ -27,7 +27,7 @@ ROW_TOKENS = 512  # of each row that may run, there is room in the cache, beside
 # Options of engines that answer, which change what is computed and are not served here.
 UNSERVED = {
     "tensor_parallel_size": 1, "data_parallel_size": 1, "num_processes": 1, "enable_lora": False,
-    "calculate_kv_scales": False,
+    "calculate_kv_scales": False, "sampler": None,
 }  # fmt: skip
 
 
@@ -58,8 +58,8 @@ class PoolingEngine:
         self.max_model_len, self._implementation = setup.max_model_len, setup.attention
         logging.info("attention: %s (%s)", setup.attention, setup.attention_reason)
         model = checkpoint.model(setup.load_as())
-        self._num_blocks = _num_blocks(setup)
-        self._cache: KVCache = model.create_cache(self._num_blocks, config.block_size, setup.layout)
+        self.num_blocks = _num_blocks(setup)
+        self._cache: KVCache = model.create_cache(self.num_blocks, config.block_size, setup.layout)
         model.lm_head = None  # nobody asks for logits
         self._graphdef, self._params = nnx.split(model)
         self._num_tiles = setup.tiles_per_pass
@@ -103,20 +103,20 @@ class PoolingEngine:
         """Yield what the head makes of each text, in their order, float32: a vector [dimensions], classes
         [num_classes], or each token's hidden state [num_tokens, hidden].
         """
-        for wave in self._waves(texts):
+        for wave in self.waves(texts):
             with self._lock:
                 found = self._compute(wave)
             yield from map(self._finish, wave, found)
 
-    def _waves(self, texts: Sequence[Text]) -> Iterator[list[Text]]:
+    def waves(self, texts: Sequence[Text]) -> Iterator[list[Text]]:
         """Yield as many texts at a time as there are rows and blocks for."""
         wave: list[Text] = []
-        num_free = self._num_blocks - 1
+        num_free = self.num_blocks - 1
         for text in texts:
             need = cdiv(len(text.token_ids), self.config.block_size)
             if len(wave) == self.config.max_num_seqs or need > num_free:
                 yield wave
-                wave, num_free = [], self._num_blocks - 1
+                wave, num_free = [], self.num_blocks - 1
             wave.append(text)
             num_free -= need
         if wave:

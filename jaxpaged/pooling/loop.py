@@ -9,6 +9,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jaxpaged.contracts.attentions import Attention
 from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.models.attention import PassBatch
 from jaxpaged.models.decoder import Decoder
@@ -43,7 +44,7 @@ def add_pass(
     sums: Float[Array, "num_rows hidden"],
     tiles: Tiles,
     *,
-    implementation: TiledImplementation,
+    implementation: TiledImplementation | Attention,
     wants_all: bool = False,
 ) -> tuple[KVCache, Float[Array, "num_rows hidden"], Hidden | None]:
     """Compute a pass, and add its tokens' hidden states, in float32, to the sums of their rows.

@@ -118,9 +118,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--layout", metavar="MODULE:NAME", help="layout of yours, imported only if it is named here"
     )
+    for part in ("policy", "attention", "sampler"):
+        parser.add_argument(
+            f"--{part}", metavar="MODULE:NAME", help=f"{part} of yours, imported only if it is named here"
+        )
     args = parser.parse_args(argv)
     try:
-        dump = load(args.file, args.layout)
+        dump = load(
+            args.file, args.layout, policy=args.policy, attention=args.attention, sampler=args.sampler
+        )
         model = None
         if args.model is not None:
             dump, model = with_model(args.model, dump)

@@ -3,8 +3,8 @@
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -12,16 +12,19 @@ import numpy as np
 
 import jaxpaged
 from jaxpaged.checks import InputError, check, checked_int, is_int, shown
+from jaxpaged.contracts import attentions, samplers
 from jaxpaged.engine.door import filled
 from jaxpaged.engine.driver import Driver
 from jaxpaged.engine.engine import Engine
 from jaxpaged.memory import eviction, kv_cache, policies, prefix_cache
 from jaxpaged.memory.block_table import BlockTables
 from jaxpaged.memory.kv_cache import KVCache
+from jaxpaged.memory.policies import Policy
 from jaxpaged.step.config import StepConfig
 from jaxpaged.step.state import EngineState, HostPool, Rows, create_state, create_tables, empty_rows
 from jaxpaged.untrusted import dtype_named, read_json, read_npz
 from pallas_kernels import layouts
+from pallas_kernels.ops import TiledImplementation
 
 VERSION = 5  # version of the file's format
 
@@ -83,7 +86,7 @@ def dump(
     header = {
         "version": VERSION,
         "made_with": {"jaxpaged": jaxpaged.__version__, "jax": jax.__version__},
-        "step_config": asdict(step_config),
+        "step_config": _words_of(step_config),
         "vocab_size": vocab_size,
         "sizes": {
             "num_rows": state.tables.max_seqs,
@@ -119,18 +122,25 @@ def dump(
         np.savez_compressed(file, allow_pickle=False, **arrays)
 
 
-def load(path: str | os.PathLike[str], layout: str | None = None) -> Dump:
+def load(
+    path: str | os.PathLike[str],
+    layout: str | None = None,
+    *,
+    policy: Any = None,
+    attention: Any = None,
+    sampler: Any = None,
+) -> Dump:
     """Read what `dump` wrote; the file may come from anybody.
 
-    layout: "package.module:Name", where the state's layout is not one of ours. A file's own word for it
-    imports
-        nothing.
+    layout, policy, attention, sampler: "package.module:Name", where those of the state are not ours. A file's
+        own words for them import nothing. Without the attention or the sampler, ours stands in its place:
+        steps are decided without them.
 
     Raises `InputError`, one sentence, for a file that is none, is damaged, or announces more than it has.
     """
     name = os.fspath(path)
     try:
-        return _read(read_npz(path), layout)
+        return _read(read_npz(path), Outsiders(layout, policy, attention, sampler))
     except InputError as error:
         raise InputError(f"dump {name!r}: {error}") from error
     except OSError as error:
@@ -139,7 +149,51 @@ def load(path: str | os.PathLike[str], layout: str | None = None) -> Dump:
         raise InputError(f"dump {name!r} must be a file that jaxpaged.replay wrote, undamaged") from error
 
 
-def _read(arrays: Mapping[str, np.ndarray], layout: str | None) -> Dump:
+class Outsiders(NamedTuple):
+    """The parts from outside that a user names for a file."""
+
+    layout: str | None = None
+    policy: Any = None
+    attention: Any = None
+    sampler: Any = None
+
+
+def _words_of(config: StepConfig) -> dict[str, Any]:
+    """Return the fields of a step's configuration, parts from outside by their names."""
+    words = {field.name: getattr(config, field.name) for field in fields(config)}
+    for name in ("attention", "sampler"):
+        words[name] = getattr(words[name], "name", words[name])
+    if words["sampler"] is None:
+        del words["sampler"]
+    return words
+
+
+def _step_config(words: Mapping[str, Any], given: Outsiders) -> StepConfig:
+    """Return the configuration that a file's words mean, with the parts that the user has named."""
+    own: dict[str, Any] = {"attention": words["attention"], "sampler": None}
+    if own["attention"] not in get_args(TiledImplementation):
+        own["attention"] = "xla" if given.attention is None else attentions.named(given.attention)
+    if words.get("sampler") is not None and given.sampler is not None:
+        own["sampler"] = samplers.named(given.sampler)
+    return StepConfig(**{**words, **own})
+
+
+def _policy(name: Any, given: Any) -> Policy:
+    """Return the policy that a file's word names among ours, or the one that the user has named.
+
+    Raises `InputError` if the file names one from outside and the user none.
+    """
+    known = policies.POLICIES | eviction.EVICTION_POLICIES
+    if name in known:
+        return known[name]
+    if given is None:
+        raise InputError(
+            f"its policy {shown(name)} is not one of ours: name it with --policy, to have it imported"
+        )
+    return eviction.named(given)
+
+
+def _read(arrays: Mapping[str, np.ndarray], given: Outsiders) -> Dump:
     header = read_json(str(arrays["header"]))
     version = header["version"]
     check("version", version, f"{VERSION}, the one that this jaxpaged reads", version == VERSION)
@@ -158,7 +212,10 @@ def _read(arrays: Mapping[str, np.ndarray], layout: str | None) -> Dump:
     sizes, num_requests = header["sizes"], header["num_requests"]
     sizes["vocab_size"] = vocab_size = header["vocab_size"]
     _check_sizes(sizes, num_requests, arrays)
-    kv = header["kv"] | {"layout": _layout(header["kv"]["layout"], layout)}
+    kv = header["kv"] | {"layout": _layout(header["kv"]["layout"], given.layout)}
+    for place in ("device", "host"):
+        if sizes[place] is not None:
+            sizes[place]["policy"] = _policy(sizes[place]["policy"], given.policy)
     state = fill({"state": jax.eval_shape(lambda: _new_state(**sizes, kv={}))})["state"]
     with_kv = jax.eval_shape(lambda: _new_state(**sizes, kv=kv))
     requests: Iterator[Rows] = iter(())
@@ -168,7 +225,7 @@ def _read(arrays: Mapping[str, np.ndarray], layout: str | None) -> Dump:
         )
     return Dump(
         state=put_kv(state, with_kv.kv_cache, with_kv.host and with_kv.host.kv_cache),
-        step_config=StepConfig(**header["step_config"]),
+        step_config=_step_config(header["step_config"], given),
         vocab_size=vocab_size,
         events=tuple(
             Event(e["num_steps"], next(requests) if e["has_request"] else None, e["abort"])
@@ -226,14 +283,14 @@ def _new_state(
 ) -> EngineState:
     """Create a state of the sizes in a header; without K and V if the header lacks their shapes."""
 
-    def tables(num_blocks: int, policy: str, has_prefix_cache: bool) -> BlockTables:
+    def tables(num_blocks: int, policy: Policy, has_prefix_cache: bool) -> BlockTables:
         return create_tables(
             num_blocks,
             num_rows,
             max_blocks_per_seq,
             block_size,
             prefix_caching=has_prefix_cache,
-            policy=eviction.EVICTION_POLICIES.get(policy) or policies.named(policy),
+            policy=policy,
         )
 
     def arrays(num_blocks: int) -> KVCache:

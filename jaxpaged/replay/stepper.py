@@ -149,7 +149,9 @@ def with_model(name: str, dump: Dump) -> tuple[Dump, Decoder]:
     check("model", name, rule.format(shape, dump.vocab_size, window), fits)
     dtype: Any = str(kv.dtype)
     config = EngineConfig(dtype=dtype, block_size=dump.state.tables.block_size, kv_layout=kv.layout)
-    step_config = replace(dump.step_config, attention=Setup(config, c).attention)
+    step_config = dump.step_config
+    if isinstance(step_config.attention, str):
+        step_config = replace(step_config, attention=Setup(config, c).attention)
     model = checkpoint.model(LoadAs(kv.dtype))
     return replace(dump, step_config=step_config), model
 

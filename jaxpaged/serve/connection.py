@@ -13,7 +13,7 @@ from jaxpaged.serve.replies import ApiError, dumps
 
 MOST_HEADERS = 256
 MOST_PIPELINED = 16  # requests that wait for the answer to the one before, on one connection
-FRAME_BYTES = 16  # what may frame each piece of a body, beside the bytes of a head
+FRAME_BYTES = 16  # bytes that may frame each chunk of a body, beside the bytes of a head
 
 
 class ConnectionLimits:

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxpaged.checks import InputError, check, shown
-from jaxpaged.serve.parsers.base import Arguments, Begin, Piece, Reasoning, Text
+from jaxpaged.serve.parsers.base import Arguments, Begin, Fragment, Reasoning, Text
 
 # An event's name without "response.", and what it says.
 type Event = tuple[str, dict[str, Any]]
@@ -144,29 +144,29 @@ class Items:
         self._open: OpenItem | None = None
         self._logprobs: list[Any] = []
 
-    def add(self, pieces: Iterator[Piece], logprobs: Sequence[Any]) -> Iterator[Event]:
-        """Yield the events of more pieces, and of the tokens that they came of."""
+    def add(self, fragments: Iterator[Fragment], logprobs: Sequence[Any]) -> Iterator[Event]:
+        """Yield the events of more fragments, and of the tokens that they came of."""
         self._logprobs += logprobs
-        for piece in pieces:
-            if isinstance(piece, Begin):
-                yield from self._begin(OpenCall(len(self.output) + (self._open is not None), piece))
-            elif isinstance(piece, Arguments):
+        for fragment in fragments:
+            if isinstance(fragment, Begin):
+                yield from self._begin(OpenCall(len(self.output) + (self._open is not None), fragment))
+            elif isinstance(fragment, Arguments):
                 assert self._open is not None
-                yield self._open.add(piece.text)
+                yield self._open.add(fragment.text)
             else:
-                yield from self._text(piece)
+                yield from self._text(fragment)
 
-    def _text(self, piece: Text | Reasoning) -> Iterator[Event]:
-        kind = OpenMessage if isinstance(piece, Text) else OpenReasoning
+    def _text(self, fragment: Text | Reasoning) -> Iterator[Event]:
+        kind = OpenMessage if isinstance(fragment, Text) else OpenReasoning
         if not isinstance(self._open, kind):
             yield from self._begin(kind(len(self.output) + (self._open is not None)))
         assert self._open is not None
         if isinstance(self._open, OpenMessage):
             logprobs, self._logprobs = self._logprobs, []
             self._open.logprobs += logprobs
-            yield self._open.add(piece.text, {"logprobs": logprobs})
+            yield self._open.add(fragment.text, {"logprobs": logprobs})
         else:
-            yield self._open.add(piece.text)
+            yield self._open.add(fragment.text)
 
     def _begin(self, item: OpenItem) -> Iterator[Event]:
         yield from self._end("completed")

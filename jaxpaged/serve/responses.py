@@ -16,7 +16,7 @@ from jaxpaged.serve.replies import ApiError, event, reply
 from jaxpaged.serve.response_items import Event, Items, chat_tools
 from jaxpaged.serve.schemas import ResponsesRequest
 from jaxpaged.serve.service import Choice, Run, Service, service_of
-from jaxpaged.serve.tools import AnswerPieces, Form
+from jaxpaged.serve.tools import AnswerFragments, Form
 from jaxpaged.text.conversations import read_items
 
 router = APIRouter(route_class=JsonRoute)
@@ -114,7 +114,7 @@ class ResponseWriter:
         self._body, self._model, self._run = body, model, run
         self._names = TokenNames(service.llm.tokenizer, as_ids=False)
         self._num_top = _num_top(body)
-        self._pieces, self._items = AnswerPieces(form), Items()
+        self._fragments, self._items = AnswerFragments(form), Items()
         self._sequence_number = -1
 
     def whole(self, choice: Choice) -> dict[str, Any]:
@@ -149,8 +149,8 @@ class ResponseWriter:
         if self._num_top is not None:
             names, ids, entries = self._names, choice.token_ids, choice.logprobs
             logprobs = chat_logprobs(names, self._num_top, ids, entries)["content"]
-        pieces = self._pieces.feed(choice.text, is_last=choice.finish_reason is not None)
-        return [*self._items.add(pieces, logprobs)]
+        fragments = self._fragments.feed(choice.text, is_last=choice.finish_reason is not None)
+        return [*self._items.add(fragments, logprobs)]
 
     def _ended(self, choice: Choice) -> dict[str, Any]:
         status, usage = _status(choice), self._run.usage()

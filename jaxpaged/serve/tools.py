@@ -1,4 +1,4 @@
-"""Assembly of an answer's text into OpenAI's messages and deltas, by way of parsed pieces.
+"""Assembly of an answer's text into OpenAI's messages and deltas, by way of parsed fragments.
 
 The result does not depend on how the text is divided as it comes. Space before and behind calls is left out,
 unless text follows.
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxpaged.serve.parsers import answer_parser
-from jaxpaged.serve.parsers.base import Begin, Piece, Reasoning, Text
+from jaxpaged.serve.parsers.base import Begin, Fragment, Reasoning, Text
 
 SPACE = " \t\r\n"
 
@@ -47,8 +47,8 @@ def call_id(parser: str | None) -> str:
     return f"call_{uuid.uuid4().hex[:24]}"
 
 
-class AnswerPieces:
-    """The pieces of one answer, each call with an id, and no space that belongs to none of them."""
+class AnswerFragments:
+    """The fragments of one answer, each call with an id, and no space that belongs to none of them."""
 
     def __init__(self, form: Form) -> None:
         self._form = form
@@ -59,46 +59,48 @@ class AnswerPieces:
         self._has_text = self._is_dropped = False
         self._space: list[str] = []  # held back until text follows
 
-    def feed(self, text: str, *, is_last: bool) -> Iterator[Piece]:
+    def feed(self, text: str, *, is_last: bool) -> Iterator[Fragment]:
         """Yield what this text completes."""
         if self._parser is None:
             if text:
                 yield Text(text)
             return
-        pieces = self._parser.feed(text)
-        for piece in [*pieces, *self._parser.finish()] if is_last else pieces:
-            yield from self._reported(piece)
+        fragments = self._parser.feed(text)
+        for fragment in [*fragments, *self._parser.finish()] if is_last else fragments:
+            yield from self._reported(fragment)
         if is_last and not self._num_calls and self._space:
             yield Text("".join(self._space))
 
-    def _reported(self, piece: Piece) -> Iterator[Piece]:
-        if isinstance(piece, Text):
-            kept = piece.text.rstrip(SPACE)
+    def _reported(self, fragment: Fragment) -> Iterator[Fragment]:
+        if isinstance(fragment, Text):
+            kept = fragment.text.rstrip(SPACE)
             if kept:
                 yield Text("".join([*self._space, kept]))
                 self._space, self._has_text = [], True
-            self._space.append(piece.text[len(kept) :])
-        elif isinstance(piece, Reasoning):
+            self._space.append(fragment.text[len(kept) :])
+        elif isinstance(fragment, Reasoning):
             if self._form.includes_reasoning:
-                yield piece
-        elif isinstance(piece, Begin):
+                yield fragment
+        elif isinstance(fragment, Begin):
             if self._has_text and not self._num_calls and any(self._space):
                 yield Text("".join(self._space))
             self._space = []
             self._is_dropped = self._num_calls > 0 and not self._form.parallel
             self._num_calls += 1
             if not self._is_dropped:
-                yield Begin(piece.name, piece.id or call_id(self._form.calls))
+                yield Begin(fragment.name, fragment.id or call_id(self._form.calls))
         elif not self._is_dropped:
-            yield piece
+            yield fragment
 
 
 class ToolDeltas:
-    """Pieces as OpenAI's deltas for a stream. `calls` and `reasoning` are what they come to."""
+    """Fragments as OpenAI's deltas for a stream. `calls` and `reasoning` are what they come to."""
 
     def __init__(self, form: Form | str, *, parallel: bool = True) -> None:
         """Start reading an answer. `form` may be the name of a parser of calls."""
-        self._pieces = AnswerPieces(Form(calls=form, parallel=parallel) if isinstance(form, str) else form)
+        self._fragments = AnswerFragments(
+            Form(calls=form, parallel=parallel) if isinstance(form, str) else form
+        )
         self._calls: list[tuple[dict[str, Any], list[str]]] = []
         self._reasoning: list[str] = []
 
@@ -121,19 +123,23 @@ class ToolDeltas:
 
     def feed(self, text: str, *, is_last: bool) -> Iterator[dict[str, Any]]:
         """Yield deltas of what this text completes."""
-        for piece in self._pieces.feed(text, is_last=is_last):
-            if isinstance(piece, Text):
-                yield {"content": piece.text}
-            elif isinstance(piece, Reasoning):
-                self._reasoning.append(piece.text)
-                yield reasoning_fields(piece.text)
-            elif isinstance(piece, Begin):
-                call = {"id": piece.id, "type": "function", "function": {"name": piece.name, "arguments": ""}}
+        for fragment in self._fragments.feed(text, is_last=is_last):
+            if isinstance(fragment, Text):
+                yield {"content": fragment.text}
+            elif isinstance(fragment, Reasoning):
+                self._reasoning.append(fragment.text)
+                yield reasoning_fields(fragment.text)
+            elif isinstance(fragment, Begin):
+                call = {
+                    "id": fragment.id,
+                    "type": "function",
+                    "function": {"name": fragment.name, "arguments": ""},
+                }
                 self._calls.append((call, []))
                 yield {"tool_calls": [{"index": len(self._calls) - 1, **call}]}
             else:
-                self._calls[-1][1].append(piece.text)
-                delta = {"index": len(self._calls) - 1, "function": {"arguments": piece.text}}
+                self._calls[-1][1].append(fragment.text)
+                delta = {"index": len(self._calls) - 1, "function": {"arguments": fragment.text}}
                 yield {"tool_calls": [delta]}
 
 

@@ -7,6 +7,8 @@ from jax import Array
 
 from jaxpaged.arithmetic import cdiv
 from jaxpaged.config import PREFILL_TILE
+from jaxpaged.contracts.attentions import Attention
+from jaxpaged.contracts.samplers import Sampler
 from pallas_kernels.ops import TiledImplementation
 
 
@@ -17,7 +19,8 @@ class StepConfig:
     max_num_seqs: int  # rows that run together
     num_tiles: int  # prompt tiles computed in one step
     tiles_per_pass: int  # tiles in one forward pass; a step may make several passes
-    attention: TiledImplementation
+    attention: TiledImplementation | Attention
+    sampler: Sampler | None = None  # None: ours
     watermark_blocks: int | Array = 0  # blocks that stay free when a request is admitted beside running ones
     sliding_window: int | None = None  # tokens
     reuse_answers: bool = False  # whether a prompt may hit blocks that were computed as an answer

@@ -12,12 +12,15 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxpaged.arithmetic import cdiv
 from jaxpaged.config import PREFILL_TILE
+from jaxpaged.contracts.attentions import Attention
+from jaxpaged.contracts.samplers import Sampler, SamplingOptions
 from jaxpaged.memory import block_table, kv_cache
 from jaxpaged.memory.block_table import BlockTables
 from jaxpaged.memory.entries import dealt
 from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.models.attention import PassBatch
-from jaxpaged.sampling import Context, Scores, edited, is_among, no_scores, sample, score
+from jaxpaged.sampling import Context, Scores, edited, is_among, likeliest, no_scores, sample, score
+from jaxpaged.sampling_state import SamplingState
 from jaxpaged.status import Status
 from jaxpaged.step import admission, beams, scheduler
 from jaxpaged.step.config import StepConfig
@@ -97,7 +100,7 @@ def advance(
     # A row whose tokens are all in the cache has the hidden state of its newest token: it samples the next.
     num_cached = jnp.where(forks, state.rows.prompt_lens, state.tables.seq_lens)
     due = (ran | forks) & (num_cached == state.rows.num_tokens)
-    state, new = answer(model, state, hidden, slots, due)
+    state, new = answer(model, state, hidden, slots, due, config.sampler)
 
     in_prompt = plan.num_tiles > 0
     state = state.count(
@@ -244,7 +247,7 @@ def compute(
     hidden: Hidden,
     tiles: Tiles,
     slots: DecodeSlots,
-    attention: TiledImplementation,
+    attention: TiledImplementation | Attention,
 ) -> tuple[KVCache, Hidden, Float[Array, "num_tiles tile_len hidden"]]:
     """Run the model over tiles whose tokens have slots already.
 
@@ -278,9 +281,16 @@ def compute(
 
 
 def answer(
-    model: Model, state: EngineState, hidden: Hidden, slots: DecodeSlots, due: Bool[Array, " rows"]
+    model: Model,
+    state: EngineState,
+    hidden: Hidden,
+    slots: DecodeSlots,
+    due: Bool[Array, " rows"],
+    sampler: Sampler | None = None,
 ) -> tuple[EngineState, Scores]:
     """Sample a token for each row that is due, append it, and finish the rows that end with it.
+
+    sampler: one from outside; None: ours.
 
     Rows of beam searches are not changed. Returns the scores in each decode slot, where they are wanted.
     """
@@ -298,9 +308,14 @@ def answer(
 
     def choose() -> Chosen:
         logits = model.logits(hidden)
-        token_ids = sample(
-            logits, options, position, lambda logits: edited(logits, rows.rules, options.has_rules, context)
-        )
+
+        def edit(logits: Float[Array, "rows vocab"]) -> Float[Array, "rows vocab"]:
+            return edited(logits, rows.rules, options.has_rules, context)
+
+        if sampler is None:
+            token_ids = sample(logits, options, position, edit)
+        else:
+            token_ids = sampled_by(sampler, logits, options, position, edit)
         wants = options.num_logprobs >= 0
 
         def note_scores() -> tuple[Scores, Scores]:
@@ -312,6 +327,9 @@ def answer(
 
     nothing = (jnp.zeros_like(position), scores, no_news)
     chosen, scores, new = lax.cond(jnp.any(due), choose, lambda: nothing)
+    if sampler is not None:
+        is_unknown = jnp.any(is_due & (chosen < 0))
+        state = replace(state, status=state.status | jnp.where(is_unknown, Status.UNKNOWN_TOKEN, 0))
     due = due & (rows.beams.width == 0)
     token_ids = chosen[jnp.minimum(slots.of_row, position.shape[0] - 1)]
     num_tokens = rows.num_tokens + due
@@ -327,6 +345,30 @@ def answer(
         finish_reason=jnp.where(finishes, reason, rows.finish_reason),
     )
     return replace(state, rows=rows, scores=scores), new
+
+
+def sampled_by(
+    sampler: Sampler,
+    logits: Float[Array, "rows vocab"],
+    options: SamplingState,
+    positions: Int[Array, " rows"],
+    edit: Callable[[Float[Array, "rows vocab"]], Float[Array, "rows vocab"]],
+) -> Int[Array, " rows"]:
+    """Choose one token a row as `sampling.sample` does, with a sampler from outside for rows that sample.
+
+    Returns: tokens; -1 for one that is not in the vocabulary.
+    """
+    changed = lax.cond(jnp.any(options.has_rules), edit, lambda logits: logits, logits)
+    greedy = likeliest(changed)
+    asked = SamplingOptions(*(getattr(options, name) for name in SamplingOptions._fields))
+    samples = (options.temperature > 0) & jnp.isfinite(jnp.max(changed, axis=1))
+
+    def draw() -> Int[Array, " rows"]:
+        drawn = sampler(changed, asked, positions)
+        is_known = (drawn >= 0) & (drawn < logits.shape[1])
+        return jnp.where(samples, jnp.where(is_known, drawn, -1), greedy)
+
+    return lax.cond(jnp.any(samples), draw, lambda: greedy)
 
 
 def publish(state: EngineState, computes_prompt: Bool[Array, ""], config: StepConfig) -> EngineState:

@@ -2,14 +2,19 @@
 
 Both stand behind the same face (`generations`), so that a row, a block and a refusal are the same on either
 side. What the generation's class does not define (a fork of what is not there) is not asked of it.
+
+A double free has a rule in each generation, and `free_twice` asks for it. A manager takes no notice of a
+sequence that was freed already. The allocators of v0 and v063 raise for a block that nobody holds. V1's pool
+raises nothing, but counts below zero and queues no block twice. A class may raise where vLLM's does not.
 """
 
 import functools
 from collections.abc import Callable
 from typing import Any
 
+from jaxpaged.verify import hints
 from jaxpaged.verify.generations import FREE_PROFILES, Refused, V0Oracle, V063Oracle, V1Oracle
-from jaxpaged.verify.history import MAX_BLOCKS, NUM_BLOCKS, Disagreement, History
+from jaxpaged.verify.history import MAX_BLOCKS, NUM_BLOCKS, Disagreement, History, Unusable
 
 # The face of each generation, given the class that stands behind it.
 GENERATIONS: dict[str, tuple[Callable[..., Any], str]] = {
@@ -18,7 +23,28 @@ GENERATIONS: dict[str, tuple[Callable[..., Any], str]] = {
     "v1": (functools.partial(V1Oracle, profile=FREE_PROFILES["lru"]), "pool"),
     "v1_split": (functools.partial(V1Oracle, profile=FREE_PROFILES["lru_split"]), "pool"),
 }
-OF_MANAGERS = {"append", "fork", "free", "free_host", "swap_out", "swap_in", "can_allocate", "reset"}
+# What the class behind a face is asked for; a bar separates names of which one is enough.
+NEEDED = {
+    "manager": (
+        "can_allocate", "allocate", "append_slot|append_slots", "fork", "swap_out", "swap_in", "can_swap_in",
+        "free", "get_block_table", "get_num_free_gpu_blocks", "get_num_free_cpu_blocks",
+    ),
+    "pool": (
+        "get_new_blocks", "free_blocks", "touch", "evict_blocks", "cache_full_blocks", "get_cached_block",
+        "reset_prefix_cache", "get_num_free_blocks", "blocks", "null_block",
+    ),
+}  # fmt: skip
+OF_MANAGERS = {
+    "append",
+    "fork",
+    "free",
+    "free_twice",
+    "free_host",
+    "swap_out",
+    "swap_in",
+    "can_allocate",
+    "reset",
+}
 OF_POOLS = (OF_MANAGERS - {"can_allocate"}) | {
     "truncate", "window", "admit", "commit", "touch", "evict", "reset_cache",
 }  # fmt: skip
@@ -36,8 +62,24 @@ class ClassLockstep(History):
         face, name = GENERATIONS[generation]
         sizes = block_size, NUM_BLOCKS, NUM_BLOCKS, MAX_BLOCKS
         self.oracle: Any = face(*sizes)
-        self.theirs: Any = self._theirs("made", lambda: face(*sizes, **{name: theirs}))
-        self.compare("made")
+        self.theirs: Any = face(*sizes, **{name: functools.partial(self._made, theirs, NEEDED[name])})
+        self.compare("the start")
+
+    def _made(self, theirs: Callable[..., Any], needed: tuple[str, ...], *sizes: Any) -> Any:
+        """Make an object of a user's class, as vLLM does of its own.
+
+        Raises: Unusable if that fails, or if a method is missing.
+        """
+        try:
+            made = theirs(*sizes)
+        except Exception as error:  # whatever a user's constructor raises
+            reason = f"{type(error).__name__}: {error}"
+            raise Unusable(f"the class cannot be constructed with {sizes}: {reason}") from error
+        for names in needed:
+            if not any(hasattr(made, name) for name in names.split("|")):
+                what = f"what the class constructs, a {type(made).__name__},"
+                raise Unusable(f"{what} has no {names.replace('|', ' or ')}")
+        return made
 
     @property
     def keeps_content(self) -> bool:
@@ -58,8 +100,12 @@ class ClassLockstep(History):
     # The verbs, by the names and arguments of `Lockstep`.
 
     def append(self, num_new_tokens: list[int], token: int) -> bool:
-        def do(face: Any) -> list[Any]:
-            return [face.append(row, [token] * num) for row, num in enumerate(num_new_tokens) if num]
+        def do(face: Any) -> dict[str, str]:
+            copied: dict[str, str] = {}
+            for row, num in enumerate(num_new_tokens):
+                if num:
+                    copied |= hints.copies(f"copy {{}} for row {row}", face.append(row, [token] * num))
+            return copied
 
         room = MAX_BLOCKS * self.block_size
         lens = [len(self.oracle.tokens.get(row, ())) + num for row, num in enumerate(num_new_tokens)]
@@ -78,6 +124,29 @@ class ClassLockstep(History):
 
     def free(self, rows: list[int]) -> bool:
         return self._each("free", self._there(rows), lambda face, row: face.free(row))
+
+    def free_twice(self, row: int) -> bool:
+        """Free a row's blocks too often, on copies, and then the row twice, where that is defined."""
+        if row not in self.oracle.device_rows():
+            return False
+        self._over_free(row)
+        return self._on_both("free_twice", lambda face: face.free_twice(row))
+
+    def _over_free(self, row: int) -> None:
+        theirs = self._theirs("free_twice", self.theirs.trial)
+        try:
+            got = theirs.over_free(row)
+        except Exception:  # stricter than vLLM, or as strict
+            return
+        freed = "a block is freed once more than it is held, without an error, and"
+        try:
+            want = self.oracle.trial().over_free(row)
+        except Exception as error:
+            if got:
+                raise Disagreement(f"{freed} there must be one, {type(error).__name__} in vLLM") from error
+            return
+        if told := hints.difference(got, want):
+            raise Disagreement(f"{freed} {told}")
 
     def free_host(self, rows: list[int]) -> bool:
         return self._each(
@@ -105,13 +174,15 @@ class ClassLockstep(History):
 
     def swap_out(self, rows: list[int]) -> bool:
         rows = self._there(rows)
-        return not rows or self._on_both("swap_out", lambda face: face.swap_out(rows))
+        return not rows or self._on_both(
+            "swap_out", lambda face: hints.copies("copy {}", face.swap_out(rows))
+        )
 
     def swap_in(self, rows: list[int]) -> bool:
         rows = [row for row in rows if row in self.oracle.on_host]
         if rows and hasattr(self.oracle, "can_swap_in"):
             self._on_both("can_swap_in", lambda face: face.can_swap_in(rows))
-        return not rows or self._on_both("swap_in", lambda face: face.swap_in(rows))
+        return not rows or self._on_both("swap_in", lambda face: hints.copies("copy {}", face.swap_in(rows)))
 
     def can_allocate(self, num_tokens: int) -> bool:
         return self._on_both("can_allocate", lambda face: face.can_allocate(num_tokens))
@@ -121,7 +192,7 @@ class ClassLockstep(History):
     def admit(self, row: int, tokens: list[int], salt: int) -> bool:
         if row in self.oracle.tokens:
             return False
-        self._on_both("lookup", lambda face: face.hits(tokens, salt))
+        self._on_both("lookup", lambda face: hints.entries("hit {}", face.hits(tokens, salt)))
         return self._on_both("admit", lambda face: face.admit(row, tokens, salt))
 
     def commit(self, num_tokens: list[int]) -> bool:
@@ -172,16 +243,19 @@ class ClassLockstep(History):
                 do(copy)
             except Exception:  # whichever it has for that
                 return False
-            raise Disagreement(f"{verb} is done, where the oracle refuses: {refused.status!r}") from None
+            raise Disagreement(f"{verb} is done, and must be refused: {refused.status.name}") from None
         got = self._theirs(verb, lambda: do(self.theirs))
-        if got != want:
-            raise Disagreement(f"{verb} gives {got}, the oracle {want}")
+        sides = [answer if isinstance(answer, dict) else {"the answer": answer} for answer in (got, want)]
+        if told := hints.difference(*sides):
+            raise Disagreement(f"{verb}: {told}")
         self.oracle = oracle
         return True
 
     def _theirs(self, verb: str, do: Callable[[], Any]) -> Any:
         try:
             return do()
+        except Disagreement:
+            raise
         except Exception as error:  # whatever a user's class raises
             reason = error.status.name if isinstance(error, Refused) else f"{type(error).__name__}: {error}"
             raise Disagreement(f"{verb} fails, where the oracle does not: {reason}") from error
@@ -190,17 +264,22 @@ class ClassLockstep(History):
         """Compare everything that the generation's class shows of itself."""
         want = self._seen(self.oracle)
         got = self._theirs(f"what is seen after {verb}", lambda: self._seen(self.theirs))
-        for name in want:
-            if got[name] != want[name]:
-                raise Disagreement(f"after {verb}, {name} {got[name]}, the oracle's {want[name]}")
+        if told := hints.difference(got, want):
+            raise Disagreement(f"after {verb}, {told}")
 
     def _seen(self, face: Any) -> dict[str, Any]:
-        seen: dict[str, Any] = {f"row {row} holds": face.table(row) for row in sorted(face.tokens)}
-        seen["free blocks, here and on the host, are"] = face.num_free()
+        seen: dict[str, Any] = {}
+        for row in sorted(face.tokens):
+            seen |= hints.entries(f"entry {{}} of row {row}'s block table", face.table(row))
+        free = zip(("free blocks", "free blocks on the host"), face.num_free(), strict=True)
+        seen |= {f"the number of {where}": num for where, num in free}
         if self.keeps_content:
             for on_host in (False, True):
-                where = "on the host " if on_host else ""
+                where = " on the host" if on_host else ""
                 # The null block's counts mean nothing: vLLM lets them drift.
-                seen[f"{where}reference counts are"] = face.ref_counts(on_host)[1:]
-            seen["what is found is"] = face.found()
+                counts = hints.entries(
+                    f"the number of holders of block {{}}{where}", face.ref_counts(on_host)
+                )
+                seen |= dict(list(counts.items())[1:])
+            seen |= face.found()
         return seen

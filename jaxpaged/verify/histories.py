@@ -1,9 +1,11 @@
-"""Long random histories: rules that drive a `History`, the search for one that fails, and the shortest of it.
+"""Long random histories: rules that drive a `History`, the search for one that fails, and a short one of it.
 
 Needs hypothesis, the extra `verify`.
 """
 
+import itertools
 import json
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -12,13 +14,14 @@ import hypothesis.strategies as st
 from hypothesis import HealthCheck, Phase, Verbosity
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 
-from jaxpaged.verify import shrinking
+from jaxpaged.verify import reducing
 from jaxpaged.verify.history import MAX_BLOCKS, MAX_EVICTED, MAX_SEQS, NUM_BLOCKS, History
+from jaxpaged.verify.reducing import Line
 
 rows = st.integers(0, MAX_SEQS - 1)
 some_rows = st.lists(rows, max_size=MAX_SEQS, unique=True).map(sorted)
 tokens = st.integers(1, 2)
-Line = tuple[str, list[Any]]
+SHORTER = 12  # times 25 random histories are tried for one that is shorter
 
 
 def having(verb: str) -> Callable[..., Any]:
@@ -201,7 +204,7 @@ def run(
             stateful_step_count=steps,
             deadline=None,
             database=None,
-            # `shortest` makes it short, step by step as it was recorded: in seconds, not in minutes.
+            # `short` makes it short, step by step as it was recorded: in seconds, not in minutes.
             phases=[Phase.generate],
             suppress_health_check=list(HealthCheck),
             verbosity=Verbosity.quiet,
@@ -246,34 +249,24 @@ def failure(make: Callable[[], History], lines: list[Line]) -> AssertionError | 
     return None
 
 
-def shortest(make: Callable[[], History], lines: list[Line], seconds: float) -> list[Line]:
-    """Return the shortest failing history that `lines`, which fails, can be reduced to.
+def short(make: Callable[[], History], block_size: int, lines: list[Line], seconds: float) -> list[Line]:
+    """Return a short failing history in the place of `lines`, which fails, after at most so many seconds.
 
-    First steps are left out, then numbers become smaller, as long as either helps.
+    It is reduced until nothing can be left out. Then shorter random histories are tried, and one that fails
+    is reduced in turn.
     """
-    encoded = json.dumps(lines)
-    kept = shrinking.smallest(
-        encoded,
-        lambda text: failure(make, json.loads(text)) is not None,
-        [_without_steps, _with_less],
-        seconds,
-    )
-    return [(verb, args) for verb, args in json.loads(kept)]
-
-
-@st.composite
-def _without_steps(draw: st.DrawFn, encoded: str) -> str:
-    kept = [line for line in json.loads(encoded) if draw(st.sampled_from([False, True, True, True]))]
-    return json.dumps(kept)
-
-
-@st.composite
-def _with_less(draw: st.DrawFn, encoded: str) -> str:
-    return json.dumps([[verb, [_less(draw, arg) for arg in args]] for verb, args in json.loads(encoded)])
-
-
-def _less(draw: st.DrawFn, arg: Any) -> Any:
-    if isinstance(arg, list):
-        return [_less(draw, each) for each in arg]
-    simpler = sorted({0, 1, arg // 2, arg - 1} - {arg}) if arg > 0 else []
-    return draw(st.sampled_from([*simpler, *[arg] * (1 + 4 * len(simpler))]))
+    until = time.monotonic() + seconds
+    lines = json.loads(json.dumps(lines))  # tuples are lists, as in a file
+    lines = [(verb, args) for verb, args in lines]
+    seeds = itertools.count(1)
+    while True:
+        lines = reducing.reduced(lines, lambda candidate: failure(make, candidate) is not None, until)
+        for seed in itertools.islice(seeds, SHORTER):
+            if len(lines) < 2 or time.monotonic() > until:
+                return lines
+            found = failing(make, block_size, max_examples=25, steps=len(lines) - 1, seed=seed)
+            if found is not None:
+                lines = found
+                break
+        else:
+            return lines

@@ -27,6 +27,10 @@ class Disagreement(AssertionError):
     """The two sides differ. The message names the verb and what differs."""
 
 
+class Unusable(Disagreement):
+    """The allocator cannot be made, or lacks a method, so that no history can begin."""
+
+
 class History:
     """One under way. A subclass says in `step` what a verb is, on both sides."""
 

@@ -123,16 +123,34 @@ def check(function: Callable[..., Any], op: str, case: KernelCase, terms: Terms 
 
     Raises: WrongResult; NotServed; what the function raises.
     """
-    found = compare(function, op, case, terms or Terms())
+    terms = terms or Terms()
+    try:
+        return worst_error(function, op, case, terms)
+    except WrongResult as error:
+        raise WrongResult(f"{error}{_stale_hint(function, op, case, terms)}") from None
+
+
+def _stale_hint(function: Callable[..., Any], op: str, case: KernelCase, terms: Terms) -> str:
+    """Return a hint for a wrong case that is right if what may not be read is zero."""
+    if not isinstance(case, frame.AttentionCase) or terms.stale == "zero":
+        return ""
+    try:
+        worst_error(function, op, case, dataclasses.replace(terms, stale="zero"))
+    except Exception:  # whatever is wrong there, too
+        return ""
+    filled = "slots that may not be read hold NaN (int8: 127) on purpose"
+    return f"; {filled}, and with stale='zero' (--stale zero) the case passes"
+
+
+def worst_error(function: Callable[..., Any], op: str, case: KernelCase, terms: Terms) -> float:
+    """Return the worst error of one case, as `check` does, whose errors are without hints."""
+    found = compare(function, op, case, terms)
     for number, each in enumerate(found):
         ratio, at = each.worst
         if not ratio <= 1:
-            which = f" of array {number}" if len(found) > 1 else ""
             within = f" within {each.allowed[at]:.2g}" if np.isfinite(ratio) else ""
-            raise WrongResult(
-                f"{case}: element {list(at)}{which} is {each.got[at]:.6g} and must be "
-                f"{each.want[at]:.6g}{within}"
-            )
+            values = f"is {each.got[at]:.6g} and must be {each.want[at]:.6g}{within}"
+            raise WrongResult(f"{case}: {case.place(number, at)} {values}")
     return max((each.worst[0] for each in found), default=0.0)
 
 

@@ -11,6 +11,7 @@ from jaxpaged.arithmetic import cdiv
 from jaxpaged.memory import policies, prefix_cache
 from jaxpaged.memory.policies import Policy
 from jaxpaged.status import Status
+from jaxpaged.verify import hints
 from jaxpaged.verify.generations import ORACLES, Refused
 from jaxpaged.verify.history import MAX_BLOCKS, MAX_EVICTED, MAX_SEQS, NUM_BLOCKS, Disagreement, History
 from jaxpaged.verify.subjects import AllocStatus, Ours, Seen, Theirs, values
@@ -97,7 +98,7 @@ class Lockstep(History):
     def _expect(self, status: Any, expected: Status, verb: str) -> bool:
         found = Status(int(status))
         if found != expected:
-            raise Disagreement(f"{verb}: status is {found!r}, the oracle says {expected!r}")
+            raise Disagreement(f"{verb}: the status is {found.name} and must be {expected.name}")
         return expected == Status.OK
 
     def _on_oracle(self, do: Callable[[Any], Any]) -> tuple[Status, Any]:
@@ -130,9 +131,8 @@ class Lockstep(History):
         info = jax.device_get(info)
         for row in range(MAX_SEQS):
             pair = (int(info.copy_sources[row]), int(info.copy_destinations[row]))
-            want = (pairs.get(row) or [(0, 0)])[0]
-            if pair != want:
-                raise Disagreement(f"append: row {row} copies {pair}, the oracle {want}")
+            sides = ([pair] if any(pair) else [], pairs.get(row) or [])
+            self._alike(f"append: copy {{}} for row {row}", *sides, tell=hints.copies)
         return True
 
     def fork(self, sources: list[int], destinations: list[int]) -> bool:
@@ -160,7 +160,7 @@ class Lockstep(History):
                 self.oracle.free(row)
         freed = len(self.oracle.free_order(on_host=False)) - free_before
         if int(info.num_freed) != freed:
-            raise Disagreement(f"free: {info.num_freed} blocks, the oracle {freed}")
+            raise Disagreement(f"free: the number of freed blocks is {info.num_freed} and must be {freed}")
         return True
 
     def free_host(self, rows: list[int]) -> bool:
@@ -229,8 +229,7 @@ class Lockstep(History):
             return False
         info = jax.device_get(info)
         found = [(int(a), int(b)) for a, b in zip(info.sources, info.destinations, strict=True) if a]
-        if found != pairs:
-            raise Disagreement(f"{verb}: copies {found}, the oracle {pairs}")
+        self._alike(f"{verb}: copy {{}}", found, pairs, tell=hints.copies)
         return True
 
     def _compare_can_swap_in(self, rows: list[int]) -> None:
@@ -246,7 +245,8 @@ class Lockstep(History):
         count = cdiv(num_tokens, self.block_size)
         found = self.subject.can_allocate(self.device, count, self.oracle.watermark_blocks)
         if int(found) != self.oracle.can_allocate(num_tokens):
-            raise Disagreement(f"can_allocate({num_tokens} tokens) is {found}")
+            right = self.oracle.can_allocate(num_tokens).name
+            raise Disagreement(f"can_allocate for {num_tokens} tokens is {found} and must be {right}")
         return True
 
     def reset(self) -> bool:
@@ -270,8 +270,8 @@ class Lockstep(History):
         hit = self.verbs["lookup"](self.device, line, np.int32(len(tokens)), np.int32(salt))
         num_hits = int(hit.chain.num_blocks)
         found, want = hit.block_ids[:num_hits].tolist(), self.oracle.hits(tokens, salt)
-        if found != want or hit.block_ids[num_hits:].any():
-            raise Disagreement(f"lookup: finds {found}, the oracle {want}")
+        found += hit.block_ids[num_hits:][hit.block_ids[num_hits:] != 0].tolist()
+        self._alike("lookup: hit {}", found, want)
         if row in self.oracle.tokens:
             self.device, info = self._adopt(row, hit)
             return self._expect(info.status, Status.ROW_IN_USE, "adopt")
@@ -360,26 +360,31 @@ class Lockstep(History):
                 num_tokens = len(self.oracle.tokens[row]) if here else 0
                 if seen.seq_lens[row] != num_tokens:
                     raise Disagreement(
-                        f"row {row} has {seen.seq_lens[row]} tokens, the oracle's {num_tokens}"
+                        f"row {row} has {seen.seq_lens[row]} tokens and must have {num_tokens}"
                     )
                 found = seen.block_tables[row][: cdiv(num_tokens, self.block_size)].tolist()
                 want = self.oracle.table(row) if here else []
-                if found != want:
-                    raise Disagreement(f"row {row} holds blocks {found}, the oracle's {want}")
+                self._alike(f"entry {{}} of row {row}'s block table", found, want)
+
+    def _alike(self, what: str, got: list[Any], want: list[Any], tell: Any = hints.entries) -> None:
+        """Raise `Disagreement` with the first difference of two lists, if there is one; {} in `what` is its
+        index.
+        """
+        if got != want and (told := hints.difference(tell(what, got), tell(what, want))):
+            raise Disagreement(told)
 
     def _compare_pool(self, seen: Seen, on_host: bool) -> None:
         num_blocks = NUM_HOST_BLOCKS if on_host else NUM_BLOCKS
+        where = " on the host" if on_host else ""
         free = self.oracle.free_order(on_host)
-        if seen.free is not None and list(seen.free) != free:
-            raise Disagreement(f"free blocks are {seen.free}, the oracle's {free}")
+        if seen.free is not None:
+            self._alike(f"entry {{}} of the free queue{where}", list(seen.free), free)
         if seen.ref_count is not None:
             found, want = np.asarray(seen.ref_count).tolist(), self.oracle.ref_counts(on_host)
-            if found != want:
-                raise Disagreement(f"reference counts are {found}, the oracle's {want}")
+            self._alike(f"the number of holders of block {{}}{where}", found, want)
         num_used = num_blocks - 1 - len(free)
         if seen.usage is not None and not np.isclose(seen.usage, num_used / (num_blocks - 1)):
             raise Disagreement(f"usage is {seen.usage}, with {num_used} blocks in use")
         if seen.contents is not None:
             rings = [] if on_host else self.oracle.contents()
-            if seen.contents != rings:
-                raise Disagreement(f"blocks of the same content are {seen.contents}, the oracle's {rings}")
+            self._alike("the list of blocks of the same content at index {}", seen.contents, rings)

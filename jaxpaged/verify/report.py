@@ -12,7 +12,7 @@ from typing import Any
 
 from jaxpaged.verify import frameworks, shrinking
 from jaxpaged.verify.cases.frame import KernelCase
-from jaxpaged.verify.kernels import NotServed, Terms, WrongResult, cases_of, check
+from jaxpaged.verify.kernels import NotServed, Terms, WrongResult, cases_of, check, worst_error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,7 +126,7 @@ def verify_kernel(
     start = time.monotonic()
     first = report.wrong[0].case
     smallest = shrinking.smallest_case(
-        first, lambda case: _outcome(function, op, case, terms).wrong is not None, shrink_seconds
+        first, lambda case: _outcome(function, op, case, terms, worst_error).wrong is not None, shrink_seconds
     )
     path, seconds = name or frameworks.path_of(function), time.monotonic() - start
     return dataclasses.replace(
@@ -139,9 +139,11 @@ def verify_kernel(
     )
 
 
-def _outcome(function: Callable[..., Any], op: str, case: KernelCase, terms: Terms) -> Outcome:
+def _outcome(
+    function: Callable[..., Any], op: str, case: KernelCase, terms: Terms, run: Callable[..., float] = check
+) -> Outcome:
     try:
-        return Outcome(case, worst=check(function, op, case, terms))
+        return Outcome(case, worst=run(function, op, case, terms))
     except NotServed as error:
         return Outcome(case, not_served=str(error))
     except WrongResult as error:

@@ -15,7 +15,7 @@ from jaxpaged.memory.block_table import BlockTables
 from jaxpaged.memory.invariants import check_invariants, free_block_ids
 from jaxpaged.memory.policies import Policy
 from jaxpaged.verify import quick
-from jaxpaged.verify.history import MAX_BLOCKS, MAX_SEQS, Disagreement
+from jaxpaged.verify.history import MAX_BLOCKS, MAX_SEQS, Disagreement, Unusable
 
 VERBS = (
     "append", "fork", "free", "truncate", "window", "swap_out", "free_blocks", "lookup", "adopt", "commit",
@@ -183,6 +183,9 @@ class Theirs:
 
     def __init__(self, functions: Any, block_size: int) -> None:
         self.functions, self.block_size = functions, block_size
+        for name in ("create", "observe"):
+            if not callable(getattr(functions, name, None)):
+                raise Unusable(f"the allocator has no function {name}")
         found = {name: getattr(functions, name, None) for name in VERBS}
         self.verbs = {name: self._caught(name, verb) for name, verb in found.items() if callable(verb)}
         if hasattr(functions, "can_allocate"):
@@ -202,10 +205,15 @@ class Theirs:
         getattr(self.functions, "check", lambda state: None)(state)
 
     def create(self, num_blocks: int) -> Any:
-        return self.functions.create(num_blocks, MAX_SEQS, MAX_BLOCKS, self.block_size)
+        sizes = num_blocks, MAX_SEQS, MAX_BLOCKS, self.block_size
+        try:
+            return self.functions.create(*sizes)
+        except Exception as error:  # whatever a user's functions raise
+            reason = f"{type(error).__name__}: {error}"
+            raise Unusable(f"a state cannot be made: create{sizes} raises {reason}") from error
 
     def observe(self, state: Any) -> Seen:
-        seen = self.functions.observe(state)
+        seen = self._caught("observe", self.functions.observe)(state)
         given = seen if isinstance(seen, Mapping) else {n: getattr(seen, n, None) for n in Seen._fields}
         arrays = {name: np.asarray(given[name]) for name in ("block_tables", "seq_lens")}
         return Seen(**dict(given) | arrays)

@@ -6,13 +6,13 @@ defines what it must have. The operations, the engine, the tests and the benchma
 registry.
 """
 
-import importlib
 import itertools
 import warnings
 from typing import Any
 
 import jax
 
+from pallas_kernels import outside
 from pallas_kernels.layouts.all_layers import AllLayers
 from pallas_kernels.layouts.base import (
     Arrays,
@@ -38,6 +38,7 @@ from pallas_kernels.layouts.token import Token
 from pallas_kernels.layouts.token_major import TOKEN_MAJOR
 
 __all__ = [
+    "CONTRACTS",
     "LAYOUTS",
     "TOKEN_MAJOR",
     "Arrays",
@@ -70,6 +71,7 @@ LAYOUTS: dict[str, Layout] = {
     "fp8_e4m3": Fp8("fp8_e4m3"),
     "fp8_e5m2": Fp8("fp8_e5m2"),
 }
+CONTRACTS = (1,)  # versions of the contract of layouts that this release serves
 CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2", "int8", "int4")  # fp8 is fp8_e4m3, as in vLLM
 
 
@@ -95,16 +97,17 @@ def named(layout: str | Layout) -> Layout:
     found: Any = layout
     if isinstance(layout, str):
         found = LAYOUTS.get(layout)
-        if ":" in layout:
-            module, _, name = layout.partition(":")
+        if outside.is_path(layout):
             try:
-                found = getattr(importlib.import_module(module), name)
-            except (ImportError, AttributeError, ValueError) as error:
+                found = outside.imported(layout)
+            except ValueError as error:
                 raise ValueError(f"kv_layout={layout!r} {rule}: {error}") from error
     if isinstance(found, type) and issubclass(found, Layout):
         found = found()
     if not isinstance(found, Layout):
         raise ValueError(f"kv_layout={layout!r} {rule}")
+    if why := outside.why_not_version(found, CONTRACTS):
+        raise ValueError(f"kv_layout={str(layout)!r} cannot be used: {why}")
     return found
 
 

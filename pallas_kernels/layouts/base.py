@@ -100,8 +100,13 @@ class PackedView(NamedTuple):
 class Layout(abc.ABC):
     """The base of all layouts. One with fields must be hashable: programs are compiled for a layout."""
 
-    # The value of `kv_cache_dtype` for its numbers; None if they have the computation's type.
+    # The version of the contract that the layout is written for (docs/research/contracts.md).
+    contract: ClassVar[int] = 1
+    # The value of `kv_cache_dtype` that also names the layout's numbers; None if there is none.
     cache_dtype: ClassVar[str | None] = None
+    # The largest error of a number that is read, as a share of the largest number written. None: a number is
+    # read as it was written, in the computation's type. A test holds it to at most 16 times the error.
+    tolerance: ClassVar[float | None] = None
     # Whether an engine's arrays are [num_layers, num_blocks, ...] rather than [num_blocks, num_layers, ...].
     layers_apart: ClassVar[bool] = False
 

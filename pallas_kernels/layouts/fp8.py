@@ -37,6 +37,11 @@ class Fp8(Layout):
     as_bytes: bool = False  # uint8 in place of float8
 
     @property
+    def tolerance(self) -> float:  # type: ignore[override]
+        """Half a unit in the last place of the largest number."""
+        return 2.0 ** -(jnp.finfo(self.dtype).nmant + 1)
+
+    @property
     def layers_apart(self) -> bool:  # type: ignore[override]
         return self.base.layers_apart
 

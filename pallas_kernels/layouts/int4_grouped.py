@@ -27,6 +27,7 @@ class Int4Grouped(Layout):
     """
 
     cache_dtype = "int4"
+    tolerance = 2.0**-3
 
     def arrays(
         self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: jnp.dtype

@@ -23,6 +23,7 @@ class Int8PerToken(Layout):
     """
 
     cache_dtype = "int8"
+    tolerance = 2.0**-7
     base: Dense = TOKEN_MAJOR
 
     @property

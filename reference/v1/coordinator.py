@@ -166,9 +166,11 @@ class KVCacheCoordinator:
 
     def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
         """Cache the request's full blocks among its first `num_computed_tokens` tokens, in each group."""
-        boundaries = replay_boundaries(
-            request.num_prompt_tokens, self.scheduler_block_size, bool(self.eagle_group_ids)
-        )
+        boundaries: tuple[int, ...] = ()
+        if self.retention_interval is not None:
+            boundaries = replay_boundaries(
+                request.num_prompt_tokens, self.scheduler_block_size, bool(self.eagle_group_ids)
+            )
         for group_id, manager in enumerate(self.single_type_managers):
             manager.cache_blocks(
                 request,

@@ -194,8 +194,7 @@ def pack_layers(kv_cache_spec: LayerSpecs) -> list[KVCacheGroupSpec]:
     repeats = choose_repeats([counts[0] for counts in patterns], whole) if whole else None
 
     def is_divisible(index: int) -> bool:
-        spec = next(iter(buckets[index].values()))
-        return repeats is None and isinstance(spec, SlidingWindowSpec) and len(set(lengths[index])) == 1
+        return repeats is None and isinstance(next(iter(buckets[index].values())), SlidingWindowSpec)
 
     num_groups = [cdiv(c[0], repeats) if repeats and len(set(c)) == 1 else 1 for c in lengths]
     block_bytes = max(
@@ -207,7 +206,7 @@ def pack_layers(kv_cache_spec: LayerSpecs) -> list[KVCacheGroupSpec]:
     )
     groups = []
     for i, bucket in enumerate(buckets):
-        if is_divisible(i):
+        if is_divisible(i) and len(pages[i]) == 1:
             pages_per_block = max(block_bytes // next(iter(pages[i])), 1)
             num_groups[i] = cdiv(len(bucket), pages_per_block)
         if num_groups[i] == 1:

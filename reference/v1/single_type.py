@@ -137,7 +137,9 @@ class SingleTypeKVCacheManager:
         """Extend the request's table to at least `num_tokens` tokens. Return the new blocks."""
         req_blocks = self.req_to_blocks[request_id]
         num_new_blocks = cdiv(num_tokens, self.block_size) - len(req_blocks)
-        new_blocks = self.block_pool.get_new_blocks(max(num_new_blocks, 0))
+        if num_new_blocks <= 0:
+            return []
+        new_blocks = self.block_pool.get_new_blocks(num_new_blocks)
         req_blocks.extend(new_blocks)
         return new_blocks
 
@@ -221,8 +223,9 @@ class SingleTypeKVCacheManager:
 
         processed_computed_tokens: tokens of steps that are over; a step in flight still reads its window.
         """
-        num_skipped_tokens = self.get_num_skipped_tokens(processed_computed_tokens)
-        self._remove_blocks_in_range(request_id, 0, num_skipped_tokens // self.block_size)
+        num_skipped_blocks = self.get_num_skipped_tokens(processed_computed_tokens) // self.block_size
+        if num_skipped_blocks:
+            self._remove_blocks_in_range(request_id, 0, num_skipped_blocks)
 
     def _remove_blocks_in_range(self, request_id: str, first: int, end: int) -> None:
         """Free the blocks at [first, end) of the table, last to first, down to the first null block."""

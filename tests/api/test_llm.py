@@ -279,7 +279,7 @@ def test_bad_prompts_are_refused_and_nothing_runs(llm, prompts, params, message)
     steps = llm.engine.stats.num_steps
     with pytest.raises(InputError, match=message):
         llm.generate(prompts, params, use_tqdm=False)
-    assert not llm.engine._worker._in_flight
+    tiny.until(lambda: llm.engine.is_idle)
     assert llm.engine.stats.num_steps == steps
 
 

@@ -122,7 +122,7 @@ def test_a_row_ends_within_a_poll_of_its_stop_string(llm, brake):
     held = brake(llm.engine)
     handle = llm.engine.submit([7, 9], dataclasses.replace(params, stop=stop))
     held.allow(100)
-    tiny.until(lambda: handle.metrics.finished_time is not None and not llm.engine._driver.has_work)
+    tiny.until(lambda: handle.metrics.finished_time is not None and llm.engine.is_idle)
     num_more = llm.engine.stats.num_new_tokens - before - len(handle.result().token_ids)
     assert num_more <= 2, "that of the run under way when the report was read, and of the one before"
 

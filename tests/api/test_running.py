@@ -24,10 +24,10 @@ def test_results_come_one_by_one_and_leaving_gives_up_the_rest(llm):
     )
     assert next(results).prompt_token_ids == prompts[0]
     results.close()
-    tiny.until(lambda: not llm.engine._worker._in_flight)
+    tiny.until(lambda: llm.engine.is_idle)
     unread = llm.generate_each(prompts, params, use_tqdm=False)
     del unread
-    tiny.until(lambda: not llm.engine._worker._in_flight)
+    tiny.until(lambda: llm.engine.is_idle)
 
 
 def test_threads_that_generate_at_once_share_the_engine(llm):
@@ -64,7 +64,7 @@ def test_ctrl_c_gives_up_what_is_left_and_the_engine_goes_on(llm, brake, monkeyp
     with pytest.raises(KeyboardInterrupt):
         llm.generate([[i] for i in range(20)], tiny.greedy(100))
     hold.off()
-    tiny.until(lambda: not llm.engine._worker._in_flight and not llm.engine._driver.has_work)
+    tiny.until(lambda: llm.engine.is_idle)
     assert llm.engine.stats.num_new_tokens - before <= 4 * 3
     monkeypatch.undo()
     [result] = llm.generate("ab 12", GREEDY, use_tqdm=False)
@@ -77,7 +77,7 @@ def test_a_dead_engine_is_told_to_those_who_wait_and_to_those_who_come(path, mon
     def breaks(*_, **__):
         raise MemoryError("no more")
 
-    monkeypatch.setattr(llm.engine._driver, "turn", breaks)
+    monkeypatch.setattr(tiny.driver_of(llm.engine), "turn", breaks)
     for _ in range(2):
         with pytest.raises(EngineDeadError, match="stopped by MemoryError: no more") as caught:
             llm.generate(["a", "b"], GREEDY, use_tqdm=False)

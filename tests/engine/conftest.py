@@ -14,7 +14,7 @@ from tests.engine.limits import LIMIT_S
 def shared() -> Iterator[Engine]:
     with tiny.engine(**tiny.SMALL) as engine:
         yield engine
-    tiny.assert_nothing_is_held(engine._driver)
+    tiny.assert_nothing_is_held(tiny.driver_of(engine))
 
 
 @pytest.fixture
@@ -22,8 +22,7 @@ def engine(shared: Engine) -> Iterator[Engine]:
     """Make the engine that most tests share; each test leaves it without work and with all blocks free."""
     yield shared
     deadline = time.monotonic() + LIMIT_S
-    worker = shared._worker
-    while worker._in_flight or worker._submitted or worker._aborted or shared._driver.has_work:
+    while not shared.is_idle:
         assert time.monotonic() < deadline
         time.sleep(0.001)
     stats = shared.stats

@@ -63,7 +63,7 @@ async def test_a_cancelled_task_aborts_its_request(engine, brake):
         await task
     hold.off()
     assert await gather(AsyncEngine(engine), [3], 2) == tiny.reference_answer((3,), 2)
-    tiny.until(lambda: not engine._worker._in_flight and not engine._driver.has_work)
+    tiny.until(lambda: engine.is_idle)
     assert engine.stats.num_new_tokens - before <= 3 + 2
 
 
@@ -87,7 +87,7 @@ async def test_leaving_the_iteration_aborts_the_request(engine, brake, monkeypat
     while not aborted:  # the event loop closes what is forgotten, in a task of its own
         await asyncio.sleep(0.001)
     hold.off()
-    tiny.until(lambda: not engine._worker._in_flight and not engine._driver.has_work)
+    tiny.until(lambda: engine.is_idle)
     assert engine.stats.num_new_tokens - before <= 3
 
 

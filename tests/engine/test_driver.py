@@ -278,7 +278,7 @@ def test_a_memory_error_in_a_step_stops_the_driver():
     driver = tiny.driver()
     tiny.submit(driver, [[1, 2, 3]], tiny.greedy(3))
     bits = jax.numpy.int32(Status.OUT_OF_BLOCKS | Status.DOUBLE_FREE)
-    driver._state = dataclasses.replace(driver.state, status=bits)
+    tiny.set_state(driver, dataclasses.replace(driver.state, status=bits))
     with pytest.raises(PagedMemoryError, match=r"out of blocks: raise num_blocks .*; double free"):
         tiny.drain(driver)
 

@@ -166,7 +166,7 @@ def test_a_failure_in_one_answers_text_ends_that_answer_alone(error, caplog):
             with pytest.raises(TextError, match=f"request {handle.request_id} .*: {error!r:.5}.*no text"):
                 handle.result()
         assert [type(item) for item in items] == [TextError]
-        tiny.until(lambda: not engine._worker._in_flight and not engine._driver.has_work)
+        tiny.until(lambda: engine.is_idle)
         assert engine.stats.num_free_blocks == engine.stats.num_blocks, "it goes on in its row"
         assert engine.stopped is None
         assert all(is_right(handle, [t for d in handle._items for t in d.token_ids]) for handle in others)
@@ -284,7 +284,7 @@ def test_closing_ends_what_is_in_flight_and_later_submits(own, brake):
     with pytest.raises(EngineDeadError, match="the engine was closed"):
         own.submit([1], tiny.greedy(1))
     running.abort()
-    assert not own._worker._thread.is_alive()
+    assert not tiny.thread_of(own).is_alive()
 
 
 @limited
@@ -317,7 +317,7 @@ def test_many_threads_may_close_while_others_submit(own):
 def test_a_sink_may_close_the_engine(own, caplog):
     """A sink runs in the engine's thread, which cannot wait for itself."""
     handle = own.submit([1], tiny.greedy(LONG), sink=lambda item: own.close())
-    own._worker._thread.join()
+    tiny.thread_of(own).join()
     with pytest.raises(EngineDeadError):
         own.submit([1], tiny.greedy(1))
     assert handle.request_id == 1
@@ -339,14 +339,14 @@ def test_an_error_fails_all_in_flight_with_its_cause_and_all_that_comes_later(
     def breaks(*_: Any, **__: Any) -> None:
         raise MemoryError("no more")
 
-    monkeypatch.setattr(own._driver, what, breaks)
+    monkeypatch.setattr(tiny.driver_of(own), what, breaks)
     waiting[0].abort()
     hold.off()
     for read in (running.result, waiting[-1].result, waits.result, lambda: own.submit([1], tiny.greedy(1))):
         with pytest.raises(EngineDeadError, match="the engine stopped by MemoryError: no more") as caught:
             read()
         assert isinstance(caught.value.__cause__, MemoryError)
-    own._worker._thread.join()
+    tiny.thread_of(own).join()
     [message] = [record.message for record in caplog.records]
     assert message.startswith("the engine stops")
     own.close()
@@ -355,7 +355,7 @@ def test_an_error_fails_all_in_flight_with_its_cause_and_all_that_comes_later(
 @limited
 def test_forgetting_the_engine_ends_its_thread():
     engine = tiny.engine(**tiny.SMALL)
-    thread = engine._worker._thread
+    thread = tiny.thread_of(engine)
     assert len(engine.submit([1, 2, 3], tiny.greedy(3)).result().token_ids) == 3
     del engine
     gc.collect()
@@ -364,8 +364,9 @@ def test_forgetting_the_engine_ends_its_thread():
 
 @limited
 def test_an_engine_lives_while_a_handle_of_it_does():
-    handle = tiny.engine(**tiny.SMALL).submit([1, 2, 3], tiny.greedy(40))
-    thread = handle._engine._worker._thread
+    engine = tiny.engine(**tiny.SMALL)
+    handle, thread = engine.submit([1, 2, 3], tiny.greedy(40)), tiny.thread_of(engine)
+    del engine
     gc.collect()
     assert is_right(handle, handle.result().token_ids)
     del handle

@@ -88,7 +88,7 @@ def test_an_abort_at_any_stage_frees_all_and_hurts_nobody(stage):
     deltas: dict[int, list[Delta]] = {i: [] for i in ids}
     turn = driver.turn
     driver.turn = lambda max_steps=None: [deltas[d.request_id].append(d) or d for d in turn(max_steps)]
-    driver._fill_rows()
+    driver.fill_rows()
     gone = someone(driver, where)
     for _ in range(2):  # twice: the second finds it ended
         assert driver.abort([gone, 10**6]) == []

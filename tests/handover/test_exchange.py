@@ -132,7 +132,7 @@ def test_blocks_of_another_format_are_refused(here, blocks):
         ({"data_parallel_size": 2}, r"^data_parallel_size=2 must be 1 to export or adopt blocks: make an"),
         ({"kv_cache_dtype": "fp8", "calculate_kv_scales": True}, r"^calculate_kv_scales=True must be False"),
     ):
-        driver = here._driver
+        driver = tiny.driver_of(here)
         config = dataclasses.replace(driver.config, **options)
         cache = driver.state.kv_cache
         measured = dataclasses.replace(cache, shared={"k_scale": jnp.zeros((2, 2))})
@@ -141,7 +141,7 @@ def test_blocks_of_another_format_are_refused(here, blocks):
 
 
 def test_room_for_adapters_is_no_other_model(here, blocks):
-    driver, model = here._driver, tiny.load(LoadAs(jnp.dtype("float32")))
+    driver, model = tiny.driver_of(here), tiny.load(LoadAs(jnp.dtype("float32")))
     lora.make_room(model, NAMES, num_adapters=2, rank=4)
     config = dataclasses.replace(tiny.CONFIG, eos_token_ids=(3,), max_model_len=64)
     its = config, nnx.state(model), driver.state.kv_cache
@@ -370,7 +370,7 @@ with tiny.engine() as engine:
     num_adopted = engine.adopt_blocks(blocks)
     (token_ids, scores), num_hit_tokens = answer(engine, PROMPT)
     transport.send(engine.export_blocks(PROMPT))
-    on_a_mesh(blocks, engine._driver.state.kv_cache)
+    on_a_mesh(blocks, tiny.driver_of(engine).state.kv_cache)
 transport.close()
 print(json.dumps([num_adopted, num_hit_tokens, token_ids, [score.logprob for score in scores]]))
 """

@@ -27,7 +27,7 @@ def test_names_of_an_earlier_release_stay_with_a_warning(old: str, new: type) ->
         ({"kv_cache_dtype": "int8"}, "int8_per_token"),
         ({"kv_cache_dtype": "int4"}, "int4_grouped"),
         ({"kv_layout": "int8_per_token", "kv_cache_dtype": "int8"}, "int8_per_token"),
-        ({"kv_layout": "tests.test_layout_from_outside:ColumnsOfK"}, None),
+        ({"kv_layout": "tests.outsiders.layout:ColumnsOfK"}, None),
     ],
 )
 def test_options_choose_a_layout_and_words_say_it_again(options: dict[str, str], name: str | None) -> None:

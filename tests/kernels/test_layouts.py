@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxpaged.verify.layouts import judged
 from pallas_kernels import layouts, native, ops, support
 from pallas_kernels.gpu import common
 from pallas_kernels.gpu.partitioning import Partitioning
@@ -102,13 +103,14 @@ def test_a_layout_writes_reads_and_copies_as_its_oracle(name: str) -> None:
     pool = written(layouts.create(layout, *sizes, F32), calls)
     k, v = blocks_of(pool)
     assert k.shape == v.shape == (sizes.num_blocks, *sizes[1:])
-    # What was written is what is read, as far as the numbers go.
-    bits = {None: 24, "int8": 7, "fp8_e4m3": 4, "fp8_e5m2": 3, "int4": 3}.get(layout.cache_dtype, 3)
+    # What was written is what is read, to within what the layout states, which is not too much.
+    error = largest = 0.0
     for x, got in ((0, k), (1, v)):
         for call in calls:
-            read_back = got.reshape(-1, *sizes[2:])[call[2]]
-            error = np.abs(read_back - call[x])
-            assert np.max(error) <= 2.0**-bits * np.abs(np.concatenate([c[x] for c in calls])).max()
+            read_back = got.reshape(-1, *sizes[2:])[call[2]].astype(np.float64)
+            error = max(error, np.abs(read_back - call[x]).max())
+            largest = max(largest, np.abs(call[x]).max())
+    assert judged(layout, error / largest) is None
     if (oracle := cases.oracle(name, sizes)) is None:
         return
     want = by_oracle(oracle, cases.empty(layout, sizes), calls)

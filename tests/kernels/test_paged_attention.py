@@ -19,11 +19,13 @@ LIKE_OTHERS = {
     *(f"group_{g}" for g in (1, 5, 6, 7, 8, 12)),
     *(f"head_dim_{d}" for d in (96, 112, 128, 192)),
     *(f"block_size_{b}" for b in (8, 32, 64)),
+    *(f"rising_{size}" for size in (128, 256, 1024)),  # rows of rising_512, each alone
 }
 # v2 takes v1's steps over a partition at a time, and joins them: what may go wrong there.
 IN_PARTITIONS = {
     "around_a_block", "partition_edges", "only_padding", "head_major", "window_over_tiles", "sinks",
     "all_at_once", "thousands", "block_size_1", "block_size_256", "int8_per_head", "sparse_slide_kv",
+    "rising_512",
 }  # fmt: skip
 # In every run the others of them: joins at edges, windows, all options at once, and rows of many partitions.
 V2_SLOW = IN_PARTITIONS - {"partition_edges", "window_over_tiles", "all_at_once", "thousands"}

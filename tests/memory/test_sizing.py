@@ -189,7 +189,7 @@ def test_on_a_gpu_the_cache_gets_what_the_compiled_loop_leaves(monkeypatch):
     of_loop = program.temporary_bytes + 2 * program.result_bytes
     assert min(program.temporary_bytes, program.result_bytes) > 10_000
     num_blocks = given.cache_size.num_blocks
-    of_state = sum(x.nbytes for x in jax.tree.leaves(given._state)) - given.cache_size.num_bytes
+    of_state = sum(x.nbytes for x in jax.tree.leaves(given.state)) - given.cache_size.num_bytes
     in_use = 10**6
     taken = in_use + machine.GPU_BYTES_FREE + of_state + of_loop
     limit = taken + num_blocks * 2048 + 2047

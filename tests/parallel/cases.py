@@ -229,16 +229,7 @@ def test_two_devices_with_scales_given_by_head_answer_as_one():
 def test_adapters_are_shared_out_as_the_weights_are(tmp_path):
     """One batch has rows with none and with several; the host launches each step."""
     driver = tiny_lora.driver(tmp_path, tensor_parallel_size=2, loop="host")
-    prompts, seeds = tiny.prompts([5, 33, 12, 20]), [0, None, 1, 2]
-    ids = []
-    for prompt, seed in zip(prompts, seeds, strict=True):
-        adapter = None if seed is None else tiny_lora.request(tmp_path, seed)
-        [request] = tiny.numbered(driver.door.admit(prompt, tiny.greedy(8), lora_request=adapter))
-        driver.add(request)
-        ids.append(request.request_id)
-    answers = tiny.drain(driver)
-    for request_id, prompt, seed in zip(ids, prompts, seeds, strict=True):
-        assert answers[request_id].token_ids == tiny_lora.reference_answer(seed, prompt, 8), seed
+    tiny_lora.assert_answers_are_the_oracles(driver, tmp_path, [5, 33, 12, 20], [0, None, 1, 2])
 
 
 @pytest.mark.slow
@@ -260,7 +251,7 @@ def test_blocks_go_to_as_many_devices():
     assert there.stats.num_hit_tokens == 2 * 32  # one token is left to compute
     assert [each.num_compiled() for each in (loop.run, loop.submit, loop.write_tokens, loop.abort)] == before
     tiny.assert_nothing_is_held(there)
-    assert_same_on_each(there._state)
+    assert_same_on_each(there.state)
     one = dataclasses.replace(
         blocks, block_format=dataclasses.replace(blocks.block_format, tensor_parallel_size=1)
     )
@@ -282,7 +273,7 @@ def assert_same_on_each(state):
 
 def differs(driver):
     """Check that a device with another state is found out in the next run."""
-    driver._state = differing(driver.state)
+    tiny.set_state(driver, differing(driver.state))
     tiny.submit(driver, tiny.prompts([5]), SamplingParams(max_tokens=2))
     with pytest.raises(PagedMemoryError, match="the devices of a model have come to different states"):
         tiny.drain(driver)

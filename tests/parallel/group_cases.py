@@ -112,7 +112,7 @@ def stops_by_the_last_group(driver):
     status = np.array(driver.state.status)
     status[-1] = Status.OUT_OF_BLOCKS
     placed = jax.device_put(status, driver.state.status.sharding)
-    driver._state = dataclasses.replace(driver.state, status=placed)
+    tiny.set_state(driver, dataclasses.replace(driver.state, status=placed))
     tiny.submit(driver, tiny.prompts([5]), tiny.greedy(2))
     with pytest.raises(PagedMemoryError, match="out of blocks"):
         tiny.drain(driver)
@@ -264,17 +264,9 @@ def test_answers_in_random_company_are_those_of_the_request_alone(tmp_path):
 @pytest.mark.slow
 def test_adapters_are_there_for_all_groups(tmp_path):
     driver = tiny_lora.driver(tmp_path, data_parallel_size=2)
-    prompts, seeds = tiny.prompts([5, 33, 12, 20, 7, 9]), [0, None, 1, 2, 0, 1]
-    ids = []
-    for prompt, seed in zip(prompts, seeds, strict=True):
-        adapter = None if seed is None else tiny_lora.request(tmp_path, seed)
-        [request] = tiny.numbered(driver.door.admit(prompt, tiny.greedy(8), lora_request=adapter))
-        driver.add(request)
-        ids.append(request.request_id)
-    answers = tiny.drain(driver)
+    seeds = [0, None, 1, 2, 0, 1]
+    tiny_lora.assert_answers_are_the_oracles(driver, tmp_path, [5, 33, 12, 20, 7, 9], seeds)
     assert np.all(driver.counters[:, Counter.NUM_NEW_TOKENS] > 0)
-    for request_id, prompt, seed in zip(ids, prompts, seeds, strict=True):
-        assert answers[request_id].token_ids == tiny_lora.reference_answer(seed, prompt, 8), seed
 
 
 @pytest.mark.slow

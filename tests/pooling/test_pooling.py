@@ -46,17 +46,20 @@ def reranker():
     return pooling(overrides=RERANKER)
 
 
+def set_head(model, head):
+    """Put another head over the same compiled model."""
+    model.engine.head = head
+    model.engine._weights.cache_clear()
+
+
 def with_head(model, **changes):
-    """Return the same compiled model with another head."""
-    engine = model.engine
-    before = engine.head
-    engine.head = dataclasses.replace(before, **changes)
-    engine._weights.cache_clear()
+    """Return the vectors of the same compiled model with another head."""
+    before = model.engine.head
+    set_head(model, dataclasses.replace(before, **changes))
     try:
         return [out.outputs.embedding for out in model.embed(GOLDEN["texts"])]
     finally:
-        engine.head = before
-        engine._weights.cache_clear()
+        set_head(model, before)
 
 
 def test_vectors_are_those_of_transformers(embedder):
@@ -89,24 +92,22 @@ def test_a_text_has_the_same_bits_in_any_company(embedder):
     rng = np.random.default_rng(0)
     prompts = [rng.integers(2, 32, n).tolist() for n in (3, 33, 70, 1, 32, 100, 5, 31, 64)]
     for method in ("LAST", "MEAN"):
-        embedder.engine.head = dataclasses.replace(embedder.engine.head, method=method)
-        embedder.engine._weights.cache_clear()
+        set_head(embedder, dataclasses.replace(embedder.engine.head, method=method))
         together = [out.outputs.embedding for out in embedder.embed(prompts)]
         assert [embedder.embed(prompt)[0].outputs.embedding for prompt in prompts] == together
         assert [out.outputs.embedding for out in embedder.embed(prompts[::-1])] == together[::-1]
-    embedder.engine.head = dataclasses.replace(embedder.engine.head, method="LAST")
-    embedder.engine._weights.cache_clear()
+    set_head(embedder, dataclasses.replace(embedder.engine.head, method="LAST"))
 
 
 def test_a_wave_holds_what_the_cache_does(embedder):
     size = 8
     texts = [embedder.engine.admit([3] * n, PoolingParams()) for n in (128, 1, 1, 1, 1, 1)]
-    assert [len(wave) for wave in embedder.engine._waves(texts)] == [4, 2], "as many as there are rows"
-    embedder.engine._num_blocks, before = 1 + 128 // size + 1, embedder.engine._num_blocks
-    assert [len(wave) for wave in embedder.engine._waves(texts)] == [2, 4], (
+    assert [len(wave) for wave in embedder.engine.waves(texts)] == [4, 2], "as many as there are rows"
+    embedder.engine.num_blocks, before = 1 + 128 // size + 1, embedder.engine.num_blocks
+    assert [len(wave) for wave in embedder.engine.waves(texts)] == [2, 4], (
         "and as many as there are blocks for"
     )
-    embedder.engine._num_blocks = before
+    embedder.engine.num_blocks = before
 
 
 def test_scores_of_vectors_are_their_cosines(embedder):

@@ -186,6 +186,8 @@ def test_larger_blocks_hit_by_the_last_hash_in_them() -> None:
         ([full(16), window(4)], {"eagle": [1]}, 44, {3, 4, 7, 8}),
         ([full(16), window(4)], {"eagle": [1]}, 32, {3, 4, 7}),
         ([full(16), window(4)], {"eagle": [0]}, 44, {3, 7}),
+        # A group of the same layers is looked up with the draft's, and so keeps as much.
+        ([full(16), window(4), window(4)], {"eagle": [2], "group": 1}, 44, {3, 4, 7, 8}),
         # Every 32 tokens, and where the prompt of 64 tokens may be hit again: 63 rounded down, 48.
         ([full(16), window(4)], {"interval": 32}, 64, {7, 11, 15}),
         ([full(16), window(4)], {"interval": 0}, 64, {11}),

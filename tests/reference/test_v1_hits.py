@@ -117,3 +117,37 @@ def test_eagle_block_to_drop_lies_inside_the_hit_of_one_group_and_behind_that_of
 )
 def test_replay_boundaries(num_prompt_tokens: int, use_eagle: bool, expected: tuple[int, ...]) -> None:
     assert replay_boundaries(num_prompt_tokens, 16, use_eagle) == expected
+
+
+@pytest.mark.parametrize(
+    ("eagle_groups", "expected"),
+    [
+        # The second window lacks block 6: it has 5 blocks and the one to drop. The first then needs no more
+        # than block 4, as it has dropped a block before.
+        ([0, 1], 20),
+        # The second window drops none, and has 6 blocks. The first is asked anew. It lacks block 5, to be
+        # kept or dropped, so 4 blocks are left, block 4 being the one to drop.
+        ([0], 16),
+    ],
+)
+def test_eagle_block_is_dropped_once_and_again_when_another_spec_shortens_the_hit(
+    eagle_groups: list[int], expected: int
+) -> None:
+    """All 8 blocks are cached, but for block 5 in one window, of 1 block, and block 6 in another, of 2."""
+    manager = make_hybrid_manager(31, [window(5), window(9)], eagle_groups, use_eagle=True)
+    prefill(manager, make_request("A", range(32)))
+    first, second = manager.get_block_ids("A")
+    manager.evict_blocks({first[5], second[6]})
+    assert manager.get_computed_blocks(make_request("B", range(33)))[1] == expected
+
+
+def test_eagle_rounds_a_run_shorter_than_the_window_down_twice() -> None:
+    """Blocks 0 to 4 are cached, and 0 to 3 would do for 16 tokens. vLLM: 5, 4, 3, 0."""
+    manager = make_hybrid_manager(31, [full(16), window(24)], [1], use_eagle=True)
+    prefill(manager, make_request("A", range(20)))
+    assert manager.get_computed_blocks(make_request("B", range(21)))[1] == 0
+    manager = make_hybrid_manager(31, [full(16), window(16)], [1], use_eagle=True)
+    prefill(manager, make_request("A", range(20)))
+    assert (
+        manager.get_computed_blocks(make_request("B", range(21)))[1] == 16
+    )  # 4 blocks and one fill the window

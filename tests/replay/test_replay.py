@@ -137,7 +137,7 @@ def filled_driver(**options) -> Driver:
     driver = tiny.driver(**OPTIONS | options)
     for i, prompt in enumerate(PROMPTS):
         driver.add(tiny.request(driver, 1 + i, prompt, tiny.greedy(4 + i)))
-    driver._fill_rows()
+    driver.fill_rows()
     return driver
 
 
@@ -215,7 +215,7 @@ def test_an_engine_is_reported_from_another_thread_and_after_its_death(tmp_path,
         raise RuntimeError("no")
 
     with tiny.engine(**OPTIONS) as engine:
-        thread = engine._worker._thread
+        thread = tiny.thread_of(engine)
         takers = []
         snapshot = Driver.snapshot
         monkeypatch.setattr(

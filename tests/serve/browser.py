@@ -31,7 +31,7 @@ class Browser:
         self.ask("url", url=url)
 
     def run(self, script: str) -> Any:
-        """Run a piece of JavaScript and return its result."""
+        """Run a fragment of JavaScript and return its result."""
         return self.ask("execute/sync", script=script, args=[])
 
     def text(self, id_: str) -> str:

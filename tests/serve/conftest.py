@@ -67,9 +67,7 @@ class Served:
 
     def wait_for_silence(self) -> None:
         """Wait until no request is open or runs, and no block is held."""
-        engine = self.llm.engine
-        soon(lambda: not self.service.open_runs and not engine._worker._in_flight)
-        soon(lambda: not engine._driver.has_work)
+        soon(lambda: not self.service.open_runs and self.llm.engine.is_idle)
 
 
 @contextlib.contextmanager

@@ -24,6 +24,11 @@ async def gather(llm, prompt, params, request_id):
     return [output async for output in llm.generate(prompt, params, request_id)]
 
 
+def underway(llm):
+    """Return the handles of unfinished requests, by their ids."""
+    return llm._handles
+
+
 def test_it_is_public():
     assert jaxpaged.AsyncLLM.__name__ == "AsyncLLM"
 
@@ -62,7 +67,7 @@ async def test_an_abort_ends_the_stream_with_its_reason(llm, brake):
     hold.allow(2)
     params = SamplingParams(max_tokens=100, temperature=0, ignore_eos=True)
     asking = [asyncio.create_task(gather(llm, [5, i], params, f"r{i}")) for i in range(3)]
-    while len(llm._handles) < 3:
+    while len(underway(llm)) < 3:
         await asyncio.sleep(0)
     with pytest.raises(InputError, match="request_id='r1' must be a string that no request under way has"):
         await gather(llm, [5], params, "r1")
@@ -77,8 +82,8 @@ async def test_an_abort_ends_the_stream_with_its_reason(llm, brake):
     reasons = [(await each)[-1].outputs[0].finish_reason for each in asking]
     assert reasons[:3] == ["abort", "abort", "length"]
     assert reasons[3] != "abort"
-    assert not llm._handles
-    soon(lambda: not llm.engine._driver.has_work)
+    assert not underway(llm)
+    soon(lambda: llm.engine.is_idle)
 
 
 @in_event_loop
@@ -88,7 +93,7 @@ async def test_what_is_left_early_is_given_up_and_mistakes_are_told_at_once(llm)
     stream = llm.generate([5, 6], SamplingParams(max_tokens=100, ignore_eos=True), "a")
     await anext(stream)
     await stream.aclose()
-    assert not llm._handles
+    assert not underway(llm)
     await llm.check_health()
     long = "ab " * 3000
     with pytest.raises(InputError, match="characters"):
@@ -127,5 +132,5 @@ def test_occupancy_tells_who_holds_which_blocks(llm, brake):
     hold.off()
     first.result()
     second.result()
-    soon(lambda: not engine._driver.has_work)
+    soon(lambda: engine.is_idle)
     assert not engine.occupancy().holders.any()

@@ -154,15 +154,15 @@ class Full:
         return getattr(self.file, name)
 
 
-def test_a_full_disk_leaves_whole_lines(tmp_path):
+def test_a_full_disk_leaves_whole_lines(tmp_path, monkeypatch):
     file, line = tmp_path / "out.jsonl", {"custom_id": "a", "response": {}, "error": None}
     with Output(str(file)) as output:
         output.write(line)
         lines = output._lines
-        out, lines._out = lines._out, Full(lines._out)
-        with pytest.raises(InputError, match="out.jsonl' cannot be written: no space left"):
-            output.write(line | {"custom_id": "b"})
-        lines._out = out
+        with monkeypatch.context() as patch:
+            patch.setattr(lines, "_out", Full(lines._out))
+            with pytest.raises(InputError, match="out.jsonl' cannot be written: no space left"):
+                output.write(line | {"custom_id": "b"})
     assert json.loads(file.read_text()) == line
     with Output(str(file)) as output:
         assert output.answered == {batch_files.digest_of("a")}

@@ -51,8 +51,8 @@ def said(client):
     """Return all that the server sends until it closes; a reset takes what was not read yet."""
     told = b""
     with contextlib.suppress(ConnectionError):
-        while piece := client.recv(2**16):
-            told += piece
+        while fragment := client.recv(2**16):
+            told += fragment
     return told.decode()
 
 

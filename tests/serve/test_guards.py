@@ -295,7 +295,7 @@ def test_the_engines_death_ends_all_with_an_error(model, brake, monkeypatch, cap
         def die(*_):
             raise RuntimeError("out of luck")
 
-        monkeypatch.setattr(llm.engine._driver, "_read", die)
+        monkeypatch.setattr(tiny.driver_of(llm.engine), "_read", die)
         hold.off()
         assert whole.result(30).status_code == 500
         assert "out of luck" in whole.result().json()["error"]["message"]

@@ -79,7 +79,7 @@ def test_an_echos_places_are_those_in_its_text(tokenizer):
 
 
 def test_bytes_are_the_tokens_own_and_a_character_is_the_name_of_the_token_that_completes_it(tokenizer):
-    """Whole and in pieces, and also of a token that another would have completed it by."""
+    """Whole and in fragments, and also of a token that another would have completed it by."""
     ids, prompt = cut(tokenizer, PARROT), cut(tokenizer, "b")
     [whole] = outputs(tokenizer, prompt, [ids])
     logprobs = whole.outputs[0].logprobs
@@ -92,11 +92,11 @@ def test_bytes_are_the_tokens_own_and_a_character_is_the_name_of_the_token_that_
     assert told[last][1] in ([156], [166, 156])
     assert told[last - 1][0] == "", "a part of it"
     assert "".join(each["token"] for each in content).strip() == PARROT
-    pieces = [o.outputs[0].logprobs for o in outputs(tokenizer, prompt, [[token] for token in ids])]
-    assert [entries for each in pieces for entries in each] == logprobs
+    fragments = [o.outputs[0].logprobs for o in outputs(tokenizer, prompt, [[token] for token in ids])]
+    assert [entries for each in fragments for entries in each] == logprobs
 
 
-def test_places_of_random_texts_whole_and_in_pieces(tokenizer):
+def test_places_of_random_texts_whole_and_in_fragments(tokenizer):
     rng = random.Random(0)
     for _ in range(100):
         # What the small tokenizer knows or has in bytes.

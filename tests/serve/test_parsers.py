@@ -235,12 +235,12 @@ CASES = [
 ]
 
 
-def told(case, pieces):
-    """Return an answer's content, calls and reasoning, parsed from pieces in two ways that must agree."""
+def told(case, fragments):
+    """Return an answer's content, calls and reasoning, parsed from fragments in two ways that must agree."""
     form = Form(calls=case.form, reasoning=case.reads, tools=TOOLS, prompt=case.prompt, begun=case.begun)
     deltas, content, reasoning, streamed = ToolDeltas(form), "", "", {}
-    for i, piece in enumerate(pieces):
-        for delta in deltas.feed(piece, is_last=i == len(pieces) - 1):
+    for i, fragment in enumerate(fragments):
+        for delta in deltas.feed(fragment, is_last=i == len(fragments) - 1):
             content += delta.get("content", "")
             reasoning += delta.get("reasoning_content", "")
             for call in delta.get("tool_calls", ()):
@@ -263,7 +263,7 @@ def test_what_a_model_writes_is_read_as_it_is_meant(case):
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(st.data())
 def test_no_cut_and_no_mistake_of_a_model_makes_stream_and_whole_differ(data):
-    """Texts of the cases with pieces exchanged, left out and told twice, cut anywhere."""
+    """Texts of the cases with fragments exchanged, left out and told twice, cut anywhere."""
     case = data.draw(st.sampled_from(CASES))
     text = case.text
     for _ in range(data.draw(st.integers(0, 3))):
@@ -272,9 +272,9 @@ def test_no_cut_and_no_mistake_of_a_model_makes_stream_and_whole_differ(data):
             st.sampled_from([text[:i] + text[j:], text[:j] + text[i:], text[:i] + "\n" + text[i:]])
         )
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
-    pieces = [text[i:j] for i, j in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    fragments = [text[i:j] for i, j in zip([0, *cuts], [*cuts, len(text)], strict=True)]
     whole = told(case, [text])
-    assert told(case, pieces) == told(case, [*text, ""]) == whole
+    assert told(case, fragments) == told(case, [*text, ""]) == whole
     if case.form in ("qwen3_coder", "glm45", "pythonic"):
         for _, arguments in whole[1]:
             assert arguments == "" or arguments[0] == "{"
@@ -306,7 +306,7 @@ def test_ids_are_the_models_own_where_it_has_some_and_fit_its_template():
     "form", ["hermes", "mistral", "qwen3_coder", "glm45", "deepseek_v3", "kimi_k2", "openai"]
 )
 def test_long_arguments_arrive_whole_and_the_cost_is_linear(form, monkeypatch):
-    """Arguments of 100,000 characters come whole and in pieces: no character is looked at again and again."""
+    """Arguments of 100,000 characters come whole and in fragments. No character is read twice."""
     add, waiting = Source.add, []
 
     def adds(source, text):
@@ -326,8 +326,8 @@ def test_long_arguments_arrive_whole_and_the_cost_is_linear(form, monkeypatch):
         "openai": f"<|channel|>commentary to=functions.f<|message|>{arguments}<|call|>",
     }[form]
     for size in (len(text), 16):
-        pieces = [text[i : i + size] for i in range(0, len(text), size)]
-        content, [(name, got)], _ = told(Case(form, text, ""), pieces)
+        fragments = [text[i : i + size] for i in range(0, len(text), size)]
+        content, [(name, got)], _ = told(Case(form, text, ""), fragments)
         assert (content, name, json.loads(got)) == ("", "f", {"a": value})
     assert max(waiting) < 64
 

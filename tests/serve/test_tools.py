@@ -25,8 +25,8 @@ def says(served, monkeypatch):
                 [answer] = output.outputs
                 reason = "stop" if answer.finish_reason else None
                 end = len(left) if reason else size * len(answer.token_ids)
-                piece, left = left[:end], left[end:]
-                answer = dataclasses.replace(answer, text=piece, finish_reason=reason)
+                fragment, left = left[:end], left[end:]
+                answer = dataclasses.replace(answer, text=fragment, finish_reason=reason)
                 yield i, dataclasses.replace(output, outputs=[answer])
 
         monkeypatch.setattr(served.llm, "stream", scripted)

@@ -11,12 +11,14 @@ from jaxpaged import cli
 from jaxpaged.checks import InputError
 from jaxpaged.memory.policies import LIFO, Sweep, to_tail
 from jaxpaged.verify import verify_allocator
+from jaxpaged.verify.generations.v1 import BlockHash, Labels
+from jaxpaged.verify.history import Disagreement
 from jaxpaged.verify.oracles.v0.block_manager import BlockSpaceManager
 from jaxpaged.verify.oracles.v063.block_manager import SelfAttnBlockSpaceManager
 from jaxpaged.verify.oracles.v1.block_pool import BlockPool
 from tests.verify.mutants import Mutant, planted
 from tests.verify.mutants.allocators import MUTANTS
-from tests.verify.mutants.sound import pool
+from tests.verify.mutants.sound import block_pool, pool
 
 POOL = "tests/verify/mutants/sound"
 
@@ -28,17 +30,42 @@ class Split(BlockPool):
 
 @pytest.mark.parametrize(
     ("theirs", "kind"),
-    [(BlockSpaceManager, "v0"), (SelfAttnBlockSpaceManager, "v063"), (BlockPool, "v1"), (Split, "v1_split")],
+    [
+        (BlockSpaceManager, "v0"),
+        (SelfAttnBlockSpaceManager, "v063"),
+        (BlockPool, "v1"),
+        (Split, "v1_split"),
+        (block_pool.BlockPool, "v1"),  # its labels of contents are tuples
+    ],
 )
 def test_what_is_right_agrees(theirs: Any, kind: str) -> None:
     report = verify_allocator(theirs, kind, histories=12)
     assert report.ok, report
 
 
+def test_labels_of_contents_are_one_to_one() -> None:
+    labels, one, two = Labels(), BlockHash(b"1"), BlockHash(b"2")
+    label = ["any", "thing"]
+    labels.note(block_pool.Block(1, block_hash=label), one)
+    labels.note(block_pool.Block(2, block_hash=list(label)), one)
+    labels.note(block_pool.Block(3, block_hash=object()), two)
+    assert labels.name_of(block_pool.Block(4, block_hash=label)) == one
+    assert labels.name_of(block_pool.Block(4, block_hash=b"1")) is None
+    for wrong, name, sentence in (
+        (label, two, "block 5 holds other content than another, and their block_hash are equal"),
+        (b"1", one, "block 5 holds the content of another, and their block_hash differ"),
+        (None, one, "block 5 was cached, and its block_hash is None"),
+    ):
+        with pytest.raises(Disagreement, match=sentence):
+            labels.note(block_pool.Block(5, block_hash=wrong), name)
+    labels.keep([two])
+    labels.note(block_pool.Block(6, block_hash=label), BlockHash(b"3"))
+
+
 def test_a_v1_pool_of_another_profile_does_not() -> None:
     report = verify_allocator(BlockPool, "v1_split", histories=60)
     assert not report.ok
-    assert len(report.shortest) <= 8, report
+    assert len(report.history) <= 8, report
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=str)
@@ -49,7 +76,7 @@ def test_a_bug_is_found_and_its_history_repeats_it(
     with planted(mutant, tmp_path) as theirs:
         report = verify_allocator(theirs, mutant.what, save=tmp_path, shrink_seconds=0.5)
         assert not report.ok, report
-        assert report.shortest, report  # how short is for those below, which take the time
+        assert report.history, report  # how short it is, those below test: they take the time
         assert cli.main(["verify", "allocator", report.name, "--replay", str(report.saved)]) == 1
     said = capsys.readouterr().out
     assert f"disagreement: {report.sentence}" in said
@@ -75,9 +102,9 @@ def test_functions_are_driven_like_ours(tmp_path: Path) -> None:
         mutant = Mutant(name, POOL, "pool.py", right, wrong, "pool:create", "policy")
         with planted(mutant, tmp_path / name) as create:
             functions = __import__(create.__module__, fromlist=["create"])
-            report = verify_allocator(functions, "policy", policy="lifo", save=tmp_path)
+            report = verify_allocator(functions, "policy", policy="lifo", shrink_seconds=1, save=tmp_path)
         assert not report.ok, name
-        assert len(report.shortest) <= 8, report
+        assert len(report.history) <= 8, report
 
 
 @pytest.mark.slow
@@ -86,7 +113,7 @@ def test_a_policy_is_a_value() -> None:
     assert report.ok, report
     fifo = dataclasses.replace(LIFO, name="fifo", sweeps=(Sweep(to_tail),))
     report = verify_allocator(fifo, "policy", policy="lifo", histories=20, block_sizes=[4])
-    assert "free blocks are" in str(report)
+    assert "of the free queue is" in str(report)
     with pytest.raises(InputError, match="policy=None must be the one that"):
         verify_allocator(fifo, "policy")
 
@@ -100,10 +127,24 @@ def test_a_class_that_raises_is_told_so(tmp_path: Path) -> None:
 
     report = verify_allocator(Broken, "v1", histories=40)
     assert "fails, where the oracle does not: RuntimeError: three is too many" in str(report)
-    assert len(report.shortest) <= 8, report
+    assert len(report.history) <= 8, report
 
-    report = verify_allocator(lambda *sizes: None, "v0", histories=2, save=tmp_path)
-    assert "made fails, where the oracle does not" in str(report) or "AttributeError" in str(report)
+
+def test_what_cannot_be_constructed_is_told_so(tmp_path: Path) -> None:
+    class Older(BlockPool):
+        def __init__(self, num_gpu_blocks: int) -> None:
+            super().__init__(num_gpu_blocks, True, 1)
+
+    for theirs, kind, policy, sentence in (
+        (Older, "v1", None, "the class cannot be constructed with (11, True, 1): TypeError: "),
+        (lambda *sizes: None, "v0", None, "what the class constructs, a NoneType, has no can_allocate"),
+        (object(), "policy", "lifo", "the allocator has no function create"),
+        (pool.State, "policy", "lifo", "the allocator has no function create"),
+    ):
+        report = verify_allocator(theirs, kind, policy=policy, save=tmp_path)
+        assert str(report).startswith(f"{kind}: FAILED {sentence}"), report
+        assert str(report).count("\n") == 0
+        assert not report.ok
 
 
 def test_the_command_line(
@@ -123,7 +164,7 @@ def test_the_command_line(
     assert "policy: 2 histories of up to 40 steps agree" in capsys.readouterr().out
     assert cli.main([*verify, "my_manager:Mine", "--as", "v0"]) == 1
     said = capsys.readouterr().out
-    assert "FAILED can_allocate gives" in said
+    assert "FAILED can_allocate: the answer is OK and must be LATER" in said or "must be NEVER" in said
     [trace] = tmp_path.glob("history-*.json")
     assert str(trace.name) in said
     saved = json.loads(trace.read_text())

@@ -26,6 +26,7 @@ from jaxpaged.verify.cases.frame import call_of
 from pallas_kernels import ops
 from tests.verify.mutants import Mutant, planted
 from tests.verify.mutants.kernels import MUTANTS
+from tests.verify.mutants.kernels import SOUND as SOUND_FOLDER
 from tests.verify.mutants.sound import attention, cache
 
 SOUND = {
@@ -69,6 +70,30 @@ def test_a_bug_is_found_and_its_case_made_small(mutant: Mutant, tmp_path: Path) 
             assert not all(map(functools.partial(np.allclose, rtol=1e-5), got, want))
 
 
+@pytest.mark.parametrize("size", [128, 256, 512, 1024])
+def test_a_last_partition_that_is_not_rescaled_is_found(size: int, tmp_path: Path) -> None:
+    """A function has partitions of its own in v1, and is told their size in v2."""
+    right = "rescale = np.exp(largest - finite)"
+    wrong = f"{right} if s.shape[1] - first >= size else np.ones_like(largest)"
+    mutant = Mutant("not rescaled", SOUND_FOLDER, "attention.py", right, wrong, "attention:attend", "")
+    with planted(mutant, tmp_path) as attend:
+
+        def fixed(q: Any, k: Any, v: Any, tables: Any, lens: Any, **options: Any) -> Any:
+            return attend(q, k, v, tables, lens, size, **options)
+
+        def told(
+            q: Any, k: Any, v: Any, tables: Any, lens: Any, *, partition_size: Any, **options: Any
+        ) -> Any:
+            return attend(q, k, v, tables, lens, partition_size, **options)
+
+        for function, op, name in (
+            (fixed, "paged_attention_v1", "rising_512"),
+            (told, "paged_attention_v2", f"rising_{size}"),
+        ):
+            with pytest.raises(WrongResult, match=rf"{name}: row \d, head \d, element \d+ is"):
+                check(function, op, case(name))
+
+
 def test_only_what_a_function_serves_is_asked_of_it() -> None:
     def plain(q: Any, k: Any, v: Any, tables: Any, seq_lens: Any, *, scale: Any = None) -> Any:
         if q.shape[2] > 128:
@@ -107,7 +132,7 @@ def test_what_a_function_must_not_do() -> None:
         (writes, "one_token: the function has changed its argument 1"),
         (lambda *arrays: arrays[0][0], r"the answer has shape \(4, 64\) and must have \(1, 4, 64\)"),
         (lambda *arrays: None, "the function gives nothing back"),
-        (lambda *arrays: arrays[0] * np.nan, r"element \[0, 0, 0\] is nan and must be"),
+        (lambda *arrays: arrays[0] * np.nan, "one_token: row 0, head 0, element 0 is nan and must be"),
     ):
         with pytest.raises(WrongResult, match=message):
             check(function, "paged_attention_v1", one)
@@ -126,7 +151,7 @@ def test_terms_spare_a_function_what_it_does_not_stand() -> None:
 
     around = case("around_a_block")
     check(reads_all, "paged_attention_v1", around, Terms(stale="zero", padding="null"))
-    with pytest.raises(WrongResult, match="is nan"):
+    with pytest.raises(WrongResult, match="is nan and must be .*; slots that may not .* with stale='zero'"):
         check(reads_all, "paged_attention_v1", around, Terms(padding="null"))
     with pytest.raises(IndexError):
         check(reads_all, "paged_attention_v1", around, Terms(stale="zero"))
@@ -160,7 +185,7 @@ def test_shrinking_stops_in_time_and_gives_back_what_fails_only_by_chance() -> N
     given = case("around_a_tile")
     report = verify_kernel(broken_at_first, "paged_attention_v1", cases=[given], shrink_seconds=0)
     assert report.smallest == given
-    assert len(calls) == 2, "the case, and the sentence about it"
+    assert len(calls) == 4, "the case, and the sentence about it, each with zeros in unread slots, too"
     once = DecodeCase("once", seq_lens=(3, 70))
     assert verify_kernel(lambda *a: a[0] * np.nan, "paged_attention_v1", cases=[once]).smallest == (
         dataclasses.replace(

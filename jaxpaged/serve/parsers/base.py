@@ -1,6 +1,6 @@
-"""Building blocks of answer parsers: pieces, the text as it comes, and a parser as a generator.
+"""Building blocks of answer parsers: fragments, the text as it comes, and a parser as a generator.
 
-A parser is a class with one method, `read`, a generator over a `Source`. It yields pieces, and asks the
+A parser is a class with one method, `read`, a generator over a `Source`. It yields fragments, and asks the
 source for more text with `yield from`. The result does not depend on how the text is divided as it comes,
 since the source's operations do not. Each character is looked at a bounded number of times.
 """
@@ -43,10 +43,10 @@ class Arguments:
     text: str
 
 
-type Piece = Text | Reasoning | Begin | Arguments
-# A part of a parser: yields pieces, and None where it needs more text.
-type Reads[T] = Generator[Piece | None, None, T]
-type Give = Callable[[str], Piece]
+type Fragment = Text | Reasoning | Begin | Arguments
+# A part of a parser: yields fragments, and None where it needs more text.
+type Reads[T] = Generator[Fragment | None, None, T]
+type Give = Callable[[str], Fragment]
 
 
 class Marks:
@@ -191,19 +191,19 @@ def without_end[T](reads: Reads[T], give: Give, chars: str, most: int | None = N
     held: list[str] = []
     while True:
         try:
-            piece = next(reads)
+            fragment = next(reads)
         except StopIteration as stop:
             result: T = stop.value
             return result
-        if piece is None:
+        if fragment is None:
             yield None
             continue
-        assert not isinstance(piece, Begin)
-        kept = piece.text.rstrip(chars)
+        assert not isinstance(fragment, Begin)
+        kept = fragment.text.rstrip(chars)
         if kept:
             yield give("".join([*held, kept]))
             held.clear()
-        held.append(piece.text[len(kept) :])
+        held.append(fragment.text[len(kept) :])
         if most is not None and sum(map(len, held)) > most:
             text = "".join(held)
             yield give(text[:-most])
@@ -226,21 +226,21 @@ class Parser:
         self._reading = self.read(self._source)
 
     def read(self, source: Source) -> Reads[None]:
-        """Yield the answer's pieces. Must not return before the answer's end."""
+        """Yield the answer's fragments. Must not return before the answer's end."""
         raise NotImplementedError
 
-    def feed(self, text: str) -> list[Piece]:
+    def feed(self, text: str) -> list[Fragment]:
         """Return what these characters complete."""
         self._source.add(text)
-        return self._pieces()
+        return self._fragments()
 
-    def finish(self) -> list[Piece]:
+    def finish(self) -> list[Fragment]:
         """Return what is left at the answer's end."""
         self._source.is_whole = True
-        return self._pieces()
+        return self._fragments()
 
-    def _pieces(self) -> list[Piece]:
-        return merged(itertools.takewhile(lambda piece: piece is not None, self._reading))
+    def _fragments(self) -> list[Fragment]:
+        return merged(itertools.takewhile(lambda fragment: fragment is not None, self._reading))
 
 
 class Chain:
@@ -249,18 +249,18 @@ class Chain:
     def __init__(self, reasoning: Parser, calls: Parser) -> None:
         self._reasoning, self._calls = reasoning, calls
 
-    def feed(self, text: str) -> list[Piece]:
+    def feed(self, text: str) -> list[Fragment]:
         """Return what these characters complete."""
         return self._through(self._reasoning.feed(text))
 
-    def finish(self) -> list[Piece]:
+    def finish(self) -> list[Fragment]:
         """Return what is left at the answer's end."""
         return merged([*self._through(self._reasoning.finish()), *self._calls.finish()])
 
-    def _through(self, pieces: Sequence[Piece]) -> list[Piece]:
-        made: list[Piece] = []
-        for piece in pieces:
-            made += self._calls.feed(piece.text) if isinstance(piece, Text) else [piece]
+    def _through(self, fragments: Sequence[Fragment]) -> list[Fragment]:
+        made: list[Fragment] = []
+        for fragment in fragments:
+            made += self._calls.feed(fragment.text) if isinstance(fragment, Text) else [fragment]
         return made
 
 
@@ -270,28 +270,30 @@ class NoCalls:
     def __init__(self, parser: Parser) -> None:
         self._parser = parser
 
-    def feed(self, text: str) -> list[Piece]:
+    def feed(self, text: str) -> list[Fragment]:
         """Return what these characters complete."""
         return self._as_text(self._parser.feed(text))
 
-    def finish(self) -> list[Piece]:
+    def finish(self) -> list[Fragment]:
         """Return what is left at the answer's end."""
         return self._as_text(self._parser.finish())
 
     @staticmethod
-    def _as_text(pieces: Sequence[Piece]) -> list[Piece]:
-        texts = [Text(piece.text) if isinstance(piece, Arguments) else piece for piece in pieces]
-        return merged(piece for piece in texts if not isinstance(piece, Begin))
+    def _as_text(fragments: Sequence[Fragment]) -> list[Fragment]:
+        texts = [
+            Text(fragment.text) if isinstance(fragment, Arguments) else fragment for fragment in fragments
+        ]
+        return merged(fragment for fragment in texts if not isinstance(fragment, Begin))
 
 
-def merged(pieces: Any) -> list[Piece]:
-    """Return pieces with neighbours of one kind as one; those that begin calls stay by themselves."""
-    made: list[Piece] = []
-    for kind, group in itertools.groupby(pieces, key=type):
+def merged(fragments: Any) -> list[Fragment]:
+    """Return fragments with neighbours of one kind as one; those that begin calls stay by themselves."""
+    made: list[Fragment] = []
+    for kind, group in itertools.groupby(fragments, key=type):
         if kind is Begin:
             made += group
         else:
-            text = "".join(piece.text for piece in group)
+            text = "".join(fragment.text for fragment in group)
             if text:
                 made.append(kind(text))
     return made

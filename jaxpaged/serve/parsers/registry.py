@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from jaxpaged.serve.parsers.base import Chain, NoCalls, Parser, Piece
+from jaxpaged.serve.parsers.base import Chain, Fragment, NoCalls, Parser
 
 TOOL_PARSERS: dict[str, type[Parser]] = {}
 REASONING_PARSERS: dict[str, type[Parser]] = {}
@@ -12,10 +12,10 @@ REASONING_PARSERS: dict[str, type[Parser]] = {}
 class ReadsAnswers(Protocol):
     """Reader of one answer as its text comes."""
 
-    def feed(self, text: str) -> list[Piece]:
+    def feed(self, text: str) -> list[Fragment]:
         """Return what these characters complete."""
 
-    def finish(self) -> list[Piece]:
+    def finish(self) -> list[Fragment]:
         """Return what is left at the answer's end."""
 
 

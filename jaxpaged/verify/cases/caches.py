@@ -40,6 +40,12 @@ class WriteCase(ExactCase):
         "with_outlier": (False,),
     }
     NUM_SKIPPED: ClassVar = 1  # the null block
+    ARRAYS: ClassVar = ("k_cache", "v_cache")
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        middle = ("head", "slot") if self.kv_layout == "head_major" else ("slot", "head")
+        return ("block", *middle, "element")
 
     @property
     def is_sound(self) -> bool:
@@ -83,6 +89,11 @@ class CopyCase(ExactCase):
     num_blocks: int = 6
 
     SIMPLER: ClassVar = {"num_blocks": (2, 3, 4)}
+    ARRAYS: ClassVar = ("cache 0", "cache 1")
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        return ("block", "element")
 
     def arguments(self, stale: str = "nan", padding: str = "invalid") -> tuple[list[Any], dict[str, Any]]:
         """Return the caches and the pairs of blocks."""
@@ -106,6 +117,10 @@ class SwapCase(ExactCase):
     num_target_blocks: int = 4
 
     SIMPLER: ClassVar = {"num_source_blocks": (1, 2, 4), "num_target_blocks": (1, 2, 3)}
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        return ("block", "element")
 
     def arguments(self, stale: str = "nan", padding: str = "invalid") -> tuple[list[Any], dict[str, Any]]:
         """Return source, target and the pairs of blocks."""

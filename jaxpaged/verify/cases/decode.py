@@ -24,6 +24,7 @@ class DecodeCase(frame.AttentionCase):
     block_sparse: BlockSparse | None = None
     shared_blocks: int = 0  # leading blocks that rows 0 and 1 have in common
     partition_size: int = 64  # for v2
+    rising: float = 0.0  # by how much keys and queries are moved, so that scores rise along a row
 
     SIMPLER: ClassVar = frame.AttentionCase.SIMPLER | {
         "kv_layout": ("token_major",),
@@ -31,6 +32,7 @@ class DecodeCase(frame.AttentionCase):
         "block_sparse": (None,),
         "shared_blocks": (0, 1),
         "partition_size": (16, 32, 64),
+        "rising": (0.0,),
     }
 
     @property
@@ -42,6 +44,7 @@ class DecodeCase(frame.AttentionCase):
             and (not self.shared_blocks or min(self.seq_lens[:2]) >= shared)
             and self.partition_size % min(self.block_size, self.partition_size) == 0
             and not (self.scale_per_head and not self.is_quantised)
+            and not (self.rising and (self.is_quantised or self.shared_blocks))
         )
 
     @property
@@ -107,6 +110,19 @@ def _cases() -> list[DecodeCase]:
         ),
         DecodeCase("thousands", seq_lens=(2049, 3), num_q_heads=2, num_kv_heads=1, partition_size=512),
     ]  # fmt: skip
+    # In each row the largest score is in the last, partly filled partition of 128, 256, 512 or 1,024 tokens.
+    lens = {128: (200,), 256: (450,), 512: (200, 450, 900, 1980), 1024: (1980,)}
+    cases += [
+        DecodeCase(
+            f"rising_{size}",
+            seq_lens=lens[size],
+            num_q_heads=2,
+            num_kv_heads=1,
+            partition_size=size,
+            rising=1.0,
+        )
+        for size in lens
+    ]
     cases += [
         DecodeCase(f"group_{g}", num_q_heads=2 * g, num_kv_heads=2, seq_lens=(20, 7))
         for g in (1, 3, 5, 6, 7, 8, 12, 16)
@@ -160,9 +176,11 @@ def make_inputs(case: DecodeCase, stale: str = "nan", padding: str = "invalid") 
     rng = np.random.default_rng(0)
     seen = [(0, length) for length in case.seq_lens]
     caches, tables, _ = frame.hostile_pool(case, rng, seen, stale, padding, case.shared_blocks)
+    if case.rising:
+        _raise_keys(case, caches[0], tables)
     if case.kv_layout == "head_major":
         caches = np.ascontiguousarray(caches.swapaxes(2, 3))
-    q = rng.standard_normal((len(case.seq_lens), case.num_q_heads, case.head_dim))
+    q = rng.standard_normal((len(case.seq_lens), case.num_q_heads, case.head_dim)) + case.rising
     return {
         "q": q.astype(frame.DTYPES[case.dtype]),
         "k_cache": caches[0],
@@ -170,3 +188,15 @@ def make_inputs(case: DecodeCase, stale: str = "nan", padding: str = "invalid") 
         "block_tables": tables,
         "seq_lens": np.array(case.seq_lens, np.int32),
     }
+
+
+def _raise_keys(case: DecodeCase, keys: np.ndarray, tables: np.ndarray) -> None:
+    """Move keys by up to `rising`, the more the later they are, in place.
+
+    With queries moved alike, a row's scores rise by about rising ** 2 * head_dim ** 0.5.
+    """
+    for row, length in enumerate(case.seq_lens):
+        positions = np.arange(length)
+        at = tables[row, positions // case.block_size], positions % case.block_size
+        moved = keys[at].astype(np.float32) + case.rising * (positions / max(length, 1))[:, None, None]
+        keys[at] = moved.astype(keys.dtype)

@@ -60,6 +60,17 @@ class KernelCase:
     name: str
 
     SIMPLER: ClassVar[dict[str, tuple[Any, ...]]] = {}
+    ARRAYS: ClassVar[tuple[str, ...]] = ()  # names of an answer's arrays, if there are several
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Names of what the indices of an answer's element count."""
+        return ("row", "head", "element")
+
+    def place(self, number: int, at: tuple[int, ...]) -> str:
+        """Return words for an element of an answer's array."""
+        words = [f"{axis} {index}" for axis, index in zip(self.axes, at, strict=False)]
+        return ", ".join([*self.ARRAYS[number : number + 1], *words])
 
     @property
     def is_sound(self) -> bool:

@@ -54,6 +54,10 @@ class RaggedCase(frame.AttentionCase):
             lambda v: attention.ragged_paged_attention(q, k, v, *rest, **self.options), v
         )
 
+    @property
+    def axes(self) -> tuple[str, ...]:
+        return ("token", "head", "element")
+
     def expected_rows(self) -> tuple[np.ndarray, np.ndarray]:
         is_padding = np.arange(sum(self.query_lens) + self.num_padding) >= sum(self.query_lens)
         return is_padding, np.zeros_like(is_padding)

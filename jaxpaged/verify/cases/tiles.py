@@ -69,6 +69,10 @@ class TileCase(frame.AttentionCase):
 
         return frame.with_magnitudes(attend, arrays.v_cache)
 
+    @property
+    def axes(self) -> tuple[str, ...]:
+        return ("tile", "token", "head", "element")
+
     def expected_rows(self) -> tuple[np.ndarray, np.ndarray]:
         """Return which places are of no tile, and which are a tile's padding."""
         seq_lens = np.array(self.seq_lens)

@@ -122,6 +122,19 @@ class ManagerOracle(Oracle):
         del self.tokens[row]
         self.on_host.discard(row)
 
+    def free_twice(self, row: int) -> None:
+        """Free a sequence, and then again: a manager takes no notice of one without a table."""
+        seq = self.seqs[row]
+        self.free(row)
+        self.manager.free(seq)
+
+    def over_free(self, row: int) -> dict[str, int]:
+        """Free the first block of a row once more than it is held, by the manager's allocator.
+
+        That raises in both generations. Returns: what is counted then, empty if the class shows no allocator.
+        """
+        raise NotImplementedError
+
     def truncate(self, row: int, num_tokens: int) -> None:
         left = self.tokens[row][: len(self.tokens[row]) - num_tokens]
         self._cut(self.manager.block_tables[row], len(left))
@@ -212,6 +225,15 @@ class V0Oracle(ManagerOracle):
             self.manager.gpu_allocator.free(table[i])
             table[i] = self.null_block
 
+    def over_free(self, row: int) -> dict[str, int]:
+        tables, allocator = (getattr(self.manager, name, None) for name in ("block_tables", "gpu_allocator"))
+        if tables is None or allocator is None:
+            return {}
+        block = tables[row][0]
+        for _ in range(1 + block.ref_count):
+            allocator.free(block)
+        return {"the number of free blocks": self.manager.get_num_free_gpu_blocks()}
+
     def can_swap_in(self, rows: list[int]) -> bool:
         answer = self.manager.can_swap_in(self._group(rows))
         return getattr(answer, "name", answer) in (True, "OK")  # an AllocStatus since 0.4
@@ -286,6 +308,18 @@ class V063Oracle(ManagerOracle):
         table.num_tokens = num_tokens
         if num_tokens:
             del table.blocks[-1].token_ids[(num_tokens - 1) % self.block_size + 1 :]
+
+    def over_free(self, row: int) -> dict[str, int]:
+        """Free the first block of a row twice: each table has a block of its own over shared memory."""
+        manager = self.manager
+        allocator = getattr(manager, "block_allocator", getattr(manager, "allocator", None))
+        blocks = getattr(getattr(manager, "block_tables", {}).get(row), "blocks", None)
+        if allocator is None or blocks is None:
+            return {}
+        block = blocks[0]
+        allocator.free(block)
+        allocator.free(block)
+        return {"the number of free blocks": manager.get_num_free_gpu_blocks()}
 
     def window(self, row: int, num_skipped_tokens: int) -> None:
         self.manager.block_tables[row].drop_blocks(num_skipped_tokens // self.block_size)

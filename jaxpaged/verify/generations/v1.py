@@ -2,19 +2,19 @@
 
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from jaxpaged.arithmetic import cdiv
 from jaxpaged.status import Status
 from jaxpaged.verify.generations.base import Oracle, Pair, Refused
+from jaxpaged.verify.history import Disagreement
 from jaxpaged.verify.oracles.v1.block_pool import BlockPool as V1BlockPool
 from jaxpaged.verify.oracles.v1.kv_cache_manager import KVCacheManager
 from jaxpaged.verify.oracles.v1.kv_cache_utils import (
     BlockHash,
     KVCacheBlock,
     Request,
-    make_block_hash_with_group_id,
 )
 from jaxpaged.verify.oracles.v1.single_type import FullAttentionManager
 from jaxpaged.verify.oracles.v1.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
@@ -46,6 +46,44 @@ class Identities:
         self.names = {
             key: name for key, name in self.names.items() if pool.get_cached_block(name, [0]) is not None
         }
+
+
+class Labels:
+    """Names of contents by what a pool writes into `block_hash`.
+
+    A pool may write bytes, a tuple or an object of its own. Equal labels must stand for equal contents, and
+    different ones for different contents.
+    """
+
+    def __init__(self) -> None:
+        self.known: list[tuple[Any, BlockHash]] = []  # a label need not be hashable
+
+    def note(self, block: Any, name: BlockHash) -> None:
+        """Note the label of a block that has just been cached under a name.
+
+        Raises: Disagreement if it has none, or if labels and names are no longer one to one.
+        """
+        label, its_name = block.block_hash, self.name_of(block)
+        if label is None:
+            raise Disagreement(f"block {block.block_id} was cached, and its block_hash is None")
+        if its_name is None and all(other != name for _, other in self.known):
+            self.known.append((label, name))
+        elif its_name is None:
+            raise Disagreement(
+                f"block {block.block_id} holds the content of another, and their block_hash differ"
+            )
+        elif its_name != name:
+            raise Disagreement(
+                f"block {block.block_id} holds other content than another, and their block_hash are equal"
+            )
+
+    def name_of(self, block: Any) -> BlockHash | None:
+        """Return the name of what a block holds, or None if nothing with its label was cached."""
+        return next((name for label, name in self.known if label == block.block_hash), None)
+
+    def keep(self, names: Collection[BlockHash]) -> None:
+        """Forget all labels of other contents."""
+        self.known = [(label, name) for label, name in self.known if name in names]
 
 
 class WindowedFullAttention(FullAttentionManager):
@@ -81,6 +119,8 @@ class V1Oracle(Oracle):
         self.manager = KVCacheManager(config, max_blocks * block_size, free_profile=profile)
         pool = pool or functools.partial(V1BlockPool, free_profile=profile)
         self.pool = self.manager.coordinator.block_pool = pool(num_blocks, True, block_size)
+        if not hasattr(self.pool, "hash_block_size"):  # a user's pool may do without
+            self.pool.hash_block_size = block_size
         self.rows = WindowedFullAttention(spec, self.pool, enable_caching=True, kv_cache_group_id=0)
         self.manager.coordinator.single_type_managers = (self.rows,)
         self.host_pool = pool(num_host_blocks, False, block_size)
@@ -88,7 +128,11 @@ class V1Oracle(Oracle):
         self.requests: dict[int, Request] = {}
         self.chains: dict[int, list[BlockHash] | None] = {}  # names of cached blocks; None: broken
         self.salts: dict[int, int] = {}
-        self.identities = Identities()
+        self.identities, self.labels = Identities(), Labels()
+
+    def _forget_dead(self) -> None:
+        self.identities.forget_dead(self.pool)
+        self.labels.keep(self.identities.names.values())
 
     def _blocks(self, row: int) -> list[KVCacheBlock]:
         return self.rows.req_to_blocks[str(row)]
@@ -118,7 +162,7 @@ class V1Oracle(Oracle):
             raise Refused(Status.OUT_OF_BLOCKS)
         request.num_computed_tokens += len(tokens)
         self.tokens[row] = self.tokens[row] + tokens
-        self.identities.forget_dead(self.pool)
+        self._forget_dead()
         return pairs
 
     def _hashes(self, tokens: list[int], salt: int) -> list[BlockHash]:
@@ -155,7 +199,7 @@ class V1Oracle(Oracle):
         self.requests[row], self.tokens[row], self.salts[row] = request, tokens, salt
         self.chains[row] = request.block_hashes[: len(hits.blocks[0])]
         self.rows.num_cached_block[str(row)] = len(hits.blocks[0])
-        self.identities.forget_dead(self.pool)
+        self._forget_dead()
         return []
 
     def commit(self, row: int, num_tokens: int) -> None:
@@ -170,17 +214,19 @@ class V1Oracle(Oracle):
             content = tuple(self.tokens[row][i * self.block_size : (i + 1) * self.block_size])
             before = dict(self.identities.names)
             name = self.identities.name(parent, content, create=True)
-            key = make_block_hash_with_group_id(name, 0)
             found = self.pool.get_cached_block(name, [0]) is not None
             if blocks[i].is_null and found:
                 pass  # somebody else's block: the chain goes on through it
-            elif blocks[i].is_null or (blocks[i].block_hash is not None and blocks[i].block_hash != key):
+            elif blocks[i].is_null or (
+                blocks[i].block_hash is not None and self.labels.name_of(blocks[i]) != name
+            ):
                 self.identities.names = before
                 self.chains[row] = None
                 continue
             elif blocks[i].block_hash is None:
                 request.block_hashes = [*chain, name]
                 self.pool.cache_full_blocks(request, blocks, i, i + 1, self.block_size, 0)
+                self.labels.note(blocks[i], name)
             chain.append(name)
 
     def fork(self, source: int, destination: int) -> None:
@@ -204,6 +250,21 @@ class V1Oracle(Oracle):
         self.requests.pop(row, None)
         del self.tokens[row], self.chains[row], self.salts[row]
 
+    def free_twice(self, row: int) -> None:
+        """Do nothing: V1's rule for what is freed already is about blocks, as `over_free` has it."""
+
+    def over_free(self, row: int) -> dict[str, int]:
+        """Free each block of a row once more than it is held, and return what the pool counts then.
+
+        V1's pool raises nothing: a count goes below zero, and no block is free twice.
+        """
+        blocks = {block.block_id: block for block in self._blocks(row) if not block.is_null}.values()
+        for block in blocks:
+            for _ in range(1 + block.ref_cnt):
+                self.pool.free_blocks([block])
+        counts = {f"the number of holders of block {block.block_id}": block.ref_cnt for block in blocks}
+        return counts | {"the number of free blocks": self.pool.get_num_free_blocks()}
+
     def _forget_rows_beyond(self, row: int, num_full: int) -> None:
         num_cached = self.rows.num_cached_block.get(str(row), 0)
         if num_full >= num_cached:
@@ -212,11 +273,8 @@ class V1Oracle(Oracle):
         if num_full == 0:
             self.chains[row] = []
             return
-        key = self._blocks(row)[num_full - 1].block_hash
-        if key is None:
-            self.chains[row] = None
-        else:
-            self.chains[row] = [BlockHash(b"?")] * (num_full - 1) + [BlockHash(key[:-4])]
+        name = self.labels.name_of(self._blocks(row)[num_full - 1])
+        self.chains[row] = None if name is None else [BlockHash(b"?")] * (num_full - 1) + [name]
 
     def truncate(self, row: int, num_tokens: int) -> None:
         left = self.tokens[row][: len(self.tokens[row]) - num_tokens]
@@ -272,7 +330,7 @@ class V1Oracle(Oracle):
             del self.host_tables[row]
             self.rows.req_to_blocks[str(row)] = moved[row]
         self.on_host.difference_update(rows)
-        self.identities.forget_dead(self.pool)
+        self._forget_dead()
         return pairs
 
     def touch(self, block_ids: list[int]) -> None:
@@ -283,12 +341,12 @@ class V1Oracle(Oracle):
 
     def evict(self, block_ids: list[int]) -> None:
         self.pool.evict_blocks(block_ids)
-        self.identities.forget_dead(self.pool)
+        self._forget_dead()
 
     def reset_cache(self) -> None:
         if not self.manager.reset_prefix_cache():
             raise Refused(Status.BLOCKS_IN_USE)
-        self.identities.forget_dead(self.pool)
+        self._forget_dead()
 
     def table(self, row: int) -> list[int]:
         return [
@@ -308,17 +366,19 @@ class V1Oracle(Oracle):
     def num_free(self) -> tuple[int, int]:
         return self.pool.get_num_free_blocks(), self.host_pool.get_num_free_blocks()
 
-    def found(self) -> list[tuple[str, list[int]]]:
-        """Return, for each content that has a name, the block that is found for it.
+    def found(self) -> dict[str, int]:
+        """Return, for each content that has a name, the block that is found for it, if any.
 
-        A content is named by the number of its parent, or "salt", and its tokens.
+        A content is told by its tokens, and by the number of its parent or the salt.
         """
-        found = []
+        found = {}
         for (parent, tokens), name in self.identities.names.items():
-            behind = int.from_bytes(parent, "big") if isinstance(parent, bytes) else f"salt {parent}"
-            blocks = self.pool.get_cached_block(name, [0]) or ()
-            found.append((f"behind {behind}: {tokens}", [block.block_id for block in blocks]))
-        return sorted(found)
+            behind = (
+                f"content {int.from_bytes(parent, 'big')}" if isinstance(parent, bytes) else f"salt {parent}"
+            )
+            for block in self.pool.get_cached_block(name, [0]) or ():
+                found[f"the block found for tokens {list(tokens)} after {behind}"] = block.block_id
+        return dict(sorted(found.items()))
 
     def contents(self) -> list[list[int]]:
         """Return the blocks of each content, oldest first."""

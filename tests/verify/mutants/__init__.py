@@ -27,6 +27,7 @@ class Mutant:
     wrong: str
     path: str  # module:name, from the folder on
     what: str  # the operation, or the generation
+    source: str = ""  # OWNER/REPOSITORY#NUMBER of a public fix or report of a bug of the kind
 
     def __str__(self) -> str:
         return self.name

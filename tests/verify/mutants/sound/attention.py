@@ -32,20 +32,21 @@ def attend(
         if length == 0:
             continue
         blocks = block_tables[row, : -(-length // block_size)]
-        k = k_cache[blocks].reshape(-1, num_kv_heads, head_dim)[:length].astype(f32)
-        v = v_cache[blocks].reshape(-1, num_kv_heads, head_dim)[:length].astype(f32)
+        k, v = (x[blocks].reshape(-1, num_kv_heads, head_dim).astype(f32) for x in (k_cache, v_cache))
+        t = np.arange(len(k))  # the last block's slots past the row's tokens too
+        live = t < length
+        v = np.where(live[:, None, None], v, 0)
         if k_scale is not None:
             k = k * np.reshape(k_scale, (-1, 1)).astype(f32)
         if v_scale is not None:
             v = v * np.reshape(v_scale, (-1, 1)).astype(f32)
         queries = q[row].astype(f32) * f32(head_dim**-0.5 if scale is None else scale)
         s = np.einsum("hd,thd->ht", queries, k[:, kv_head])
-        t = np.arange(length)
         if soft_cap is not None:
             s = f32(soft_cap) * np.tanh(s / f32(soft_cap))
         if alibi_slopes is not None:
             s = s + alibi_slopes[:, None] * (t - (length - 1)).astype(f32)
-        seen = np.ones((num_q_heads, length), bool)
+        seen = np.broadcast_to(live, s.shape).copy()
         if sliding_window is not None:
             seen &= t > length - 1 - sliding_window
         if attention_chunk is not None:
@@ -58,7 +59,7 @@ def attend(
             vertical = (sparse + 1 + abs(step) * place[:, None]) % block_sparse.vertical_stride == 0
             seen &= vertical | (sparse > own - block_sparse.local_blocks)
         s = np.where(seen, s, f32(-np.inf))
-        out[row] = softmax(s, v[:, kv_head], sinks, partition_size or length).astype(q.dtype)
+        out[row] = softmax(s, v[:, kv_head], sinks, partition_size or len(k)).astype(q.dtype)
     return out
 
 

@@ -1,0 +1,64 @@
+"""The command line of `jaxpaged verify layout` and `verify policy`. Imports nothing heavy at the top."""
+
+import argparse
+
+from jaxpaged.checks import InputError, checked_int
+from jaxpaged.commands.parser import Commands
+
+EXIT_WRONG = 1  # something was found, or nothing was verified
+
+
+def add_layout(kinds: Commands) -> None:
+    layout = kinds.add_parser("layout", help="check that a layout reads what it wrote, and states its error")
+    layout.set_defaults(command=verify_layout)
+    layout.add_argument(
+        "layout", metavar="MODULE:NAME", help="a Layout, its class, or the name of one of ours"
+    )
+
+
+def verify_layout(args: argparse.Namespace) -> int:
+    """Print the report; the exit code is 0 if something was verified and no rule is broken."""
+    from jaxpaged.verify import layouts as verifier
+    from pallas_kernels import layouts
+
+    try:
+        found = layouts.named(args.layout)
+    except ValueError as error:
+        raise InputError(str(error)) from error
+    report = verifier.verify_layout(found, name=args.layout)
+    print(report)
+    return 0 if report.ok else EXIT_WRONG
+
+
+def add_policy(kinds: Commands) -> None:
+    policy = kinds.add_parser(
+        "policy", help="check that an eviction policy takes the blocks that plain Python takes"
+    )
+    policy.set_defaults(command=verify_policy)
+    policy.add_argument(
+        "policy", metavar="MODULE:NAME", help="a Ranking, a Policy, or the name of one of ours"
+    )
+    policy.add_argument(
+        "--oracle",
+        metavar="MODULE:CLASS",
+        help="class in plain Python that it must equal (default: its own functions, for one block at a time)",
+    )
+    policy.add_argument("--traces", type=int, default=20, metavar="N", help="number of traces (default 20)")
+    policy.add_argument(
+        "--requests", type=int, default=40, metavar="N", help="prompts of the longest (default 40)"
+    )
+    policy.add_argument("--seed", type=int, default=0, help="seed of the traces (default 0)")
+
+
+def verify_policy(args: argparse.Namespace) -> int:
+    """Print the report; the exit code is 0 if blocks were hit and evicted, and all were the right ones."""
+    from jaxpaged.verify import frameworks, policies
+
+    for name in ("traces", "requests"):
+        checked_int(name, getattr(args, name), "an int from 4 to 10000", 4, 10_000)
+    oracle = None if args.oracle is None else frameworks.named(args.oracle)
+    report = policies.verify_policy(
+        args.policy, oracle, name=args.policy, traces=args.traces, requests=args.requests, seed=args.seed
+    )
+    print(report)
+    return 0 if report.ok else EXIT_WRONG

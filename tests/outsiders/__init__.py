@@ -1,0 +1,1 @@
+"""Parts as somebody else writes them: they import JAX, NumPy and `jaxpaged.contracts` alone."""
