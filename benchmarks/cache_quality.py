@@ -1,6 +1,7 @@
 """Loss of quality by keeping K and V, or weights, in fewer bits: `python -m benchmarks.cache_quality`.
 
     python -m benchmarks.cache_quality [--layouts fp8_e4m3,int8_per_token] [--tokens 20480] [--out FILE]
+    python -m benchmarks.cache_quality --layouts int8_per_token,my_module:Mine --table mine   for a paper
     python -m benchmarks.cache_quality --quantizations gguf,int8,fp8,int4      of the weights, not the cache
     python -m benchmarks.cache_quality --model DIR --quantizations fp8,DIR-AWQ  and of quantised directories
     python -m benchmarks.cache_quality --smoke                   one short window
@@ -10,12 +11,14 @@ Python), in windows of 1,024 tokens. A JSON line for float32 throughout and one 
 the registry, or each way to quantise the weights, or directory that has them quantised: perplexity, and by
 how much it is more; the mean Kullback-Leibler divergence, in nats, of the next token's distribution from
 float32's; how many of 64 greedy tokens after each of 16 prompts agree until the first that does not, as a
-share; bytes a token in all layers, and of the weights. Prompts are computed as the engine does, in tiles of
-32 tokens.
+share; tokens per second of these answers, all prompts together; bytes a token in all layers, and of the
+weights; the relative error of K and V that are read; and which implementations of attention read the layout.
+Prompts are computed as the engine does, in tiles of 32 tokens. --table writes PREFIX.csv, .md and .tex.
 """
 
 import functools
 import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +29,7 @@ from absl import app, flags
 from flax import nnx
 
 import jaxpaged
-from benchmarks import record
+from benchmarks import paper, record
 from jaxpaged.arithmetic import cdiv
 from jaxpaged.config import PREFILL_TILE
 from jaxpaged.models import loading
@@ -38,7 +41,9 @@ from pallas_kernels import layouts, native
 from pallas_kernels.layouts import LAYOUTS, TOKEN_MAJOR, Layout
 from pallas_kernels.ops import choice
 
-_LAYOUTS = flags.DEFINE_list("layouts", None, "Of the registry; default: the quantised ones.")
+_LAYOUTS = flags.DEFINE_list(
+    "layouts", None, "Of the registry, or module:Name; default: the quantised ones of the registry."
+)
 _QUANTIZATIONS = flags.DEFINE_list(
     "quantizations", [], "Of the weights, as `LLM` takes them; or directories with the same model, quantised."
 )
@@ -47,6 +52,7 @@ _BLOCK_SIZE = flags.DEFINE_integer("block_size", 64, "Tokens.")
 _MODEL = flags.DEFINE_string("model", "smollm2", "As `LLM` takes it.")
 _SMOKE = flags.DEFINE_boolean("smoke", False, "One window of 64 tokens, two prompts.")
 _OUT = flags.DEFINE_string("out", None, "Append the lines to this file as well.")
+_TABLE = flags.DEFINE_string("table", None, "Beginning of the names of three files with a table.")
 
 WINDOW = 1024
 NUM_PROMPTS, PROMPT_LEN, NUM_NEW = 16, 64, 64
@@ -62,8 +68,9 @@ def main(argv: list[str]) -> None:
     if tokens.size < window * num_windows:
         raise app.UsageError(f"--tokens={_TOKENS.value} must be at most {tokens.size}, all of the text")
     windows = tokens.reshape(num_windows, window)
-    chosen = _LAYOUTS.value or ([] if _QUANTIZATIONS.value else LAYOUTS)
-    chosen = [name for name in chosen if LAYOUTS[name].cache_dtype or _LAYOUTS.value]
+    chosen = _LAYOUTS.value or []
+    if not chosen and not _QUANTIZATIONS.value:
+        chosen = [name for name, layout in LAYOUTS.items() if layout.cache_dtype]
     forms: dict[str, tuple[Layout, str | None]] = {"float32": (TOKEN_MAJOR, None)}
     forms |= {name: (layouts.choose(name), None) for name in chosen}
     forms |= {name: (TOKEN_MAJOR, name) for name in _QUANTIZATIONS.value}
@@ -88,9 +95,12 @@ def main(argv: list[str]) -> None:
     perplexity = {name: math.exp(loss / count) for name, loss in losses.items()}
     config = checkpoint.config
     results = record.Results("cache_quality", _OUT.value)
+    rows = []
     for name, (layout, how) in forms.items():
-        agree = [num_equal(a, b) for a, b in zip(answers[name], answers["float32"], strict=True)]
-        block_bytes = layout.block_bytes(_BLOCK_SIZE.value, config.num_kv_heads, config.head_dim, DTYPE)
+        its, tokens_per_s = answers[name]
+        agree = [num_equal(a, b) for a, b in zip(its, answers["float32"][0], strict=True)]
+        shape = _BLOCK_SIZE.value, config.num_kv_heads, config.head_dim
+        block_bytes = layout.block_bytes(*shape, DTYPE)
         line: dict[str, Any] = {
             "quantization" if how else "layout": name,
             "tokens": int(tokens.size),
@@ -101,7 +111,15 @@ def main(argv: list[str]) -> None:
             "bytes_per_token": round(config.num_layers * block_bytes / _BLOCK_SIZE.value),
             "weight_bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(models[how][1])),
         }
+        line |= {
+            "error": float(f"{paper.error(layout, *shape, DTYPE):.3g}"),
+            "tokens_per_s": round(tokens_per_s, 1),
+            "kernels": paper.kernels(layout, _BLOCK_SIZE.value, config.head_dim, DTYPE),
+        }
         results.put(line)
+        rows.append(line | {"layout": name})
+    if _TABLE.value:
+        paper.write(_TABLE.value, rows)
 
 
 def loaded(checkpoint: Checkpoint, how: str | None) -> Decoder:
@@ -146,8 +164,10 @@ def compare(scores: jax.Array, exact: jax.Array, token_ids: jax.Array) -> tuple[
     return loss, jnp.sum(jnp.exp(want) * (want - got))
 
 
-def greedy(layout: Layout, quantization: str | None, prompts: list[np.ndarray]) -> list[list[int]]:
-    """Return the engine's greedy answer."""
+def greedy(
+    layout: Layout, quantization: str | None, prompts: list[np.ndarray]
+) -> tuple[list[list[int]], float]:
+    """Return the engine's greedy answers, and their tokens per second in a second run of all prompts."""
     model = _MODEL.value
     if quantization is not None and Path(quantization).is_dir():
         model, quantization = quantization, None
@@ -160,9 +180,14 @@ def greedy(layout: Layout, quantization: str | None, prompts: list[np.ndarray]) 
         max_model_len=256,
     )
     params = jaxpaged.SamplingParams(temperature=0, max_tokens=NUM_NEW, ignore_eos=True)
+    llm.generate(prompts, params, use_tqdm=False)  # so that nothing is compiled, or read for the first time
+    llm.reset_prefix_cache()
+    start = time.perf_counter()
     results = llm.generate(prompts, params, use_tqdm=False)
+    seconds = time.perf_counter() - start
     llm.engine.close()
-    return [list(result.outputs[0].token_ids) for result in results]
+    answers = [list(result.outputs[0].token_ids) for result in results]
+    return answers, sum(map(len, answers)) / seconds
 
 
 def num_equal(a: list[int], b: list[int]) -> int:

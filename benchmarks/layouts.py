@@ -1,7 +1,8 @@
 """Costs of each layout of the registry, by block size: `python -m benchmarks.layouts`.
 
     python -m benchmarks.layouts [--layouts fused,int8_per_token] [--block_sizes 16,64] [--draw FOLDER]
-                                 [--out FILE]
+                                 [--out FILE] [--table PREFIX]
+    python -m benchmarks.layouts --layouts fused,my_module:Mine  one's own beside a built-in one
     python -m benchmarks.layouts --smoke                         tiny sizes, once
 
 K and V of SmolLM2's shape, 16 sequences of 2,048 tokens. A JSON line for each layout and block size that it
@@ -9,7 +10,9 @@ has: bytes a token, the share of places that the ragged workload leaves empty in
 microseconds (the least and the median of the repeats) to write a step's tokens, to copy a block, to swap a
 sequence of 512 tokens to the host and back, each through all layers, and to attend with a query a sequence;
 `gbs` of K and V read in this, and what share that is of the machine's read bandwidth. `attention` says which
-code attends. --draw makes layouts.png and .svg.
+code attends. `error` is that of K and V that are read, relative; `kernels` says which implementations read
+the layout. --draw makes layouts.png and .svg. --table writes PREFIX.csv, .md and .tex, of the last block size
+that each layout has: its `tokens_per_s` are those for which attention alone would have time.
 """
 
 import functools
@@ -24,7 +27,7 @@ import numpy as np
 from absl import app, flags
 from jax import lax
 
-from benchmarks import record, workloads
+from benchmarks import paper, record, workloads
 from benchmarks.peaks import read_gbs
 from jaxpaged.arithmetic import cdiv
 from jaxpaged.memory import kv_cache
@@ -34,13 +37,16 @@ from pallas_kernels import layouts, native, ops, support
 from pallas_kernels.layouts import LAYOUTS, Layout
 from pallas_kernels.ops import choice
 
-_LAYOUTS = flags.DEFINE_list("layouts", None, "Of the registry; default: all.")
+_LAYOUTS = flags.DEFINE_list(
+    "layouts", None, "Of the registry, or module:Name; default: all of the registry."
+)
 _BLOCK_SIZES = flags.DEFINE_list("block_sizes", ["1", "8", "16", "32", "64", "128"], "Tokens.")
 _DTYPE = flags.DEFINE_string("dtype", None, "Of the computation; default: bfloat16.")
 _REPEATS = flags.DEFINE_integer("repeats", 10, "Of each measurement.", lower_bound=1)
 _SMOKE = flags.DEFINE_boolean("smoke", False, "Tiny sizes, two repeats.")
 _DRAW = flags.DEFINE_string("draw", None, "A folder for layouts.png and layouts.svg; needs matplotlib.")
 _OUT = flags.DEFINE_string("out", None, "Append the lines to this file as well.")
+_TABLE = flags.DEFINE_string("table", None, "Beginning of the names of three files with a table.")
 
 NUM_LAYERS, NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM = 30, 9, 3, 64
 NUM_SEQS, NUM_TOKENS, SWAPPED_TOKENS = 16, 2048, 512
@@ -65,6 +71,8 @@ def main(argv: list[str]) -> None:
             results.put(line)
     if _DRAW.value:
         draw(lines, Path(_DRAW.value))
+    if _TABLE.value:
+        paper.write(_TABLE.value, [*{line["layout"]: line for line in lines}.values()])
 
 
 def measure(layout: Layout, block_size: int, dtype: jnp.dtype, bandwidth: float) -> dict[str, Any]:
@@ -107,11 +115,14 @@ def measure(layout: Layout, block_size: int, dtype: jnp.dtype, bandwidth: float)
     places = sum(cdiv(n, block_size) for n in lens) * block_size
     return {
         "bytes_per_token": round(bytes_per_token * NUM_LAYERS / num_layers),
+        "error": float(f"{paper.error(layout, block_size, *shape, dtype):.3g}"),
         "waste": round(1 - sum(lens) / places, 4),
         "us": times,
         "attention": implementation,
         "gbs": round(read, 1),
         "of_bandwidth": round(read / bandwidth, 3),
+        "tokens_per_s": round(NUM_SEQS / times["attend"]["min"] * 1e6 * num_layers / NUM_LAYERS, 1),
+        "kernels": paper.kernels(layout, block_size, HEAD_DIM, dtype),
     }
 
 

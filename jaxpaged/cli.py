@@ -3,6 +3,7 @@
 Imports at the top are light, so that `--help` answers at once: a command imports jax when it runs.
 """
 
+import sys
 from collections.abc import Sequence
 
 import jaxpaged
@@ -26,6 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     try:
         args = parser().parse_args(argv)
+        args.words = sys.argv[1:] if argv is None else [*argv]  # as they were given, for who repeats them
         code = args.command(args)
     except (InputError, OutputError) as error:
         write_stderr(f"jaxpaged: {' '.join(str(error).split())}")

@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import check_kernels, device, record
+from benchmarks import check_kernels, device, paper, record
 from jaxpaged.verify.cases.decode import case
-from pallas_kernels import ops
+from pallas_kernels import layouts, ops
 from tests.kernels import checks
 from tests.lab.tracing import conversations, write
 
@@ -96,6 +96,63 @@ def test_tables_have_a_line_for_each_result():
         {"what": "long", "us": {"median": 2}},
     ]
     assert record.tables(lines) == "what  us\na     1.5\nlong  2\n\nwhat  ok\nb     True"
+
+
+def test_a_papers_table_is_one_in_three_forms(tmp_path):
+    rows = [
+        {"layout": "a_b", "bytes_per_token": 23040, "error": 0.0, "perplexity": None, "kernels": ["xla"]},
+        {
+            "layout": "m:C%",
+            "bytes_per_token": 6480,
+            "error": 0.01234,
+            "kernels": ["xla", "native"],
+            "more": 1,
+        },
+    ]
+    csv, markdown, latex = (file.read_text() for file in paper.write(str(tmp_path / "new" / "t"), rows))
+    assert csv == "layout,bytes_per_token,error,kernels\na_b,23040,0.0,xla\nm:C%,6480,0.01234,xla native\n"
+    assert markdown.splitlines() == [
+        "| layout | bytes a token | error of K and V | read by |",
+        "| --- | ---: | ---: | --- |",
+        "| a_b | 23040 | 0.00e+00 | xla |",
+        "| m:C% | 6480 | 1.23e-02 | xla, native |",
+    ]
+    assert latex.splitlines() == [
+        r"\begin{tabular}{lrrl}",
+        r"\toprule",
+        r"layout & bytes a token & error of K and V & read by \\",
+        r"\midrule",
+        r"a\_b & 23040 & 0.00e+00 & xla \\",
+        r"m:C\% & 6480 & 1.23e-02 & xla, native \\",
+        r"\bottomrule",
+        r"\end{tabular}",
+    ]
+
+
+def test_errors_and_readers_are_those_of_the_layout():
+    exact, whole = layouts.choose("token_major"), layouts.choose("int8_per_token")
+    assert paper.error(exact, 64, 2, 64, jnp.dtype("float32")) == 0
+    # Rounding to steps of 1/127 of a head's largest number, which is some 2.6: 2.6 / 127 / 12**0.5 = 0.0059.
+    assert 0.004 < paper.error(whole, 64, 2, 64, jnp.dtype("float32")) < 0.008
+    assert "mosaic_gpu" in paper.kernels(exact, 64, 64, jnp.dtype("bfloat16"))
+    assert "mosaic_gpu" not in paper.kernels(exact, 1, 64, jnp.dtype("bfloat16"))
+    assert "mosaic_gpu" not in paper.kernels(exact, 64, 48, jnp.dtype("bfloat16"))
+
+
+@pytest.mark.slow
+def test_layouts_of_others_are_measured_by_name(tmp_path):
+    """The table of a layout that lives outside, beside a built-in one."""
+    (tmp_path / "outside.py").write_text(
+        "from pallas_kernels.layouts.head_major import HeadMajor\n\n\nclass Mine(HeadMajor):\n    pass\n"
+    )
+    flags = ["--smoke", "--layouts=token_major,outside:Mine", "--block_sizes=16", f"--table={tmp_path / 't'}"]
+    environment = os.environ | {"PYTHONPATH": f"{FOLDER.parent}:{tmp_path}"}
+    command = [sys.executable, "-m", "benchmarks.layouts", *flags]
+    done = subprocess.run(command, cwd=FOLDER.parent, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    head, *lines = (tmp_path / "t.csv").read_text().splitlines()
+    assert head == "layout,bytes_per_token,error,tokens_per_s,kernels"
+    assert [line.split(",")[0] for line in lines] == ["token_major", "outside:Mine"]
 
 
 def test_a_wrong_kernel_is_not_ok(monkeypatch):

@@ -156,7 +156,7 @@ def application(
     replica = serve.deployment(
         Replica,
         num_replicas=num_replicas,
-        max_ongoing_requests=most + 1,  # the replica's own door says who is one too many
+        max_ongoing_requests=most + 1,  # the replica itself refuses the request beyond
         ray_actor_options=dict(resources or {"num_cpus": 1}),
         request_router_config=RequestRouterConfig(
             request_router_class=PrefixRouter,

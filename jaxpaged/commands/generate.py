@@ -94,9 +94,9 @@ def run(args: argparse.Namespace) -> None:
 
         LLM(args.model, **options)
     with contextlib.ExitStack() as files:
-        answers: _Stdout | _File = _Stdout(args.json)
+        answers: Stdout | File = Stdout(args.json)
         if args.output is not None:
-            answers = _File(files.enter_context(_open(args, config, asked)))
+            answers = File(files.enter_context(_open(args, config, asked)))
             if len(answers.written) == len(asked):
                 answers.end()
                 write_stderr(f"all {answers.num_answers} answers were there before")
@@ -126,7 +126,7 @@ def _answer(
     args: argparse.Namespace,
     options: Mapping[str, Any],
     asked: Sequence[PromptLine | Refused],
-    answers: "_Stdout | _File",
+    answers: "Stdout | File",
 ) -> None:
     """Ask what has no answer, write what comes, and tell the speeds."""
     from jaxpaged.api.llm import LLM
@@ -194,7 +194,7 @@ def _bar(*, total: int, before: int, **options: Any) -> Any:
     return bar(total=before + total, initial=before, **options)
 
 
-class _Stdout:
+class Stdout:
     """Standard output, where answers are written in the prompts' order."""
 
     def __init__(self, as_json: bool) -> None:
@@ -238,7 +238,7 @@ class _Stdout:
         self.num_answers += 0 if output is None else len(output.outputs)
 
 
-class _File:
+class File:
     """A file, where answers are written as they finish."""
 
     def __init__(self, file: AnswerFile) -> None:

@@ -3,6 +3,7 @@
 import argparse
 import json
 import math
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
@@ -184,7 +185,8 @@ def run(args: argparse.Namespace) -> None:
         from jaxpaged.lab import report
 
         of_gpu = replay.Serving(args.gpu, args.decoder, config, served.num_requests, caches)
-        written = report.write(args.out, trace, results, of_gpu if caches else None)
+        command = shlex.join(["jaxpaged", *args.words])
+        written = report.write(args.out, trace, results, of_gpu if caches else None, command)
         if not args.json:
             print(f"report: {written}")
 

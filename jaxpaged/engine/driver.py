@@ -289,8 +289,8 @@ class Driver:
             self._state = start.create_state(self.setup, model, size)
             self.kept_run = start.run_of(*loaded, self._state, by_host=True)
             self._run_nothing()
-        who = "the host, a step at a time" if by_host else "the device"
-        logging.info("compiled in %.1f s; the loop is turned by %s", time.perf_counter() - began, who)
+        place = "the host, a step at a time" if by_host else "the device"
+        logging.info("compiled in %.1f s; the loop runs on %s", time.perf_counter() - began, place)
 
     def _run_nothing(self) -> None:
         if self.door.adapters is not None:

@@ -266,7 +266,7 @@ class _Worker:
         def put() -> None:
             try:
                 answer.set_result(question(self._driver))
-            except BaseException as error:  # that of who asked
+            except BaseException as error:  # raised again where the answer is read
                 answer.set_exception(error)
 
         with self._lock:

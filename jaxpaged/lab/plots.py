@@ -3,10 +3,9 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from matplotlib import colormaps
 from matplotlib.figure import Figure
 
-from jaxpaged.lab.belady import LAB_POLICIES
+from jaxpaged.lab.colours import colours
 
 
 def plot(
@@ -31,8 +30,9 @@ def plot(
     if numbers:
         axes.set_xscale("log", base=2)
         axes.set_xticks(numbers, [f"{each:,}" for each in numbers], fontsize=8)
-    for number, (name, group) in enumerate(groups.items()):
-        color = _color(name, number)
+    color_of = colours(map(str, groups))
+    for name, group in groups.items():
+        color = color_of[str(name)]
         words = [row for row in group if isinstance(row[x], str)]
         points = sorted((row[x], row[y]) for row in group if isinstance(row[x], int | float))
         if words:
@@ -47,9 +47,3 @@ def plot(
     if by is not None and axes.get_legend_handles_labels()[0]:
         axes.legend(title=by.replace("_", " "), fontsize=8)
     return figure
-
-
-def _color(name: Any, number: int) -> Any:
-    """Return a policy's own colour; for others the next one."""
-    places = {policy: place for place, policy in enumerate(LAB_POLICIES)}
-    return colormaps["tab20"](places.get(name, number) % 20)

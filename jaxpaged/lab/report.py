@@ -1,49 +1,67 @@
 """Report of the laboratory: one HTML file with its plots inside, and the numbers beside it."""
 
+import datetime
 import html
-import io
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-
-import matplotlib.pyplot as plt
+import jax
 import numpy as np
 from matplotlib.axes import Axes
 
+import jaxpaged
 from jaxpaged.checks import InputError
-from jaxpaged.lab import questions
+from jaxpaged.lab import questions, report_figures
+from jaxpaged.lab.belady import BELADY
 from jaxpaged.lab.combination import Combination
 from jaxpaged.lab.questions import Reuse
-from jaxpaged.lab.serving.replay import Served, Serving, percentiles
+from jaxpaged.lab.report_figures import MOMENTS, SMALL, Figures, figure
+from jaxpaged.lab.serving.replay import Serving, percentiles
 from jaxpaged.lab.serving.roofline import DECODERS, GPUS, cache_tokens
 from jaxpaged.lab.sweep import LIFETIME_EDGES_S, Result
 from jaxpaged.lab.traces import Trace
-from jaxpaged.step.state import Counter
 
-MOMENTS = 200  # points of the plot of memory over time
 MIDDLE_AND_WORST = (50, 99)  # percentiles
-MEMORY_COLORS = ("#4477aa", "#ccbb44", "#eeeeee")
 STYLE = """
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 14px }
-td, th { padding: .2rem .8rem; text-align: right; border-bottom: 1px solid #ddd }
-td:first-child, th:first-child { text-align: left }
-svg { width: 100%; height: auto }
+body { font: 16px/1.5 system-ui, sans-serif; color: #1c2430; max-width: 60rem; margin: 1.5rem auto;
+  padding: 0 1rem }
+h1 { margin-bottom: .2rem; overflow-wrap: anywhere; font-size: clamp(1.3rem, 6vw, 2rem) }
+h2 { margin-top: 2.2rem }
+.made, figcaption, .note { color: #5d6a7c; font-size: 14px }
+code { overflow-wrap: anywhere }
+.table { overflow-x: auto }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 14px; margin: .6rem 0 }
+td, th { padding: .2rem .7rem; text-align: right; border-bottom: 1px solid #ddd; white-space: nowrap }
+td:first-child, th:first-child { text-align: left; position: sticky; left: 0; background: #fff }
+i { display: inline-block; width: .8em; height: .8em; border-radius: 2px; margin-right: .4em }
+figure { margin: 0; min-width: 0 }
+svg { display: block; max-width: 100%; height: auto }
+.wide svg { width: 100%; max-width: 38rem }
+svg text { font-family: system-ui, sans-serif !important }
+.small { display: grid; gap: .6rem; grid-template-columns: repeat(auto-fill, minmax(min(100%, 270px), 1fr)) }
+.key { display: flex; flex-wrap: wrap; gap: .2rem 1rem; font-size: 14px }
 .model { background: #fff6e0; padding: .5rem 1rem }
 """
 
 
 def numbers(
-    trace: Trace, results: Sequence[Result], reuse: Reuse | None, serving: Serving | None
+    trace: Trace,
+    results: Sequence[Result],
+    reuse: Reuse | None,
+    serving: Serving | None,
+    command: str | None = None,
 ) -> dict[str, Any]:
-    """Return all numbers that the report shows."""
+    """Return all numbers that the report shows, and when and by what `command` it was made."""
     return {
+        "made": {
+            "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "command": command,
+            "versions": {"jaxpaged": jaxpaged.__version__, "jax": jax.__version__},
+        },
         "trace": {
             "name": trace.name,
             "format": trace.format,
@@ -86,10 +104,19 @@ def numbers(
     }
 
 
-def write(folder: str, trace: Trace, results: Sequence[Result], serving: Serving | None) -> Path:
-    """Write `report.html` and `report.json` into the folder, which is made. Raises `InputError`."""
+def write(
+    folder: str,
+    trace: Trace,
+    results: Sequence[Result],
+    serving: Serving | None,
+    command: str | None = None,
+) -> Path:
+    """Write `report.html` and `report.json` into the folder, which is made. Raises `InputError`.
+
+    `command`: the command line that made the results.
+    """
     reuse = questions.reuse(trace)
-    found = numbers(trace, results, reuse, serving)
+    found = numbers(trace, results, reuse, serving, command)
     page = _page(trace, results, reuse, serving, found)
     path = Path(folder)
     try:
@@ -108,46 +135,67 @@ def _page(
     serving: Serving | None,
     found: dict[str, Any],
 ) -> str:
-    about = found["trace"]
+    figures = Figures([result.combination for result in results])
+    about, made = found["trace"], found["made"]
+    when = datetime.datetime.fromisoformat(made["time"]).strftime("%Y-%m-%d %H:%M UTC")
+    versions = ", ".join(f"{name} {version}" for name, version in made["versions"].items())
+    command = f"<br><code>{html.escape(made['command'])}</code>" if made["command"] else ""
     parts = [
+        f'<p class="made">{when} · {versions}{command}</p>',
         f"<p>{about['num_requests']:,} requests in {about['seconds']:,.0f} s, {about['input_tokens']:,} "
         f"tokens in and {about['output_tokens']:,} out. Replayed one after the other through jaxpaged's own "
         "block tables and prefix cache; answers are not cached. Hit tokens over input tokens of the requests "
         "after the warm-up.</p>",
         "<h2>Hit rate by cache size</h2>",
-        _figure(lambda axis: _draw_hit_rates(axis, results)),
-        _table(
-            ("policy", "block size", "cache tokens", "hit rate"),
-            [(*_names(result.combination), f"{result.hit_rate:.4f}") for result in results],
+        _wide(partial(figures.hit_rates, results=results), "hit rate by cache size"),
+        _pivot(
+            figures, [(its.combination, its.hit_rate) for its in results], "{:.4f}".format, marks_most=True
         ),
+        '<p class="note">Dotted: no limit. Bold: the best policy of an engine at this size.</p>',
         "<h2>How long blocks live</h2>",
-        "<p>From when a block has its content to when it is taken for another, of all that were evicted.</p>",
-        _figure(lambda axis: _draw_lifetimes(axis, results)),
+        "<p>From when a block has its content to when it is taken for another, of all that were evicted. "
+        "A panel a policy, a line a cache size.</p>",
+        _shades(figures),
+        _small(
+            (partial(figures.lifetimes, results=group, seconds=about["seconds"]), figures.name(each))
+            for each, group in _by_policy(results).items()
+        ),
         "<h2>Waste inside blocks</h2>",
         "<p>Places without a token in the blocks of finished requests, prompt and answer.</p>",
-        _figure(lambda axis: _draw_waste(axis, found["waste"])),
+        _wide(partial(report_figures.waste, lines=found["waste"]), "waste by block size"),
     ]
     if reuse is not None and len(reuse.tokens):
+        in_time = partial(report_figures.reuse_seconds, seconds=reuse.seconds, trace_s=about["seconds"])
         parts += [
             "<h2>Reuse distances</h2>",
             f"<p>{found['reuse']['share_asked_again']:.1%} of the blocks asked for were asked for before. "
             "How many tokens of distinct blocks were asked for in between, and how much time has passed.</p>",
-            _figure(lambda axis: _draw_shares(axis, reuse.tokens, "tokens of distinct blocks")),
-            _figure(lambda axis: _draw_shares(axis, reuse.seconds, "seconds")),
+            _small(
+                [
+                    (partial(report_figures.reuse_tokens, tokens=reuse.tokens), "reuse distances in tokens"),
+                    (in_time, "reuse distances in time"),
+                ]
+            ),
         ]
     if serving is not None:
-        parts += _serving(serving)
+        parts += _serving(figures, serving)
     title = html.escape(trace.name)
     body = "\n".join(parts)
     return (
-        f'<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n<title>{title}</title>\n'
-        f"<style>{STYLE}</style>\n<h1>{title}</h1>\n{body}\n</html>\n"
+        '<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{title}</title>\n<style>{STYLE}</style>\n<h1>{title}</h1>\n{body}\n</html>\n"
     )
 
 
-def _serving(serving: Serving) -> list[str]:
-    config = serving.config
+def _serving(figures: Figures, serving: Serving) -> list[str]:
+    config, caches = serving.config, serving.caches
     room = cache_tokens(GPUS[serving.gpu], DECODERS[serving.decoder])
+    percentile = " / ".join(f"p{p}" for p in MIDDLE_AND_WORST)
+
+    def times(name: str, scale: float) -> str:
+        return _pivot(figures, [(its.combination, its.line()[name]) for its in caches], _times(scale))
+
     return [
         "<h2>Served in the time of a GPU</h2>",
         '<p class="model"><b>A model, not a measurement.</b> '
@@ -160,167 +208,96 @@ def _serving(serving: Serving) -> list[str]:
         f"after the warm-up, counts of all. {html.escape(serving.gpu)} itself has room for the K and V of "
         f"{room:,} tokens beside the weights; to read a larger cache, wherever it is, costs nothing more "
         "here.</p>",
-        _table(
-            (
-                *("policy", "block size", "cache tokens", "refused", "preemptions", "most held"),
-                *(f"queue p{p}, s" for p in MIDDLE_AND_WORST),
-                *(f"TTFT p{p}, s" for p in MIDDLE_AND_WORST),
-                *(f"TPOT p{p}, ms" for p in MIDDLE_AND_WORST),
-            ),
-            [_served_row(served) for served in serving.caches],
+        f"<h3>Time to first token, s ({percentile})</h3>",
+        times("ttft_s", 1),
+        f"<h3>Time in the queue, s ({percentile})</h3>",
+        times("queue_s", 1),
+        _small(
+            (partial(figures.waits, caches=caches, percentile=p), f"time in the queue, p{p}")
+            for p in MIDDLE_AND_WORST
         ),
-        "<h3>Queueing and preemptions by cache size</h3>",
-        _figure(lambda axis: _draw_waits(axis, serving.caches)),
-        _figure(lambda axis: _draw_preemptions(axis, serving.caches)),
+        f"<h3>Time between tokens, ms ({percentile})</h3>",
+        times("tpot_s", 1000),
+        "<h3>Preemptions</h3>",
+        _pivot(figures, [(its.combination, its.line()["num_preemptions"]) for its in caches], "{:,}".format),
+        _wide(partial(figures.preemptions, caches=caches), "preemptions by cache size"),
+        "<h3>Requests refused, and most blocks held</h3>",
+        _pivot(figures, [(its.combination, its.line()) for its in caches], _room),
         "<h3>Memory over time</h3>",
-        "<p>Blocks that requests hold, free ones whose content can still be found, and free ones without; "
-        "and how many requests wait.</p>",
-        *(
-            _figure(lambda axis, served=served: _draw_memory(axis, served))  # type: ignore[misc]
-            for served in serving.caches
-            if served.memory
+        "<p>From dark to light: blocks that requests hold, free ones whose content can still be found, and "
+        "free ones without. The black line is how many requests wait.</p>",
+        _small(
+            (partial(figures.memory, served=its), f"memory over time, {figures.name(its.combination)}")
+            for its in caches
+            if its.memory
         ),
     ]
 
 
-def _served_row(served: Served) -> tuple[object, ...]:
-    line = served.line()
-    return (
-        *_names(served.combination),
-        line["num_refused_requests"],
-        line["num_preemptions"],
-        f"{line['most_held']:.0%}",
-        *(
-            f"{scale * line[name][f'p{p}']:.2f}" if line[name] else ""
-            for name, scale in (("queue_s", 1), ("ttft_s", 1), ("tpot_s", 1000))
-            for p in MIDDLE_AND_WORST
-        ),
-    )
+def _times(scale: float) -> Callable[[dict[str, float]], str]:
+    """Return a function that shows the percentiles of a time, with so many units a second."""
+    return lambda of: " / ".join(f"{scale * of[f'p{p}']:.2f}" for p in MIDDLE_AND_WORST) if of else "none"
 
 
-def _names(combination: Combination) -> tuple[object, ...]:
-    """Return the first columns of a combination's line in a table."""
-    return combination.policy, combination.block_size, combination.size
+def _room(line: dict[str, Any]) -> str:
+    return f"{line['num_refused_requests']:,}, {line['most_held']:.0%}"
 
 
-def _table(head: Sequence[object], rows: Sequence[Sequence[object]]) -> str:
-    def line(tag: str, values: Sequence[object]) -> str:
-        return "<tr>" + "".join(f"<{tag}>{html.escape(str(value))}</{tag}>" for value in values) + "</tr>"
-
-    return "<table>" + line("th", head) + "".join(line("td", row) for row in rows) + "</table>"
-
-
-def _figure(draw: Callable[[Axes], None]) -> str:
-    """Return a drawing as SVG to put into a page."""
-    with plt.rc_context({"svg.hashsalt": "jaxpaged", "svg.fonttype": "none"}):
-        figure, axis = plt.subplots(figsize=(8, 3.6), layout="constrained")
-        try:
-            draw(axis)
-            axis.grid(alpha=0.3)
-            text = io.StringIO()
-            figure.savefig(text, format="svg", metadata={"Date": None})
-        finally:
-            plt.close(figure)
-    return text.getvalue()[text.getvalue().index("<svg") :]
-
-
-def _draw_hit_rates(axis: Axes, results: Sequence[Result]) -> None:
+def _by_policy(results: Sequence[Result]) -> dict[Combination, list[Result]]:
+    """Group results by policy and block size, by the first combination of each."""
     groups: dict[tuple[str, int], list[Result]] = {}
     for result in results:
         groups.setdefault((result.combination.policy, result.combination.block_size), []).append(result)
-    for (policy, block_size), group in groups.items():
-        sized = sorted((r.combination.cache_tokens, r.hit_rate) for r in group if r.combination.cache_tokens)
-        label = f"{policy}, {block_size}"
-        if sized:
-            axis.plot(*zip(*sized, strict=True), "o-", label=label, markersize=4)
-        for result in group:
-            if result.combination.cache_tokens is None:
-                axis.axhline(result.hit_rate, color="gray", linestyle=":", linewidth=1)
-    axis.set(xlabel="cache, tokens", ylabel="hit rate", ylim=(0, None))
-    if axis.lines:
-        axis.set_xscale("log", base=2)
-    if groups and axis.get_legend_handles_labels()[0]:
-        axis.legend(title="policy, block size", fontsize=8)
+    return {group[0].combination: group for group in groups.values()}
 
 
-def _by_policy(caches: Sequence[Served]) -> dict[tuple[str, int], list[Served]]:
-    """Group caches of a limited size by policy and block size, the smallest first."""
-    groups: dict[tuple[str, int], list[Served]] = {}
-    for served in sorted(caches, key=lambda served: served.combination.cache_tokens or 0):
-        if served.combination.cache_tokens is not None:
-            each = served.combination
-            groups.setdefault((each.policy, each.block_size), []).append(served)
-    return groups
+def _pivot[T](
+    figures: Figures,
+    cells: Sequence[tuple[Combination, T]],
+    show: Callable[[T], str],
+    *,
+    marks_most: bool = False,
+) -> str:
+    """Return a table with a line for each cache size, and a column for each policy and block size."""
+    columns = list(dict.fromkeys((each.policy, each.block_size) for each, _ in cells))
+    by_size: dict[str, dict[tuple[str, int], T]] = {}
+    names = {(each.policy, each.block_size): figures.name(each) for each, _ in cells}
+    for each, value in sorted(cells, key=lambda cell: cell[0].cache_tokens or np.inf):
+        by_size.setdefault(each.size, {})[each.policy, each.block_size] = value
+    head = "".join(
+        f'<th><i style="background:{figures.colours[policy]}"></i>{html.escape(names[policy, size])}</th>'
+        for policy, size in columns
+    )
+    lines = []
+    for size, line in by_size.items():
+        of_engines = [value for (policy, _), value in line.items() if policy != BELADY.name]
+        most: Any = max(of_engines, default=None) if marks_most else None  # type: ignore[type-var]
+        shown = {column: html.escape(show(value)) for column, value in line.items()}
+        for column, value in line.items():
+            if most is not None and value == most and column[0] != BELADY.name:
+                shown[column] = f"<b>{shown[column]}</b>"
+        lines.append(f"<td>{size}</td>" + "".join(f"<td>{shown.get(column, '')}</td>" for column in columns))
+    body = "".join(f"<tr>{line}</tr>" for line in lines)
+    return f'<div class="table"><table><tr><th>cache, tokens</th>{head}</tr>{body}</table></div>'
 
 
-def _draw_waits(axis: Axes, caches: Sequence[Served]) -> None:
-    for (policy, block_size), group in _by_policy(caches).items():
-        for p, style in zip(MIDDLE_AND_WORST, ("o-", "o:"), strict=True):
-            sized = [
-                (served.combination.cache_tokens, np.percentile(served.queue_s, p))
-                for served in group
-                if len(served.queue_s)
-            ]
-            if sized:
-                label = f"{policy}, {block_size}, p{p}"
-                axis.plot(*zip(*sized, strict=True), style, label=label, markersize=4)
-    _by_size(axis, "seconds from arrival to start")
+def _shades(figures: Figures) -> str:
+    """Return a key of the shades that stand for cache sizes."""
+    sizes = figures.cache_sizes
+    shades = [report_figures.shade("#555555", (i + 1) / len(sizes)) for i in range(len(sizes))]
+    entries = (
+        f'<span><i style="background:{shade}"></i>{size:,} tokens</span>'
+        for shade, size in zip(shades, sizes, strict=True)
+    )
+    return f'<p class="key">{"".join(entries)}</p>'
 
 
-def _draw_preemptions(axis: Axes, caches: Sequence[Served]) -> None:
-    for (policy, block_size), group in _by_policy(caches).items():
-        sized = [
-            (served.combination.cache_tokens, served.counters[Counter.NUM_PREEMPTIONS]) for served in group
-        ]
-        axis.plot(*zip(*sized, strict=True), "o-", label=f"{policy}, {block_size}", markersize=4)
-    _by_size(axis, "preemptions")
+def _wide(draw: Callable[[Axes], None], title: str) -> str:
+    """Return a figure as wide as there is room for, within limits."""
+    return f'<figure class="wide">{figure(draw, title)}</figure>'
 
 
-def _by_size(axis: Axes, what: str) -> None:
-    axis.set(xlabel="cache, tokens", ylabel=what)
-    axis.set_yscale("symlog", linthresh=0.01 if "seconds" in what else 1)
-    if axis.lines:
-        axis.set_xscale("log", base=2)
-        axis.legend(title="policy, block size", fontsize=7)
-
-
-def _draw_memory(axis: Axes, served: Served) -> None:
-    moments = served.over_time(MOMENTS)
-    times = [each.time_s for each in moments]
-    shares = [
-        [getattr(each, name) / served.num_usable for each in moments]
-        for name in ("num_held", "num_cached", "num_empty")
-    ]
-    axis.stackplot(times, *shares, labels=("held", "free, with content", "free"), colors=MEMORY_COLORS)
-    each = served.combination
-    title = f"{each.policy}, blocks of {each.block_size}, {each.size} tokens"
-    axis.set(title=title, xlabel="seconds", ylabel="share of blocks", ylim=(0, 1.0))
-    waiting = axis.twinx()
-    waiting.plot(times, [each.num_waiting for each in moments], "k-", linewidth=0.8, label="waiting")
-    waiting.set(ylabel="requests that wait", ylim=(0, None))
-    axis.legend(fontsize=7, loc="upper left")
-
-
-def _draw_lifetimes(axis: Axes, results: Sequence[Result]) -> None:
-    for result in results:
-        lives, each = result.lifetimes, result.combination
-        if lives.sum():
-            name = f"{each.policy}, {each.block_size}, {each.size}"
-            axis.step(LIFETIME_EDGES_S, np.cumsum(lives) / lives.sum(), where="post", label=name)
-    axis.set(xlabel="seconds", ylabel="share of evicted blocks", ylim=(0, 1.02), xscale="log")
-    if axis.get_legend_handles_labels()[0]:
-        axis.legend(fontsize=7)
-
-
-def _draw_waste(axis: Axes, waste: Sequence[dict[str, Any]]) -> None:
-    axis.plot([each["block_size"] for each in waste], [each["share"] for each in waste], "o-")
-    axis.set(xlabel="block size, tokens", ylabel="share of places", ylim=(0, None))
-    axis.set_xscale("log", base=2)
-
-
-def _draw_shares(axis: Axes, values: np.ndarray, what: str) -> None:
-    shares = np.linspace(0, 1, 201)
-    axis.step(np.quantile(values, shares), shares, where="post")
-    axis.set(xlabel=what, ylabel="share of reuses", ylim=(0, 1.02))
-    axis.set_xscale("symlog", linthresh=1)
-    axis.set_xlim(left=0)
+def _small(drawings: Iterable[tuple[Callable[[Axes], None], str]]) -> str:
+    """Return small figures side by side, as many as there is room for."""
+    made = "".join(f"<figure>{figure(draw, title, SMALL)}</figure>" for draw, title in drawings)
+    return f'<div class="small">{made}</div>'

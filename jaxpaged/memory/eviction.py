@@ -9,8 +9,8 @@ Blocks without content always go first, in the order in which they were given ba
   one more turn. Of equals the longest unused.
 - `sieve`: in rounds in the order of `fifo`; a block that was found since the last round is left for the next.
   New blocks are last in the current round, or, where none of it is left, in the next (SIEVE).
-- `s3fifo`: two such orders, a small one for what is new and a main one; who was found twice in the small one,
-  or comes back soon after it was evicted from there, moves to the main one (S3-FIFO).
+- `s3fifo`: two such orders, a small one for new blocks and a main one; a block found twice in the small
+  one, or comes back soon after its eviction from there, moves to the main one (S3-FIFO).
 - `plain_lfu`: the least often used, without ageing.
 - `tinylfu`: a small window and a main part, for which blocks compete by how often they were used (W-TinyLFU).
 - `greedy_dual`: the longest unused, where a block of a longer prompt, which costs more, counts as used later.

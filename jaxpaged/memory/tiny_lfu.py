@@ -2,7 +2,7 @@
 
 The window holds a hundredth, and the main part the rest, of the most free blocks with content that there
 were. Both are in the order of use. While the main part has room, the window's first moves on to it. Else the
-window's first meets the main part's, and who was used less often goes.
+window's first meets the main part's, and the one used less often goes.
 
 The main part has two halves. A block that is found in probation is protected from then on; while more than
 four fifths of the main part are protected, the first of these is in probation again.

@@ -2,7 +2,7 @@
 
     replay.report(engine, "report.npz")      # or llm.engine; while it runs, or after it has stopped
 
-    python -m jaxpaged.replay report.npz     # who runs, who gives way, and with which blocks
+    python -m jaxpaged.replay report.npz     # which requests run or give way, and their blocks
 
 The file has everything of an `EngineState` but K and V: so it has the requests' tokens. Look before you
 send it.

@@ -96,7 +96,7 @@ def test_an_interrupted_run_goes_on_where_it_was(asking, tmp_path, monkeypatch, 
 
 
 def test_standard_output_gets_what_waited_for_another_when_it_is_interrupted(asking, monkeypatch, capsys):
-    interrupt_after(monkeypatch, generate._Stdout, "write", 2)
+    interrupt_after(monkeypatch, generate.Stdout, "write", 2)
     assert cli.main(asking("--json")) == 130
     stdout, stderr = capsys.readouterr()
     indices = [json.loads(line)["index"] for line in stdout.splitlines()]

@@ -1,6 +1,7 @@
 """The live page in a real browser, and the events that feed it."""
 
 import json
+import re
 import time
 
 import numpy as np
@@ -107,6 +108,15 @@ def test_the_page_shows_what_the_engine_reports(served, chromium, brake, width, 
     soon(shows(state="live", running="4", waiting="2", model="tiny"))
     rows = chromium.run("return [...document.querySelectorAll('.row')].map(row => row.dataset.phase)")
     assert rows.count("running") == 4
+    amounts = chromium.run("return [...document.querySelectorAll('.amount')].map(each => each.textContent)")
+    assert all(re.fullmatch(r"\d+ / 60 new|\d+ / 49 of prompt", amount) for amount in amounts), amounts
+    assert amounts.count("0 / 49 of prompt") == 2, "those that wait"
+    tops = chromium.run("return [...document.querySelectorAll('.tile')].map(each => each.offsetTop)")
+    assert tops.count(tops[-1]) == tops.count(tops[0]), "no figure stands alone"
+    for id_, said in (("ttft", "no first token"), ("itl", "no answer of two tokens")):
+        of = f"newest.latency.{id_}"
+        script = f"{of}.counts = {of}.counts.map(() => 0); draw(); "
+        assert chromium.run(f"{script}return {id_}.getAttribute('aria-label')") == said
     counts = {id_: int(chromium.text(id_)) for id_ in ("free", "held", "shared", "cached")}
     assert sum(counts.values()) == 64
     assert counts["shared"] == 6
