@@ -148,6 +148,5 @@ def test_eagle_rounds_a_run_shorter_than_the_window_down_twice() -> None:
     assert manager.get_computed_blocks(make_request("B", range(21)))[1] == 0
     manager = make_hybrid_manager(31, [full(16), window(16)], [1], use_eagle=True)
     prefill(manager, make_request("A", range(20)))
-    assert (
-        manager.get_computed_blocks(make_request("B", range(21)))[1] == 16
-    )  # 4 blocks and one fill the window
+    # 4 blocks and one to drop fill this window.
+    assert manager.get_computed_blocks(make_request("B", range(21)))[1] == 16

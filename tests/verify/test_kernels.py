@@ -27,11 +27,12 @@ from pallas_kernels import ops
 from tests.verify.mutants import Mutant, planted
 from tests.verify.mutants.kernels import MUTANTS
 from tests.verify.mutants.kernels import SOUND as SOUND_FOLDER
-from tests.verify.mutants.sound import attention, cache
+from tests.verify.mutants.sound import attention, cache, prompts
 
 SOUND = {
     "paged_attention_v1": attention.paged_attention,
     "paged_attention_v2": attention.paged_attention_in_parts,
+    "ragged_paged_attention": prompts.ragged_paged_attention,
     "reshape_and_cache": cache.reshape_and_cache,
     "copy_blocks": cache.copy_blocks,
     "swap_blocks": cache.swap_blocks,

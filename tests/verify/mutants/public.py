@@ -30,6 +30,15 @@ def _manager(source: str, name: str, file: str, right: str, wrong: str) -> Mutan
     return Mutant(name, "reference", file, right, wrong, f"{kind}.{path}", kind, source)
 
 
+def _policy(source: str, name: str, right: str, wrong: str) -> Mutant:
+    kind = "policy lru_split"  # whose oracle it must equal
+    return Mutant(name, SOUND, "policies.py", right, wrong, "policies:SPLIT", kind, source)
+
+
+def _layout(source: str, name: str, right: str, wrong: str) -> Mutant:
+    return Mutant(name, SOUND, "layout.py", right, wrong, "layout:Scaled", "layout", source)
+
+
 MASK = "s = np.where(seen, s, f32(-np.inf))\n"
 CAP = "        s = s if soft_cap is None else f32(soft_cap) * np.tanh(s / f32(soft_cap))\n"
 TABLE = "blocks = block_tables[row, : -(-length // block_size)]\n"
@@ -184,4 +193,22 @@ POOLS = [
         "self.num_tokens = len(token_ids)\n",
         "pass\n",
     ),
+]
+POLICIES = [
+    _policy(
+        f"{VLLM}#51787",
+        "beginnings are evicted before ends",
+        "to_tail, last_block_first=True",
+        "to_tail, last_block_first=False",
+    ),
+    _policy(
+        f"{VLLM}#51482",
+        "what has no content waits longest",
+        "Sweep(to_head, content",
+        "Sweep(to_tail, content",
+    ),
+]
+LAYOUTS = [
+    _layout(f"{VLLM}#49716", "scales in other blocks", "units.at[block, which", "units.at[block ^ 1, which"),
+    _layout(f"{VLLM}#15603", "values over keys", "numbers.at[block, which", "numbers.at[block, 0"),
 ]
