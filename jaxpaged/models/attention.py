@@ -64,10 +64,6 @@ class PassBatch:
             return self.table_rows
         return self.table_rows[group]
 
-    def group_of(self, layer: int) -> int:
-        """Return the group of a layer."""
-        return 0 if self.grouping is None else self.grouping.group_of[layer]
-
     def in_layer(self, is_last: bool | Bool[Array, ""]) -> "PassBatch":
         """Return the batch for one layer. In the last one only wanted tokens are computed behind K and V:
         tiles without any see nothing. In the other layers all tokens are `wanted`.
@@ -84,10 +80,17 @@ def _ours(implementation: TiledImplementation | Attention, tile_len: int) -> Til
     return implementation.ours(tile_len) if isinstance(implementation, Attention) else implementation
 
 
-def planned(batch: PassBatch, cache: KVCache, num_q_heads: int, kinds: Sequence[LayerKind]) -> PassBatch:
+def planned(
+    batch: PassBatch,
+    cache: KVCache,
+    num_q_heads: int,
+    kinds: Sequence[LayerKind],
+    kv_layers: Sequence[int] = (),
+) -> PassBatch:
     """Return the batch with its attention plans: what each layer would otherwise find out again.
 
     kinds: of each layer, what bounds its attention (`ModelConfig.attention_kinds`).
+    kv_layers: see `attend`.
     """
     pool = cache.pool(0)  # all layers have the same sizes
     ours = _ours(batch.implementation, batch.tile_len)
@@ -106,14 +109,19 @@ def planned(batch: PassBatch, cache: KVCache, num_q_heads: int, kinds: Sequence[
             table_rows=batch.rows_of(group),
             implementation=ours,
         )
-        for kind, group in dict.fromkeys(_with_groups(batch, kinds))
+        for kind, group in dict.fromkeys(_with_groups(batch, kinds, kv_layers))
     )
     return replace(batch, plans=plans)
 
 
-def _with_groups(batch: PassBatch, kinds: Sequence[LayerKind]) -> list[tuple[LayerKind, int]]:
+def _with_groups(
+    batch: PassBatch, kinds: Sequence[LayerKind], kv_layers: Sequence[int]
+) -> list[tuple[LayerKind, int]]:
     """Return what bounds each layer's attention, and the group whose tables it reads."""
-    return [(kind, batch.group_of(layer)) for layer, kind in enumerate(kinds)]
+    if batch.grouping is None:
+        return [(kind, 0) for kind in kinds]
+    owners, group_of = kv_layers or range(len(kinds)), batch.grouping.group_of
+    return [(kind, group_of[owner]) for kind, owner in zip(kinds, owners, strict=True)]
 
 
 def attend(
@@ -126,6 +134,7 @@ def attend(
     *,
     scale: float,
     kinds: Sequence[LayerKind] = (LayerKind(),),
+    kv_layers: Sequence[int] = (),
     soft_cap: float | None = None,
     alibi_slopes: Float[Array, " num_q_heads"] | None = None,
     sinks: Float[Array, " num_q_heads"] | None = None,
@@ -135,13 +144,25 @@ def attend(
     `kinds`: what bounds the attention of each layer, or one for all (`ModelConfig.attention_kinds`). Blocks
     that lie wholly before what a tile's first token sees may be gone, with anything in their places of the
     block table.
+
+    `kv_layers`: of each layer, which of the cache's layers it sees; empty: as many, in their order. A layer
+    that sees what another has written before writes nothing: k and v are not read.
     """
-    each = _with_groups(batch, kinds)
-    place, slots = layer, batch.slot_mapping
+    each = _with_groups(batch, kinds, kv_layers)
+    place, slots, writes = layer, batch.slot_mapping, True
     if batch.grouping is not None:
-        place = layers.value_of(batch.grouping.place_of, layer)
-        slots = slots[layers.value_of(batch.grouping.group_of, layer)]
-    cache = kv_cache.write(cache, place, k, v, slots)
+        slots = slots[layers.value_of([group for _, group in each], layer)]
+    if len(set(kv_layers)) < len(kv_layers):
+        is_first = [number not in kv_layers[:i] for i, number in enumerate(kv_layers)]
+        if isinstance(layer, int):
+            place, writes = kv_layers[layer], is_first[layer]
+        else:
+            place = jnp.asarray(kv_layers, jnp.int32)[layer]
+            slots = jnp.where(jnp.asarray(is_first)[layer], slots, 0)
+    if batch.grouping is not None:
+        place = layers.value_of(batch.grouping.place_of, place)
+    if writes:
+        cache = kv_cache.write(cache, place, k, v, slots)
     different = list(dict.fromkeys(each))
 
     def look(

@@ -16,7 +16,7 @@ def registered(monkeypatch):
         monkeypatch.setitem(LAYOUTS, name, layout)
 
 
-@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize("name", [pytest.param("columns_of_k", marks=pytest.mark.slow), "six_bits"])
 def test_it_passes_what_ours_pass(name):
     of_kernels.test_a_layout_writes_reads_and_copies_as_its_oracle(name)
     of_kernels.test_a_pool_takes_the_bytes_of_its_blocks_and_is_written_in_place(name)

@@ -2,14 +2,15 @@
 
 import ast
 import dataclasses
+import json
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jaxpaged.contracts
+from jaxpaged import cli
 from jaxpaged.checks import InputError
 from jaxpaged.config import EngineConfig
 from jaxpaged.contracts import samplers, versions
@@ -17,17 +18,23 @@ from jaxpaged.contracts.samplers import SamplingOptions
 from jaxpaged.engine import capacity
 from jaxpaged.engine.door import Door
 from jaxpaged.engine.setup import Setup
+from jaxpaged.lab import sweep, traces
+from jaxpaged.lab.combination import Combination
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.verify import kernels
 from pallas_kernels import layouts
 from reference import sampler as reference_sampler
+from reference.prompts import Prompts
 from tests import tiny
+from tests.commands.fast import FAST
 from tests.engine import test_layouts as of_engine
-from tests.outsiders import attention, sampler
+from tests.lab.tracing import conversations, write
+from tests.outsiders import attention, policy, sampler
+from tests.tiny_gguf import write_gguf
 
 FOLDER = Path(__file__).parent
 OUTSIDERS = "tests.outsiders"
-F32 = jnp.dtype("float32")
+slow = pytest.mark.slow
 
 
 @pytest.mark.parametrize("name", ["attention", "layout", "policy", "sampler"])
@@ -53,7 +60,7 @@ def test_all_that_the_contracts_name_is_there_and_versions_agree():
     ("function", "op", "without"),
     [
         (attention.decode, "paged_attention_v1", {"quantised", "block_sparse", "head_major"}),
-        (attention.tiles, "tiled_paged_attention", {"quantised", "head_major"}),
+        pytest.param(attention.tiles, "tiled_paged_attention", {"quantised", "head_major"}, marks=slow),
         (attention.ragged, "ragged_paged_attention", {"quantised", "head_major"}),
         (attention.by_callback, "paged_attention_v1", {"quantised", "block_sparse", "head_major"}),
     ],
@@ -105,7 +112,7 @@ def of_outsiders():
     return driver(**{option: f"{OUTSIDERS}.{name}" for option, name in names.items()})
 
 
-@pytest.mark.slow
+@slow
 def test_an_engine_of_outsiders_gives_the_oracles_tokens_in_any_company(of_outsiders):
     prompts = tiny.prompts([24, 20, 30, 12, 25])
     for _ in range(2):
@@ -123,7 +130,7 @@ def test_an_engine_of_outsiders_gives_the_oracles_tokens_in_any_company(of_outsi
     tiny.assert_nothing_is_held(of_outsiders)
 
 
-@pytest.mark.slow
+@slow
 def test_what_an_engine_says_of_its_parts_are_their_names(of_outsiders):
     assert of_outsiders.state.tables.pool.policy.name == f"{OUTSIDERS}.policy:FOUND_LAST"
     assert str(of_outsiders.setup.attention) == f"{OUTSIDERS}.attention:BOTH"
@@ -186,3 +193,35 @@ def tiny_door(own):
     step_config = dataclasses.replace(setup.step_config(65), sampler=own)
     size = capacity.cache_size(setup)
     return Door(config, tiny.CONFIG, 128, size, step_config)
+
+
+# Commands
+
+
+@slow
+def test_the_command_generates_with_parts_named_on_its_line(tmp_path, capsys):
+    model = str(write_gguf(tmp_path / "tiny.gguf"))
+    parts = [
+        "--attention",
+        f"{OUTSIDERS}.attention:by_callback",
+        "--sampler",
+        f"{OUTSIDERS}.sampler:always_seven",
+    ]
+    line = ["generate", "--model", model, *FAST, "--prompt", "a", "--max-tokens", "3", "--json", *parts]
+    assert cli.main([*line, "--temperature", "1"]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[0])["token_ids"] == [7, 7, 7]
+
+
+@slow
+def test_the_laboratory_takes_a_policy_by_its_name(tmp_path):
+    trace = traces.read(write(tmp_path / "trace.jsonl", conversations()))
+    asked = Combination(f"{OUTSIDERS}.policy:FOUND_LAST", 64, 1600)
+    [found] = sweep.sweep(trace, [asked], warmup=0)
+    cut, usable = traces.blocks(trace, 64), 1600 // 64
+    plain = Prompts(policy.Oracle(usable + 1), usable + 1)
+    hits = []
+    for r in range(trace.num_requests):
+        most = min(int(cut.num_held[r]), usable)
+        symbols = cut.symbols[cut.starts[r] : cut.starts[r] + cut.num_findable[r]].tolist()[:most]
+        hits.append(plain.send(symbols, min(int(cut.num_lookup[r]), most), most))
+    np.testing.assert_array_equal(found.hit_tokens, cut.hit_tokens(np.array(hits), trace.input_lens))
