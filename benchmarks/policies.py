@@ -35,8 +35,9 @@ def main(argv: list[str]) -> None:
     others = _POLICIES.value or [name for name in lab.policies() if name not in ("lru", "belady")]
     for name in _TRACES.value:
         trace = MADE[name](_REQUESTS.value, _SEED.value) if name in MADE else lab.read(name)
-        for tokens in map(int, _CACHE_TOKENS.value):
-            rows = lab.gains(lab.hit_rates(trace, ["lru", *others, "belady"], [tokens]))
+        sizes = [int(tokens) for tokens in _CACHE_TOKENS.value]
+        rows = lab.gains(lab.hit_rates(trace, ["lru", *others, "belady"], sizes))
+        for tokens in sizes:
             line = {
                 "what": "policies",
                 "trace": trace.name if name not in MADE else name,
@@ -45,7 +46,7 @@ def main(argv: list[str]) -> None:
                 "cache_tokens": tokens,
             }
             for column in ("hit_rate", "saved_compute", "gain", "of_bound"):
-                found = {row["policy"]: row[column] for row in rows}
+                found = {row["policy"]: row[column] for row in rows if row["cache_tokens"] == tokens}
                 line[column] = {policy: value and round(value, 5) for policy, value in found.items()}
             results.put(line)
             if _SERVE.value:

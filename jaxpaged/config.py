@@ -209,7 +209,7 @@ class EngineConfig:
         ),
         flag=text(
             "order in which free blocks are taken: the longest unused first (lru, default), those without "
-            "content and then the longest unused (lru_split), or fifo, lfu, depth, sieve, s3fifo, plain_lfu, "
+            "content and then the longest unused (lru_split), or fifo, lfu, depth, sieve, plain_lfu, s3fifo, "
             "tinylfu, greedy_dual, queue_lru, or module:Name of one of yours"
         ),
     )

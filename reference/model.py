@@ -5,10 +5,13 @@ product's is [out_features, in_features]. Queries, keys and values are one, and 
 """
 
 import math
-from collections.abc import Mapping
+import statistics
 from typing import Any, Protocol
 
 import numpy as np
+
+from . import altup
+from .parts import Weights, activate, linear, norm
 
 
 class Rope(Protocol):
@@ -23,6 +26,8 @@ class Layer(Protocol):
     """Properties in which layers differ."""
 
     rope: Rope | None
+    shares_kv: int | None  # number of an earlier layer, whose K and V it sees; None: its own
+    sparsity: float  # share of the gate that is zero, if it is Gaussian
     temperature: Any  # None, or how queries grow with the position
     sliding_window: int | None  # tokens that a token sees, itself among them; None: all before it
     attention_chunk: (
@@ -41,6 +46,8 @@ class Config(Protocol):
     tie_word_embeddings: bool
     embedding_scale: float
     embedding_norm: bool
+    altup: Any
+    layer_inputs: Any
     num_positions: int | None
     position_offset: int
     norm: str
@@ -52,6 +59,7 @@ class Config(Protocol):
     residual_scale: float
     qk_norm: str | None
     norm_after_rope: bool
+    v_norm: bool
     qkv_clip: float | None
     scale: float
     attention_soft_cap: float | None
@@ -64,7 +72,7 @@ class Config(Protocol):
     logit_soft_cap: float | None
 
 
-Weights = Mapping[str, np.ndarray]
+KeysAndValues = dict[int, tuple[np.ndarray, np.ndarray]]  # by layer
 
 
 class Cache(Protocol):
@@ -83,9 +91,21 @@ def logits(config: Config, weights: Weights, token_ids: list[int], cache: Cache 
 
     With a cache only of those that it does not have.
     """
-    x = embed(config, weights, token_ids, cache.num_tokens if cache else 0)
+    first = cache.num_tokens if cache else 0
+    x = embed(config, weights, token_ids, first)
+    shared: KeysAndValues = {}
+    if config.altup is not None:
+        own = altup.layer_inputs(config, weights, token_ids[first:], x)
+        x = altup.started(config, weights, x)
     for number, kind in enumerate(config.layers):
-        x = layer(config, weights, f"layers.{number}", kind, x, cache)
+        name = f"layers.{number}"
+
+        def compute(x: np.ndarray, name: str = name, kind: Layer = kind) -> np.ndarray:
+            return layer(config, weights, name, kind, x, cache, shared)
+
+        x = altup.layer(config, weights, name, x, own[:, number], compute) if config.altup else compute(x)
+    if config.altup is not None:
+        x = altup.joined(config, weights, x)
     x = norm(config, weights, "norm", x)
     head = "embedding" if config.tie_word_embeddings else "lm_head"
     scores = linear(weights, head, x) / x.dtype.type(config.logit_divisor)
@@ -118,7 +138,13 @@ def embed(config: Config, weights: Weights, token_ids: list[int], first: int = 0
 
 
 def layer(
-    config: Config, weights: Weights, name: str, kind: Layer, x: np.ndarray, cache: Cache | None = None
+    config: Config,
+    weights: Weights,
+    name: str,
+    kind: Layer,
+    x: np.ndarray,
+    cache: Cache | None = None,
+    shared: KeysAndValues | None = None,
 ) -> np.ndarray:
     """Compute a layer: attention and a feed-forward block, each added to its input, in sequence or in
     parallel.
@@ -130,18 +156,28 @@ def layer(
         return values * values.dtype.type(config.residual_scale)
 
     normed = norm(config, weights, f"{name}.attention_norm", x) if before else x
-    attended = x + out("attention", attention(config, weights, name, kind, normed, cache))
+    attended = x + out("attention", attention(config, weights, name, kind, normed, cache, shared))
+    if config.altup is not None:
+        attended = altup.with_laurel(config, weights, name, attended, normed)
     given = x if config.parallel else attended
     if config.shared_norm:
         given = normed
     elif before:
         given = norm(config, weights, f"{name}.mlp_norm", given)
     feed_forward = experts if f"{name}.router.weight" in weights else mlp
+    if kind.sparsity:
+        return attended + out("mlp", mlp(config, weights, name, given, sparsity=kind.sparsity))
     return attended + out("mlp", feed_forward(config, weights, name, given))
 
 
 def attention(
-    config: Config, weights: Weights, name: str, kind: Layer, x: np.ndarray, cache: Cache | None = None
+    config: Config,
+    weights: Weights,
+    name: str,
+    kind: Layer,
+    x: np.ndarray,
+    cache: Cache | None = None,
+    shared: KeysAndValues | None = None,
 ) -> np.ndarray:
     """Compute causal attention of `x`, [num_tokens, hidden_size], over itself and the cached tokens before
     it.
@@ -152,11 +188,12 @@ def attention(
     are in one. A sink is one more score, of a token without a value.
     """
     c, num_tokens, first = config, len(x), cache.num_tokens if cache else 0
-    qkv = linear(weights, f"{name}.qkv", x)
+    is_sharing = kind.shares_kv is not None
+    qkv = linear(weights, f"{name}.q" if is_sharing else f"{name}.qkv", x)
     if c.qkv_clip is not None:
         qkv = qkv.clip(-c.qkv_clip, c.qkv_clip)
     ends = np.cumsum([c.num_q_heads * c.head_dim, c.num_kv_heads * c.head_dim])
-    q, k, v = np.split(qkv, ends, axis=1)
+    q, k, v = (qkv, qkv[:, :0], qkv[:, :0]) if is_sharing else np.split(qkv, ends, axis=1)
     q, k, v = (y.reshape(num_tokens, -1, c.head_dim) for y in (q, k, v))
     if not c.norm_after_rope:
         q, k = qk_normed(c, weights, name, q, k)
@@ -171,8 +208,14 @@ def attention(
     if kind.temperature is not None:
         number = np.arange(first + 1, first + num_tokens + 1) // kind.temperature.every
         q = q * (1 + kind.temperature.scale * np.log1p(number)).astype(q.dtype)[:, None, None]
-    if cache is not None:
+    if c.v_norm:
+        v = v / np.sqrt(np.mean(v * v, axis=-1, keepdims=True) + v.dtype.type(c.norm_eps))
+    if kind.shares_kv is not None and shared is not None:
+        k, v = shared[kind.shares_kv]
+    elif cache is not None:
         k, v = cache.add(name, k, v)
+    if shared is not None:
+        shared[int(name.removeprefix("layers."))] = k, v
     out, group = np.empty_like(q), c.num_q_heads // c.num_kv_heads
     distance = np.subtract.outer(np.arange(first, first + num_tokens), np.arange(first + num_tokens))
     seen = distance >= 0
@@ -208,17 +251,24 @@ def qk_normed(
         whole = x.reshape(len(x), -1) if config.qk_norm == "all" else x
         return norm(config, weights, f"{name}.{part}_norm", whole).reshape(x.shape)
 
-    return normed("q", q), normed("k", k)
+    return normed("q", q), normed("k", k) if k.size else k
 
 
-def mlp(config: Config, weights: Weights, name: str, x: np.ndarray, prefix: str = "") -> np.ndarray:
-    """Compute `down(act(gate(x)) * up(x))`, or `down(act(up(x)))`."""
+def mlp(
+    config: Config, weights: Weights, name: str, x: np.ndarray, prefix: str = "", sparsity: float = 0.0
+) -> np.ndarray:
+    """Compute `down(act(gate(x)) * up(x))`, or `down(act(up(x)))`.
+
+    sparsity: the share of a Gaussian below which the gate is zero.
+    """
     first, down = f"{name}.{prefix}up", f"{name}.{prefix}down"
     if not config.gated:
         wide = linear(weights, first, x)
         act = xielu(weights, name, wide) if config.activation == "xielu" else activate(config, wide)
         return linear(weights, down, act)
     gate, up = np.split(linear(weights, f"{name}.{prefix}gate_up", x), 2, axis=-1)
+    if sparsity:
+        gate = altup.sparse(gate, statistics.NormalDist().inv_cdf(sparsity))
     return linear(weights, down, activate(config, gate) * up)
 
 
@@ -283,19 +333,6 @@ def sparse_mixer(e: Any, scores: np.ndarray) -> list[tuple[int, float]]:
     return found
 
 
-def activate(config: Config, x: np.ndarray) -> np.ndarray:
-    if config.activation == "silu":
-        return x / (1 + np.exp(-x))
-    if config.activation == "relu":
-        return np.maximum(x, 0)
-    if config.activation == "relu2":
-        return np.maximum(x, 0) ** 2
-    if config.activation == "gelu_tanh":
-        return x / 2 * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
-    assert config.activation == "gelu"
-    return x / 2 * (1 + np.vectorize(math.erf)(x / math.sqrt(2)).astype(x.dtype))
-
-
 def xielu(weights: Weights, name: str, x: np.ndarray) -> np.ndarray:
     """Return a parabola above zero and an exponential below, whose steepness each layer has learned."""
     alpha_p, alpha_n, beta, eps = (
@@ -308,20 +345,6 @@ def xielu(weights: Weights, name: str, x: np.ndarray) -> np.ndarray:
 
 def soft_capped(scores: np.ndarray, cap: float | None) -> np.ndarray:
     return scores if cap is None else cap * np.tanh(scores / cap)
-
-
-def linear(weights: Weights, name: str, x: np.ndarray) -> np.ndarray:
-    y = x @ weights[f"{name}.weight"].T
-    return y + weights[f"{name}.bias"] if f"{name}.bias" in weights else y
-
-
-def norm(config: Config, weights: Weights, name: str, x: np.ndarray) -> np.ndarray:
-    """Normalise by the root of the mean square; a layer norm subtracts the mean first."""
-    if config.norm == "layer":
-        x = x - x.mean(axis=-1, keepdims=True)
-    weight = weights[f"{name}.weight"] + x.dtype.type(config.norm_offset)
-    y = x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + x.dtype.type(config.norm_eps)) * weight
-    return y + weights[f"{name}.bias"] if f"{name}.bias" in weights else y
 
 
 def rope(x: np.ndarray, rope: Rope, max_len: int, first: int = 0) -> np.ndarray:

@@ -170,6 +170,13 @@ def with_window(sliding_window: int | None) -> ModelConfig:
     return dataclasses.replace(CONFIG, layers=tuple(layers))
 
 
+def chunked() -> ModelConfig:
+    """Return the model with chunks of 12 tokens in the first layer; the second is full, without RoPE."""
+    first, second = CONFIG.layers
+    layers = dataclasses.replace(first, attention_chunk=12), dataclasses.replace(second, rope=None)
+    return dataclasses.replace(CONFIG, layers=layers)
+
+
 def driver(
     load_model: Callable[[LoadAs], Decoder] = load, model_config: ModelConfig = CONFIG, **options: Any
 ) -> Driver:

@@ -34,7 +34,7 @@ def cache_size(setup: Setup) -> CacheSize:
         bytes_per_block=bytes_per_block(setup),
         state_bytes_per_block=state_bytes(setup)[1],
         block_size=config.block_size,
-        num_layers=setup.model_config.num_layers,
+        num_layers=setup.model_config.num_kv_layers,
         budget=budget(setup, weight_bytes(setup)) if config.num_blocks is None else None,
     )
 
@@ -105,7 +105,7 @@ def bytes_per_block(setup: Setup) -> int:
     """Return the bytes of one block: K and V in all layers."""
     return sizing.bytes_per_block(
         block_size=setup.config.block_size,
-        num_layers=setup.model_config.num_layers,
+        num_layers=setup.model_config.num_kv_layers,
         num_kv_heads=setup.model_config.num_kv_heads,
         head_dim=setup.model_config.head_dim,
         dtype=setup.dtype,

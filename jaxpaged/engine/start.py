@@ -112,7 +112,7 @@ def fitted(setup: Setup, model: Decoder) -> tuple[CacheSize, Run]:
         logging.info("beside the loop compiled for %d blocks: %s", num_blocks, left)
         return left.left // per_block
 
-    most = min(sizing.MOST_BLOCKS, sizing.most_blocks(setup.model_config.num_layers, config.block_size))
+    most = min(sizing.MOST_BLOCKS, sizing.most_blocks(setup.model_config.num_kv_layers, config.block_size))
     reckoned = capacity.budget(setup, bytes_to_load).left
     guess = max(reckoned // (per_block + capacity.state_bytes(setup)[1]), 2)
     num_blocks = sizing.fitted(guess, most, fit_beside)

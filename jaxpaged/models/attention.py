@@ -102,6 +102,7 @@ def attend(
     *,
     scale: float,
     kinds: Sequence[LayerKind] = (LayerKind(),),
+    kv_layers: Sequence[int] = (),
     soft_cap: float | None = None,
     alibi_slopes: Float[Array, " num_q_heads"] | None = None,
     sinks: Float[Array, " num_q_heads"] | None = None,
@@ -111,8 +112,20 @@ def attend(
     `kinds`: what bounds the attention of each layer, or one for all (`ModelConfig.attention_kinds`). Blocks
     that lie wholly before what a tile's first token sees may be gone, with anything in their places of the
     block table.
+
+    `kv_layers`: of each layer, which of the cache's layers it sees; empty: as many, in their order. A layer
+    that sees what another has written before writes nothing: k and v are not read.
     """
-    cache = kv_cache.write(cache, layer, k, v, batch.slot_mapping)
+    place, slots, writes = layer, batch.slot_mapping, True
+    if len(set(kv_layers)) < len(kv_layers):
+        is_first = [number not in kv_layers[:i] for i, number in enumerate(kv_layers)]
+        if isinstance(layer, int):
+            place, writes = kv_layers[layer], is_first[layer]
+        else:
+            place = jnp.asarray(kv_layers, jnp.int32)[layer]
+            slots = jnp.where(jnp.asarray(is_first)[layer], slots, 0)
+    if writes:
+        cache = kv_cache.write(cache, place, k, v, slots)
     different = list(dict.fromkeys(kinds))
 
     def look(
@@ -125,7 +138,7 @@ def attend(
             return attentions.call(
                 batch.implementation,
                 tiles,
-                cache.pool(layer),
+                cache.pool(place),
                 batch.block_tables,
                 batch.query_starts,
                 batch.seq_lens,
@@ -139,7 +152,7 @@ def attend(
             ).reshape(q.shape)
         out = ops.tiled_paged_attention(
             tiles,
-            cache.pool(layer),
+            cache.pool(place),
             None,
             batch.block_tables,
             batch.query_starts,

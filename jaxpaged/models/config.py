@@ -86,6 +86,8 @@ class LayerKind:
     sliding_window: int | None = None  # tokens
     attention_chunk: int | None = None  # tokens
     temperature: Temperature | None = None
+    shares_kv: int | None = None  # number of the earlier layer whose K and V it sees; None: its own
+    sparsity: float = 0.0  # share of a feed-forward part's numbers below which all are zero, if Gaussian
 
     @property
     def attention(self) -> "LayerKind":
@@ -133,6 +135,23 @@ class Experts:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class AltUp:
+    """Several streams of the residual, of which a layer computes the first, and a shortcut of a low rank."""
+
+    num_streams: int
+    scaled: bool  # whether the first stream is scaled before it weighs the layer's own inputs
+    laurel_rank: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class InputTable:
+    """Inputs of each layer, `width` numbers each, looked up by tokens below `vocab_size`."""
+
+    width: int
+    vocab_size: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """A decoder. What is not said is as in Llama."""
 
@@ -150,6 +169,8 @@ class ModelConfig:
     tie_word_embeddings: bool = False
     embedding_scale: float = 1.0
     embedding_norm: bool = False
+    altup: AltUp | None = None
+    layer_inputs: InputTable | None = None
     num_positions: int | None = None  # rows of a table of learned positions
     position_offset: int = 0  # the row of position 0
 
@@ -172,6 +193,7 @@ class ModelConfig:
     # per head without weights, in layers with RoPE only.
     qk_norm: Literal["head", "each", "all", "plain"] | None = None
     norm_after_rope: bool = False  # whether RoPE comes before the norm of queries and keys
+    v_norm: bool = False  # per head, without weights
     qkv_clip: float | None = None
     attention_scale: float | None = None  # None: 1 / sqrt(head_dim)
     attention_soft_cap: float | None = None
@@ -206,8 +228,15 @@ class ModelConfig:
                 f"num_kv_heads={self.num_kv_heads}"
             )
         check("model config: layers", self.layers, "at least one", len(self.layers) > 0)
-        for kind in set(self.layers):
-            self._check_kind(kind)
+        for number, kind in enumerate(self.layers):
+            if kind not in self.layers[:number]:
+                self._check_kind(kind)
+            if kind.shares_kv is not None:
+                self._check_shared(number, kind.shares_kv)
+        if self.altup is not None:
+            rule = "an int >= 2"
+            checked_int("model config: altup_num_inputs", self.altup.num_streams, rule, 2)
+            check("model config: layer_inputs", None, "there with AltUp", self.layer_inputs is not None)
         rotary = {kind.rope.dim for kind in self.layers if kind.rope is not None}
         check("model config: rotary dimensions", rotary, "the same in all layers", len(rotary) <= 1)
         if self.experts is not None:
@@ -266,12 +295,32 @@ class ModelConfig:
                 rule = f"{dim // 2} numbers, one for each pair"
                 check("model config: a longrope factor list", factors, rule, len(factors) == dim // 2)
 
+    def _check_shared(self, number: int, source: int) -> None:
+        """Check that a layer shares K and V of one before it that has its own, and sees the same tokens."""
+        rule = f"an earlier layer with K and V of its own that sees the same tokens as layer {number}"
+        ok = 0 <= source < number and self.layers[source].shares_kv is None
+        ok = ok and self.layers[source].attention == self.layers[number].attention
+        check("model config: the layer whose K and V are shared", source, rule, ok)
+
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
 
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def kv_layers(self) -> tuple[int, ...]:
+        """Return for each layer the number, among those with K and V of their own, of the one it sees."""
+        owners = [i for i, kind in enumerate(self.layers) if kind.shares_kv is None]
+        return tuple(
+            owners.index(i if k.shares_kv is None else k.shares_kv) for i, k in enumerate(self.layers)
+        )
+
+    @property
+    def num_kv_layers(self) -> int:
+        """Return how many layers have K and V of their own: those of the cache."""
+        return sum(kind.shares_kv is None for kind in self.layers)
 
     @property
     def widest_mlp(self) -> int:
@@ -340,6 +389,7 @@ _FLAGS = (
     "gated",
     "mlp_bias",
     "norm_after_rope",
+    "v_norm",
     "lm_head_bias",
 )
 

@@ -10,18 +10,18 @@ from jaxtyping import Array, Float, Int
 from jaxpaged.memory import kv_cache
 from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.models import layers
+from jaxpaged.models.altup import HALF, AltUp, Laurel, LayerInput, LayerInputs, Streams
 from jaxpaged.models.attention import PassBatch, attend, planned
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.experts import ExpertsMLP
 from jaxpaged.models.feed_forward import MLP, linear, stack
 from jaxpaged.models.load_as import LoadAs
 from jaxpaged.models.names import Names, layers_with
+from jaxpaged.models.norms import Norm, last_norm, norm
 from jaxpaged.models.positions import PositionTables, has_rope, of_layer, position_tables
 from jaxpaged.models.quantised.codes import Quantisation, QuantisedWeight
 from jaxpaged.models.weights import AbstractWeights, Weights
 from pallas_kernels.layouts import TOKEN_MAJOR, Layout
-
-Norm = layers.RMSNorm | layers.LayerNorm
 
 
 class Decoder(nnx.Module):
@@ -38,6 +38,8 @@ class Decoder(nnx.Module):
         positions = weights.get("positions.weight")
         self.positions = None if positions is None else nnx.Param(jnp.asarray(positions))
         self.embedding_norm = last_norm(weights, "embedding_norm") if c.embedding_norm else None
+        self.streams = Streams(weights) if c.altup is not None else None
+        self.layer_inputs = LayerInputs(weights) if c.layer_inputs is not None else None
         self.layers = DecoderLayers(weights)
         self.norm = last_norm(weights, "norm")
         self.lm_head = self._lm_head(weights)
@@ -67,7 +69,7 @@ class Decoder(nnx.Module):
         """Make a cache of zeros for the model's layers, heads and dtype."""
         c = self.config
         return kv_cache.create(
-            c.num_layers, num_blocks, block_size, c.num_kv_heads, c.head_dim, self.dtype, layout
+            c.num_kv_layers, num_blocks, block_size, c.num_kv_heads, c.head_dim, self.dtype, layout
         )
 
     def __call__(
@@ -80,13 +82,16 @@ class Decoder(nnx.Module):
         """Return the wanted tokens' hidden states after the last norm, and the cache with all tokens."""
         # Without biases zero rows stay zero in every layer, and CPU products skip rows of zeros.
         x = jnp.where(batch.is_padding[:, None], 0, self.embed(token_ids, positions))
+        inputs = None if self.layer_inputs is None else self.layer_inputs(token_ids, x)
+        if self.streams is not None:
+            x = self.streams.started(x)
         max_len = batch.block_tables.shape[1] * cache.block_size
         tables = position_tables(self.config, positions, max_len)
         batch = planned(batch, cache, self.config.num_q_heads, self.config.attention_kinds)
         if self.form.own != "native":  # here rows of zeros cost as much as others
             batch = dataclasses.replace(batch, wanted=None)
         if batch.adapters is None:
-            x, cache = self._through_layers(x, cache, tables, batch)
+            x, cache = self._through_layers(x, cache, tables, batch, inputs)
         else:  # adapters cost nothing while no token has one
             # Two conditions in turn: XLA copies the cache if both branches of one condition write to it.
             without = dataclasses.replace(batch, adapters=None)
@@ -94,31 +99,34 @@ class Decoder(nnx.Module):
             for runs, its in ((has_adapters, batch), (~has_adapters, without)):
                 x, cache = lax.cond(
                     runs,
-                    lambda x, cache, its=its: self._through_layers(x, cache, tables, its),
+                    lambda x, cache, its=its: self._through_layers(x, cache, tables, its, inputs),
                     lambda x, cache: (x, cache),
                     x,
                     cache,
                 )
+        if self.streams is not None:
+            x = self.streams.joined(x)
         return self.norm(x), cache
 
     def _through_layers(
         self,
-        x: Float[Array, "num_tokens hidden"],
+        x: Float[Array, "num_tokens *streams hidden"],
         cache: KVCache,
         tables: PositionTables,
         batch: PassBatch,
-    ) -> tuple[Float[Array, "num_tokens hidden"], KVCache]:
+        inputs: Float[Array, "num_tokens num_layers width"] | None,
+    ) -> tuple[Float[Array, "num_tokens *streams hidden"], KVCache]:
         count = self.config.num_layers
         if not self.form.loops:
             for layer in range(count):
-                x, cache = self.layers(x, cache, layer, tables, batch)
+                x, cache = self.layers(x, cache, layer, tables, batch, inputs)
             return x, cache
 
-        type Carry = tuple[Int[Array, ""], Float[Array, "num_tokens hidden"], KVCache]
+        type Carry = tuple[Int[Array, ""], Float[Array, "num_tokens *streams hidden"], KVCache]
 
         def apply(_: Int[Array, ""], carry: Carry) -> Carry:
             layer, x, cache = carry
-            return layer + 1, *self.layers(x, cache, layer, tables, batch)
+            return layer + 1, *self.layers(x, cache, layer, tables, batch, inputs)
 
         # The layer's number goes along, and XLA cannot see where it begins: on a GPU, what is read at a place
         # that follows from the loop's own counter is read where the host says, and so in no CUDA graph.
@@ -166,8 +174,29 @@ class DecoderLayers(nnx.Module):
         self.mlp = MLP(weights) if experts is None else ExpertsMLP(weights, experts)
         self.dense = MLP(weights) if experts is not None and experts.dense_layers else None
         self.mlp_out_norm = norm(weights, "mlp_out_norm")
+        has_altup = self.config.altup is not None
+        self.altup = AltUp(weights) if has_altup else None
+        self.laurel = Laurel(weights) if has_altup else None
+        self.input = LayerInput(weights) if has_altup else None
 
     def __call__(
+        self,
+        x: Float[Array, "num_tokens *streams hidden"],
+        cache: KVCache,
+        layer: layers.Layer,
+        tables: PositionTables,
+        batch: PassBatch,
+        inputs: Float[Array, "num_tokens num_layers width"] | None = None,
+    ) -> tuple[Float[Array, "num_tokens *streams hidden"], KVCache]:
+        if self.altup is None or self.input is None or inputs is None:
+            return self._computed(x, cache, layer, tables, batch)
+        predictions = self.altup.predicted(x, layer)
+        computed, cache = self._computed(predictions[:, 0], cache, layer, tables, batch)
+        x = self.altup.corrected(predictions, computed, layer)
+        own = self.input(self.altup.scaled(x[:, 0], layer), inputs, layer)
+        return x.at[:, 1:].add(own[:, None]), cache
+
+    def _computed(
         self,
         x: Float[Array, "num_tokens hidden"],
         cache: KVCache,
@@ -175,10 +204,13 @@ class DecoderLayers(nnx.Module):
         tables: PositionTables,
         batch: PassBatch,
     ) -> tuple[Float[Array, "num_tokens hidden"], KVCache]:
+        """Return the layer's output: attention and feed-forward, and the shortcut of a model that has one."""
         batch = batch.in_layer(layer == self.config.num_layers - 1)
         normed = self.attention_norm(x, layer) if self.attention_norm else x
         attended, cache = self.attention(normed, cache, layer, tables, batch)
         after = self._added(x, attended, self.attention_out_norm, layer)
+        if self.laurel is not None:
+            after = (after + self.laurel(normed, layer)) * jnp.asarray(HALF, x.dtype)
 
         given = x if self.config.parallel else after
         if self.mlp_norm is not None:
@@ -233,6 +265,7 @@ class Attention(nnx.Module):
     def __init__(self, weights: Weights) -> None:
         self.config, self.shards = weights.config, weights.shards
         self.qkv, self.o = linear(weights, "qkv"), linear(weights, "o")
+        self.q = linear(weights, "q") if self.config.num_kv_layers < self.config.num_layers else None
         self.q_norm, self.k_norm = norm(weights, "q_norm"), norm(weights, "k_norm")
         self.sinks = stack(weights, "sinks")
 
@@ -258,6 +291,7 @@ class Attention(nnx.Module):
             batch,
             scale=c.scale,
             kinds=c.attention_kinds,
+            kv_layers=c.kv_layers,
             soft_cap=c.attention_soft_cap,
             alibi_slopes=slopes,
             sinks=None if self.sinks is None else self.sinks[layer].astype(jnp.float32),
@@ -274,7 +308,7 @@ class Attention(nnx.Module):
     ) -> tuple[Float[Array, "..."], Float[Array, "..."], Float[Array, "..."]]:
         """Return queries, keys and values of all heads, [num_tokens, heads, head_dim], in float32."""
         c = self.config
-        qkv = self.qkv(x, layer, adapters)
+        qkv = self.qkv(x, layer, adapters) if self.q is None else self._product(self.q, x, layer)
         if c.qkv_clip is not None:
             qkv = jnp.clip(qkv, -c.qkv_clip, c.qkv_clip)
         qkv = qkv.reshape(x.shape[0], c.num_q_heads + 2 * c.num_kv_heads, c.head_dim)
@@ -286,21 +320,51 @@ class Attention(nnx.Module):
             qk = layers.apply_rope(qk, its.cos, its.sin)
         if c.norm_after_rope:
             qk = self._normed(qk, layer)
+        if c.v_norm:
+            v = self._plain(v)
         q, k = jnp.split(qk, [c.num_q_heads], axis=1)
         return q if its.factors is None else q * its.factors, k, v
+
+    def _product(
+        self, q_alone: layers.Linear, x: Float[Array, "num_tokens hidden"], layer: layers.Layer
+    ) -> Float[Array, "num_tokens width"]:
+        """Return the product of a model in which some layers have queries alone: with zeros for K and V."""
+        c = self.config
+        others = ((0, 0), (0, 2 * c.num_kv_heads * c.head_dim))
+        shares = [kind.shares_kv is not None for kind in c.layers]
+        numbers = [shares[:i].count(its) for i, its in enumerate(shares)]  # among those that are as it is
+        if isinstance(layer, int):
+            if shares[layer]:
+                return jnp.pad(q_alone(x, numbers[layer]), others)
+            return self.qkv(x, numbers[layer])
+        number = jnp.asarray(numbers, jnp.int32)[layer]
+        return lax.cond(
+            jnp.asarray(shares)[layer],
+            lambda x: jnp.pad(q_alone(x, number), others),
+            lambda x: self.qkv(x, number),
+            x,
+        )
+
+    def _plain(
+        self, x: Float[Array, "num_tokens heads head_dim"]
+    ) -> Float[Array, "num_tokens heads head_dim"]:
+        """Return each head normed without weights."""
+        return x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + self.config.norm_eps)
 
     def _normed(
         self, qk: Float[Array, "num_tokens heads head_dim"], layer: layers.Layer
     ) -> Float[Array, "num_tokens heads head_dim"]:
         """Return queries and keys, normed where the model norms them."""
         if self.config.qk_norm == "plain":
-            mean_square = jnp.mean(qk * qk, axis=-1, keepdims=True)
-            normed = qk * lax.rsqrt(mean_square + self.config.norm_eps)
-            return jnp.where(has_rope(self.config.layers, layer), normed, qk)
+            return jnp.where(has_rope(self.config.layers, layer), self._plain(qk), qk)
         if self.q_norm is None or self.k_norm is None:
             return qk
         q, k = jnp.split(qk, [self.config.num_q_heads], axis=1)
-        return jnp.concatenate([self._norm(self.q_norm, q, layer), self._norm(self.k_norm, k, layer)], axis=1)
+        of_k = layer  # its own, or any where K is another layer's
+        if self.q is not None:
+            places = self.config.kv_layers
+            of_k = places[layer] if isinstance(layer, int) else jnp.asarray(places, jnp.int32)[layer]
+        return jnp.concatenate([self._norm(self.q_norm, q, layer), self._norm(self.k_norm, k, of_k)], axis=1)
 
     def _norm(
         self, norm: Norm, x: Float[Array, "num_tokens heads head_dim"], layer: layers.Layer
@@ -311,26 +375,6 @@ class Attention(nnx.Module):
         if self.shards is None or isinstance(norm, layers.LayerNorm):
             return norm(whole, layer).reshape(x.shape)
         return norm(whole, layer, self.shards.mean).reshape(x.shape)
-
-
-def norm(weights: Weights, role: str) -> Norm | None:
-    """Return every layer's norm of this role; None where layers have none."""
-    scales = stack(weights, f"{role}.weight")
-    return None if scales is None else made_norm(weights.config, scales, stack(weights, f"{role}.bias"))
-
-
-def last_norm(weights: Weights, role: str) -> Norm:
-    """Return a norm that the decoder has once."""
-    weight, bias = weights.get(f"{role}.weight"), weights.get(f"{role}.bias")
-    assert weight is not None
-    biases = None if bias is None else layers.Stack([bias], 1, together=False)
-    return made_norm(weights.config, layers.Stack([weight], 1, together=False), biases)
-
-
-def made_norm(config: ModelConfig, weights: layers.Stack, biases: layers.Stack | None) -> Norm:
-    if config.norm == "layer":
-        return layers.LayerNorm(weights, biases, config.norm_eps, config.norm_offset)
-    return layers.RMSNorm(weights, config.norm_eps, config.norm_offset)
 
 
 def abstract(

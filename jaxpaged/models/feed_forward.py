@@ -1,5 +1,7 @@
 """A dense feed-forward part, and how products are made of a decoder's weights."""
 
+import statistics
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -32,11 +34,26 @@ class MLP(nnx.Module):
         wide = self.up(x, layer, adapters)
         if self.config.gated:
             gate, up = jnp.split(wide, 2, axis=-1)
-            wide = self._activated(gate, layer) * up
+            wide = self._activated(self._sparse(gate, layer), layer) * up
         else:
             wide = self._activated(wide, layer)
         out = self.down(wide.astype(x.dtype), layer, adapters)
         return out if self.shards is None else self.shards.total(out)
+
+    def _sparse(
+        self, x: Float[Array, "num_tokens width"], layer: layers.Layer
+    ) -> Float[Array, "num_tokens width"]:
+        """Return what a token's numbers have above a quantile of a Gaussian of their mean and deviation."""
+        shares = [kind.sparsity for kind in self.config.layers]
+        if not any(shares):
+            return x
+        deviations = [statistics.NormalDist().inv_cdf(share) if share else 0.0 for share in shares]
+        mean_of = (lambda its: its) if self.shards is None else self.shards.mean
+        mean = mean_of(jnp.mean(x, axis=-1, keepdims=True))
+        variance = mean_of(jnp.mean(jnp.square(x - mean), axis=-1, keepdims=True))
+        count = deviations[layer] if isinstance(layer, int) else jnp.asarray(deviations)[layer]
+        is_sparse = shares[layer] > 0 if isinstance(layer, int) else jnp.asarray(shares)[layer] > 0
+        return jnp.where(is_sparse, jax.nn.relu(x - mean - jnp.sqrt(variance) * count), x)
 
     def _activated(
         self, x: Float[Array, "num_tokens width"], layer: layers.Layer

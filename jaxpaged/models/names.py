@@ -74,6 +74,14 @@ def once(config: ModelConfig) -> dict[str, Shape]:
     if c.embedding_norm:
         shapes |= _norm("embedding_norm", hidden, c)
     shapes |= _norm("norm", hidden, c)
+    if c.altup is not None:
+        streams = ((c.altup.num_streams - 1) * c.hidden_size, *hidden)
+        shapes |= {"altup_begin.weight": streams, "altup_end.weight": streams}
+    if c.layer_inputs is not None:
+        width, vocab = c.layer_inputs.width, c.layer_inputs.vocab_size
+        shapes["layer_inputs_table.weight"] = (vocab, c.num_layers * width)
+        shapes["layer_inputs_product.weight"] = (c.num_layers * width, *hidden)
+        shapes["layer_inputs_norm.weight"] = (width,)
     if not c.tie_word_embeddings:
         shapes |= _linear("lm_head", (c.vocab_size, *hidden), c.lm_head_bias)
     return shapes
@@ -94,7 +102,10 @@ def in_layer(config: ModelConfig) -> dict[str, Shape]:
         if exists:
             shapes |= _norm(name, (hidden,), c)
     shapes |= _linear("qkv", (heads + 2 * kv_heads, hidden), c.qkv_bias)
+    if c.num_kv_layers < c.num_layers:
+        shapes |= _linear("q", (heads, hidden), c.qkv_bias)
     shapes |= _linear("o", (hidden, heads), c.o_bias)
+    shapes |= _altup(c)
     if c.qk_norm not in (None, "plain"):
         for name, count in (("q_norm", c.num_q_heads), ("k_norm", c.num_kv_heads)):
             forms = {"head": (c.head_dim,), "each": (count, c.head_dim), "all": (count * c.head_dim,)}
@@ -117,11 +128,39 @@ def layers_with(config: ModelConfig, role: str) -> Sequence[int]:
     """Return the numbers of the layers that have a role, in order."""
     dense = sorted(config.experts.dense_layers) if config.experts is not None else []
     stem = role.split(".")[0]
+    if stem in ("qkv", "k_norm", "q"):
+        shares = stem == "q"
+        return [i for i, kind in enumerate(config.layers) if (kind.shares_kv is not None) == shares]
     if dense and stem in ("gate_up", "up", "down"):
         return dense
     if stem in ("router", "correction", "experts", "shared", "shared_gate"):
         return [layer for layer in range(config.num_layers) if layer not in dense]
     return range(config.num_layers)
+
+
+def _altup(config: ModelConfig) -> dict[str, Shape]:
+    """Return the shapes of a layer's parts around attention and feed-forward, of Gemma 3n."""
+    hidden, shapes = config.hidden_size, dict[str, Shape]()
+    if (altup := config.altup) is not None:
+        count, rank = altup.num_streams, altup.laurel_rank
+        shapes |= {
+            "altup_router.weight": (count, hidden),
+            "altup_router_norm.weight": (hidden,),
+            "altup_predict.weight": (count * count, count),
+            "altup_correct.weight": (count, count),
+            "laurel_left.weight": (rank, hidden),
+            "laurel_right.weight": (hidden, rank),
+            "laurel_norm.weight": (hidden,),
+        }
+        if altup.scaled:
+            shapes["altup_scale"] = (hidden,)
+    if (inputs := config.layer_inputs) is not None:
+        shapes |= {
+            "layer_input_gate.weight": (inputs.width, hidden),
+            "layer_input_out.weight": (hidden, inputs.width),
+            "layer_input_norm.weight": (hidden,),
+        }
+    return shapes
 
 
 def _mlp(prefix: str, width: int, config: ModelConfig) -> dict[str, Shape]:
@@ -195,11 +234,11 @@ def stored_pieces(
 
 
 def piece_shapes(config: ModelConfig, role: str, shape: Shape, count: int) -> list[Shape]:
-    """Return the shapes of a role's tensors: of queries, keys and values, or of gate and up."""
+    """Return the shapes of a role's tensors: of queries, keys and values, of gate and up, or equal ones."""
     if count == 1:
         return [shape]
     kv = config.num_kv_heads * config.head_dim
-    sizes = [shape[0] - 2 * kv, kv, kv] if role.startswith("qkv") else [shape[0] // 2] * 2
+    sizes = [shape[0] - 2 * kv, kv, kv] if role.startswith("qkv") else [shape[0] // count] * count
     return [(size, *shape[1:]) for size in sizes]
 
 

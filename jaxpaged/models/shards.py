@@ -159,7 +159,7 @@ class Shard:
         name, _, _ = role.rpartition(".")
         if name == "qkv":
             return [self._equal_range(0, q), self._kv_rows(q), self._kv_rows(q + kv)]
-        if role == "sinks" or name == "up" or (name == "q_norm" and c.qk_norm != "head"):
+        if role == "sinks" or name in ("q", "up") or (name == "q_norm" and c.qk_norm != "head"):
             return [self._equal_range(0, count)]
         if name == "k_norm" and c.qk_norm == "all":
             return [self._kv_rows(0)]

@@ -144,7 +144,7 @@ def with_model(name: str, dump: Dump) -> tuple[Dump, Decoder]:
     c, kv, window = checkpoint.config, dump.state.kv_cache, dump.step_config.sliding_window
     shape = (kv.num_layers, kv.num_kv_heads, kv.head_dim)
     rule = "the one that was served, of {} layers, KV heads and head_dim, vocabulary {} and window {}"
-    fits = (c.num_layers, c.num_kv_heads, c.head_dim) == shape
+    fits = (c.num_kv_layers, c.num_kv_heads, c.head_dim) == shape
     fits &= (c.vocab_size, c.sliding_window) == (dump.vocab_size, window)
     check("model", name, rule.format(shape, dump.vocab_size, window), fits)
     dtype: Any = str(kv.dtype)

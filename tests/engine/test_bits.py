@@ -12,6 +12,10 @@ from tests import tiny, tiny_lora
 
 pytestmark = [pytest.mark.usefixtures("optimized"), pytest.mark.slow]
 
+CHUNKED = {
+    "model_config": tiny.chunked(),
+    "load_model": lambda load_as: tiny.load(load_as, tiny.chunked()),
+}
 SWAP = tiny.SWAP | {"max_model_len": 128}
 
 
@@ -33,6 +37,10 @@ def everything(driver: Driver, prompts: list[list[int]], params: list[SamplingPa
             SWAP | {"load_model": tiny.load_quantised},
             "1",
             id="float32, swap, weights of files",
+        ),
+        pytest.param("float32", SWAP | CHUNKED, "1", id="chunked and full layers, float32, swap"),
+        pytest.param(
+            "bfloat16", tiny.SMALL | CHUNKED, "0", id="chunked and full layers by XLA, bfloat16, recompute"
         ),
     ],
 )

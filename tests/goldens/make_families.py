@@ -221,6 +221,19 @@ VARIANTS |= {
     "nemotron": {**TINY, "head_dim": 8},
     # Chunks end within tiles; queries of the last layer grow every 16 tokens; the second layer is dense.
     "llama4_text": LLAMA4,
+    "gemma3n_text": {
+        **TINY,
+        **WINDOW,
+        "head_dim": 8,
+        "num_hidden_layers": 6,
+        "layer_types": ["sliding_attention", "full_attention"] * 3,
+        "num_kv_shared_layers": 2,
+        "hidden_size_per_layer_input": 4,
+        "vocab_size_per_layer_input": 61,
+        "altup_num_inputs": 3,
+        "laurel_rank": 4,
+        "activation_sparsity_pattern": [0.5, 0.0, 0.7, 0.0, 0.0, 0.5],
+    },
 }
 MODEL_TYPES = {"falcon_grouped": "falcon", "falcon_alibi": "falcon", "gpt_neox_sequential": "gpt_neox"}
 MODEL_TYPES |= {"cohere_normed": "cohere", "stablelm_parallel": "stablelm"}
@@ -280,10 +293,10 @@ WRAPPERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
 }
 UNTIED = ("mistral3", "internvl")
-SEEDS = {"mixtral": 100}  # where the answer would hang on a rounding
+SEEDS = {"mixtral": 100, "gemma3n_text": 104}  # where the answer would hang on a rounding
 IMPLEMENTATIONS = {"falcon_alibi": "sdpa"}  # its eager attention adds the slopes twice
 # Those that came last, in their order: the seeds of the others stay what they were.
-ADDED = ("llama4_text", "llama4")
+ADDED = ("llama4_text", "llama4", "gemma3n_text")
 # Models of transformers 5.24 that need an image; their decoder does not.
 NEEDS_IMAGES = ("llama4",)
 NUM_TOKENS, EVERY = 40, 3
@@ -324,7 +337,7 @@ def wrapped(name: str) -> torch.nn.Module:
 
 
 def write(name: str, model: torch.nn.Module) -> None:
-    is_less_one = MODEL_TYPES.get(name, name).startswith("gemma")
+    is_less_one = MODEL_TYPES.get(name, name).startswith("gemma") and name != "gemma3n_text"
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             shake(parameter_name, parameter, is_less_one=is_less_one)

@@ -22,6 +22,7 @@ POLICIES = {
     "sieve": libcachesim.Sieve,
     "s3fifo": libcachesim.S3FIFO,
     "plain_lfu": libcachesim.LFU,
+    "tinylfu": libcachesim.WTinyLFU,
 }
 
 

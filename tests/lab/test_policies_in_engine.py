@@ -27,13 +27,15 @@ def test_answers_are_the_same_under_any_policy_and_short_pools(policy):
     check_invariants(driver.state.tables)
 
 
-def waiting_finds(rows, cache, block_size):
+def waiting_finds(is_waiting, rows, cache, block_size):
     """Return which blocks the waiting rows find, by walking from parent to child in a cache read back."""
     wanted = np.zeros(cache.num_blocks, np.int32)
     for place, row in enumerate(rows.order):
-        if not rows.waiting[row]:
+        if not is_waiting[row]:
             continue
         tokens = rows.token_ids[row, : rows.num_findable[row] - 1]
+        is_prompt = np.arange(len(tokens)) < rows.prompt_lens[row]
+        tokens = np.where(is_prompt, tokens, -1 - tokens)  # as the cache keeps answers
         name = [-1, int(rows.salt[row])]
         for block in tokens[: len(tokens) // block_size * block_size].reshape(-1, block_size):
             is_next = (cache.parent == name).all(axis=1) & (cache.token_ids == block).all(axis=1)
@@ -58,6 +60,7 @@ def test_queue_lru_knows_what_waiting_requests_will_find(monkeypatch):
         queue = after.tables.pool.free_queue
         jax.debug.callback(
             lambda *parts: seen.append(jax.device_get(parts)),
+            state.rows.waiting,
             state.rows,
             state.tables.pool.prefix_cache,
             queue.notes,
@@ -69,13 +72,13 @@ def test_queue_lru_knows_what_waiting_requests_will_find(monkeypatch):
     monkeypatch.setattr(scheduler, "note_waiting", note)
     first, *others = tiny.prompts([24, 20, 30, 12, 25, 9])
     prompts = [first, *others, *(first[:16] + other for other in others), first]
-    driver = tiny.driver(**tiny.SMALL, eviction_policy="queue_lru")
+    driver = tiny.driver(**tiny.SMALL | {"num_blocks": 1 + 18}, eviction_policy="queue_lru")  # traced anew
     answers = tiny.generate(driver, prompts, tiny.greedy(20))
     assert answers == [tiny.reference_answer(tuple(prompt), 20) for prompt in prompts]
     jax.effects_barrier()
     most = 0
-    for rows, cache, notes, rank, place in seen:
-        wanted = waiting_finds(rows, cache, 8)
+    for is_waiting, rows, cache, notes, rank, place in seen:
+        wanted = waiting_finds(is_waiting, rows, cache, 8)
         np.testing.assert_array_equal(notes[:, RankedQueue.OTHER], wanted)
         free = (place >= 0) & (cache.slot >= 0)
         np.testing.assert_array_equal(rank[free, 0], wanted[free])

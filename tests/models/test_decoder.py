@@ -145,9 +145,9 @@ def test_layers_in_a_loop_equal_transformers_where_xla_multiplies(name, monkeypa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gemma3_text", "gpt_oss"])
+@pytest.mark.parametrize("name", ["gemma3_text", "gpt_oss", "llama4_text"])
 def test_the_engine_answers_as_transformers_does(name):
-    """The models have windows in some layers, or sinks and experts. Passes show the rest."""
+    """The models have windows in some layers, or sinks and experts, or chunks. Passes show the rest."""
     golden = stored(f"families/{name}")
     llm = LLM(GOLDENS / "families" / name, max_num_seqs=2, block_size=8, num_blocks=40, max_model_len=96)
     params = SamplingParams(max_tokens=len(golden["answer"]), temperature=0, ignore_eos=True)

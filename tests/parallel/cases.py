@@ -82,6 +82,7 @@ def test_a_model_in_shares_equals_transformers(name):
     c = checkpoint.config
     has_both = c.experts is not None and len(c.experts.dense_layers) > 0
     sums = 2 - c.parallel + (c.qk_norm == "all") + has_both
+    sums += 2 * any(kind.sparsity for kind in c.layers)  # the mean and the variance of its numbers
     assert collectives(run) == {"all-reduce": sums, "all-gather": 1}
 
 

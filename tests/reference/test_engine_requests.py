@@ -175,7 +175,16 @@ def test_the_answers_are_the_models_own() -> None:
     rng = np.random.default_rng(0)
     rope = SimpleNamespace(theta=10000.0, dim=4, scaling=None)
     config = SimpleNamespace(
-        layers=(SimpleNamespace(rope=rope, sliding_window=None, attention_chunk=None, temperature=None),),
+        layers=(
+            SimpleNamespace(
+                rope=rope,
+                sliding_window=None,
+                attention_chunk=None,
+                temperature=None,
+                shares_kv=None,
+                sparsity=0.0,
+            ),
+        ),
         num_q_heads=2,
         num_kv_heads=1,
         head_dim=4,
@@ -183,6 +192,9 @@ def test_the_answers_are_the_models_own() -> None:
         tie_word_embeddings=False,
         embedding_scale=1.0,
         embedding_norm=False,
+        altup=None,
+        layer_inputs=None,
+        v_norm=False,
         num_positions=None,
         norm="rms",
         norm_eps=1e-5,

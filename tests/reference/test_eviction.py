@@ -52,3 +52,13 @@ def test_hits_are_those_of_libcachesim(policy, trace):
         )
         symbols = GOLDENS["traces"][trace]
         assert sum(prompts.send([each], num_lookup=1, num_held=1) for each in symbols) == hits, size
+
+
+@pytest.mark.parametrize("trace", GOLDENS["traces"])
+def test_tinylfu_is_near_libcachesims(trace):
+    """Allow 5%: the sketches have different hash functions and sizes, so estimates differ."""
+    symbols = GOLDENS["traces"][trace]
+    for size in (100, 200):
+        prompts = Prompts(eviction.TinyLfu(size + 1), size + 1, name_of=lambda each: each[0])
+        found = sum(prompts.send([each], num_lookup=1, num_held=1) for each in symbols)
+        assert found == pytest.approx(GOLDENS["hits"][trace]["tinylfu"][str(size)], rel=0.05)

@@ -23,8 +23,8 @@ LARGEST = (46, 62)  # layers of Gemma 2 27B and 3 27B, whose scale llama.cpp kno
 LOCAL_THETA, GLOBAL_THETA = 10000.0, 1000000.0
 
 
-def _common(f: Fields) -> dict[str, Any]:
-    same = llama.common(f)
+def common(f: Fields, intermediate_size: int | None = None) -> dict[str, Any]:
+    same = llama.common(f, intermediate_size)
     activation = f.activation("hidden_activation", "gelu_pytorch_tanh")
     bias = f.flag("attention_bias")
     return same | {
@@ -37,7 +37,7 @@ def _common(f: Fields) -> dict[str, Any]:
 
 
 def read_gemma(f: Fields) -> ModelConfig:
-    same = _common(f)
+    same = common(f)
     layers = uniform(f.size("num_hidden_layers"), rope=f.rope(same["head_dim"]))
     return ModelConfig(**same, layers=layers)
 
@@ -45,7 +45,7 @@ def read_gemma(f: Fields) -> ModelConfig:
 def _capped(f: Fields) -> dict[str, Any]:
     """Read the fields that Gemma 2 and 3 have in common."""
     f.only("use_bidirectional_attention", False)
-    return _common(f) | {
+    return common(f) | {
         "norm_place": "both",
         "attention_scale": f.positive("query_pre_attn_scalar", 256) ** -0.5,
         "attention_soft_cap": f.get("attn_logit_softcapping"),
@@ -74,13 +74,13 @@ def _gemma2(f: Fields) -> dict[str, Any]:
 
 def read_gemma3(f: Fields) -> ModelConfig:
     same = _capped(f) | {"qk_norm": "head"}
-    local, everywhere = _ropes(f, same["head_dim"])
+    local, everywhere = ropes(f, same["head_dim"])
     sliding = LayerKind(rope=local, sliding_window=f.size("sliding_window", 4096))
     types = _every(f, f.size("sliding_window_pattern", f.size("_sliding_window_pattern", 6)))
     return ModelConfig(**same, layers=f.layer_kinds(types, sliding=sliding, full=LayerKind(rope=everywhere)))
 
 
-def _ropes(f: Fields, head_dim: int) -> Any:
+def ropes(f: Fields, head_dim: int) -> Any:
     """Return the RoPE of layers with a window, and that of the others, which alone is scaled."""
     given = f.get("rope_parameters") or {"full_attention": f.get("rope_scaling")}
     if not isinstance(given, Mapping):

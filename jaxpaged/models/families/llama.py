@@ -32,13 +32,16 @@ def names(config: ModelConfig) -> Names:
     return NAMES
 
 
-def common(f: Fields) -> dict[str, Any]:
-    """Read the fields that most configs name alike, as arguments of `ModelConfig`, without layers."""
+def common(f: Fields, intermediate_size: int | None = None) -> dict[str, Any]:
+    """Read the fields that most configs name alike, as arguments of `ModelConfig`, without layers.
+
+    intermediate_size: where a family has read it in a form of its own.
+    """
     num_q_heads, hidden_size = f.size("num_attention_heads"), f.size("hidden_size")
     return {
         "vocab_size": f.size("vocab_size"),
         "hidden_size": hidden_size,
-        "intermediate_size": f.size("intermediate_size"),
+        "intermediate_size": intermediate_size or f.size("intermediate_size"),
         "num_q_heads": num_q_heads,
         "num_kv_heads": f.size("num_key_value_heads", num_q_heads),
         "head_dim": f.size("head_dim", hidden_size // num_q_heads),

@@ -30,9 +30,9 @@ from jaxpaged.models.quantised.codes import (
 )
 
 # Roles that are quantised. Routers and learned positions are small, and stay unquantised.
-PRODUCTS = ("qkv", "o", "gate_up", "up", "down", "shared.gate_up", "shared.down")
+PRODUCTS = ("qkv", "q", "o", "gate_up", "up", "down", "shared.gate_up", "shared.down")
 EXPERTS = ("experts.gate_up", "experts.down")
-TABLES = ("embedding", "lm_head")
+TABLES = ("embedding", "layer_inputs_table", "lm_head")
 ROLES = {f"{role}.weight" for role in (*PRODUCTS, *EXPERTS, *TABLES)}
 
 _ROWS = 1024  # rows quantised at a time
