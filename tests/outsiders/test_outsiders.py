@@ -177,6 +177,12 @@ def test_what_does_not_serve_is_refused_at_the_start_with_the_reason(options, me
         tiny.driver(**options)
 
 
+def test_an_option_that_a_function_does_not_compute_is_refused():
+    config = EngineConfig(**tiny.DEFAULTS | {"attention": f"{OUTSIDERS}.attention:by_callback"})
+    with pytest.raises(InputError, match="does not serve option=sliding_window .served: none"):
+        Setup(config, tiny.with_window(21)).check()
+
+
 def test_a_decode_function_alone_leaves_prompts_to_ours_and_says_so():
     config = EngineConfig(**tiny.DEFAULTS | {"attention": f"{OUTSIDERS}.attention:decode"})
     setup = Setup(config, tiny.CONFIG)
