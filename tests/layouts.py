@@ -62,10 +62,11 @@ def by_itself(layout: Layout, sizes: Sizes) -> Oracle:
     def write(
         arrays: dict[str, np.ndarray], k: np.ndarray, v: np.ndarray, slots: np.ndarray
     ) -> dict[str, np.ndarray]:
+        arrays = {name: jnp.asarray(x) for name, x in arrays.items()}
         for i in range(len(slots)):  # two tokens at least, and the second may be there twice
             its = (jnp.asarray(np.stack([x[i], x[i]]), jnp.float32) for x in (k, v))
             new = layout.write(arrays, sizes, *its, jnp.asarray([slots[i], slots[i]], jnp.int32))
-            arrays = {name: jnp.asarray(x) for name, x in new.items()}
+            arrays = dict(new)
         return arrays
 
     def read(arrays: Mapping[str, np.ndarray], block: int) -> tuple[np.ndarray, np.ndarray]:
