@@ -66,6 +66,10 @@ def run(args: argparse.Namespace) -> None:
     machine.keep_on_disk()  # what a GPU's loop is compiled for here, a start finds there
     cache = start.cache_size(setup, checkpoint.abstract)
     longest = capacity.longest_that_fits(setup, cache)
+    groups = setup.grouping
+    room = f"{cache.num_tokens:,} tokens"
+    if groups.num_groups > 1:
+        room = f"for {groups.num_groups} groups of up to {groups.width} layers"
     lines += [
         ("attention", attention),
         ("products", products),
@@ -83,7 +87,7 @@ def run(args: argparse.Namespace) -> None:
         (
             "cache",
             f"{cache.num_blocks} blocks of {cache.block_size} tokens, {cache.bytes_per_block:,} bytes each: "
-            f"{cache.num_tokens:,} tokens in {cache.num_bytes / 2**20:,.1f} MiB",
+            f"{room} in {cache.num_bytes / 2**20:,.1f} MiB",
         ),
         ("", cache.why),
         *(("", line) for line in (cache.budget.lines() if cache.budget else ())),

@@ -5,7 +5,6 @@ each line once, and is then told to stop reporting it, so watching costs little.
 """
 
 import contextlib
-import math
 import random
 import re
 import sys
@@ -66,11 +65,8 @@ class Fuzzer:
         self._rng = random.Random(self.seed)
         self._has_new = False
 
-    def run(self, seconds: float, patience: float = math.inf) -> None:
-        """Try the seeds, then mutated inputs, for this much processor time. Raises `FoundError`.
-
-        patience: seconds of processor time without a new line after which the rest is not used.
-        """
+    def run(self, seconds: float) -> None:
+        """Try the seeds, then mutated inputs, for this much processor time. Raises `FoundError`."""
         end = time.process_time() + seconds
         with self._watching():
             for data in self.target.seeds():
@@ -78,13 +74,10 @@ class Fuzzer:
                 self.corpus.append(data)
             if self.num_refused:
                 raise self._found(self.corpus[0], f"{self.num_refused} of its seeds are refused")
-            last_new = time.process_time()
-            while time.process_time() < min(end, last_new + patience):
+            while time.process_time() < end:
                 data = mutated(self.corpus, self._rng)
-                if self._try(data):
-                    last_new = time.process_time()
-                    if len(data) <= MAX_BYTES:
-                        self.corpus.append(data)
+                if self._try(data) and len(data) <= MAX_BYTES:
+                    self.corpus.append(data)
 
     def _try(self, data: bytes) -> bool:
         """Parse an input. Returns whether it reached a new line."""
