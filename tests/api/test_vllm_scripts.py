@@ -330,9 +330,14 @@ def test_prompts_take_vllms_fields(llm):
 
 
 def test_a_limited_number_of_searches_runs_at_a_time(llm, monkeypatch):
-    sizes, submit = [], llm._submit
-    monkeypatch.setattr(llm, "_submit", lambda asked: sizes.append(len(asked)) or submit(asked))
+    sizes, submit = [], llm.engine.submit_all
     params = BeamSearchParams(beam_width=2, max_tokens=3)
+
+    def noted(requests, sink):
+        sizes.append(len(requests) // (2 * params.beam_width))  # rows of a search
+        return submit(requests, sink)
+
+    monkeypatch.setattr(llm.engine, "submit_all", noted)
     prompts = [[5, i] for i in range(5)]
     limited = llm.beam_search(prompts, params, concurrency_limit=2)
     assert limited == llm.beam_search(prompts, params)
