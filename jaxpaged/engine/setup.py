@@ -178,7 +178,7 @@ class Setup:
             attention=self.attention,
             sampler=self.sampler,
             watermark_blocks=int(WATERMARK * num_blocks),
-            grouping=self.grouping,
+            grouping=self.grouping.of_step,
             reuse_answers=config.reuse_answers,
             decode_widths=config.decode_widths,
         )

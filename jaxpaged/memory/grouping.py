@@ -41,6 +41,11 @@ class Grouping:
         return sum(map(len, self.groups))
 
     @property
+    def of_step(self) -> "Grouping":
+        """Return what a step must know: not the layers of a single group, so models of any depth share it."""
+        return one_group(self.specs[0]) if self.num_groups == 1 else self
+
+    @property
     def group_of(self) -> tuple[int, ...]:
         """Group of each layer."""
         return self._by_layer([(layer, g) for g, layers in enumerate(self.groups) for layer in layers])

@@ -143,10 +143,10 @@ def with_model(name: str, dump: Dump) -> tuple[Dump, Decoder]:
     _refuse_computed(dump.state)
     checkpoint = loading.open_checkpoint(name)
     c, kv, grouping = checkpoint.config, dump.state.kv_cache, dump.step_config.grouping
-    shape = (grouping.num_layers, kv.num_kv_heads, kv.head_dim)
+    shape = (grouping.num_layers or kv.num_layers, kv.num_kv_heads, kv.head_dim)
     rule = "the one that was served, of {} layers, KV heads and head_dim, vocabulary {} and {}"
     fits = (c.num_kv_layers, c.num_kv_heads, c.head_dim, c.vocab_size) == (*shape, dump.vocab_size)
-    fits &= grouping in (grouping_of(c.cache_specs), one_group(widest(c.cache_specs), c.num_kv_layers))
+    fits &= grouping in (grouping_of(c.cache_specs).of_step, one_group(widest(c.cache_specs)))
     check("model", name, rule.format(shape, dump.vocab_size, grouping.specs), fits)
     dtype: Any = str(kv.dtype)
     config = EngineConfig(dtype=dtype, block_size=dump.state.tables.block_size, kv_layout=kv.layout)

@@ -105,7 +105,7 @@ class Setting:
             tiles_per_pass=2,
             attention="xla",
             watermark_blocks=self.watermark_blocks,
-            grouping=Grouping(self.specs, tuple((layer,) for layer in range(len(self.specs)))),
+            grouping=Grouping(self.specs, tuple((layer,) for layer in range(len(self.specs)))).of_step,
             reuse_answers=self.reuse_answers,
         )
 
