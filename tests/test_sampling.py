@@ -17,6 +17,7 @@ from jaxpaged.engine.request import Request
 from jaxpaged.sampling import Context, first_ranked, likeliest, sample
 from jaxpaged.sampling_params import MAX_LOGPROBS, SamplingParams
 from jaxpaged.sampling_state import SamplingState, token_bits, tokens_of
+from jaxpaged.step.config import StepConfig
 from jaxpaged.step.state import Rows, empty_rows
 from reference import sampler as reference
 
@@ -108,7 +109,7 @@ DOOR = Door(
     SimpleNamespace(vocab_size=ROOM, eos_token_ids=(3,)),
     LENGTH,
     SimpleNamespace(num_blocks=10**6),
-    SimpleNamespace(blocks_of=lambda num_tokens, block_size: num_tokens // block_size),
+    StepConfig(max_num_seqs=1, num_tiles=1, tiles_per_pass=1, attention="xla"),
     Letters(),
 )
 
