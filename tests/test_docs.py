@@ -255,7 +255,10 @@ def resolves(dotted: str) -> bool:
     for number in range(len(parts), 0, -1):
         name = ".".join(parts[:number])
         try:
-            value: Any = importlib.import_module(name)
+            with warnings.catch_warnings(
+                action="ignore"
+            ):  # of others' packages: Ray's, where it comes in first
+                value: Any = importlib.import_module(name)
         except ModuleNotFoundError as error:
             if error.name and name.startswith(error.name):
                 continue
