@@ -1,5 +1,6 @@
 """Capacity: how many blocks the cache gets, and how long a request may be, by shapes alone."""
 
+import bisect
 import functools
 import os
 
@@ -44,16 +45,8 @@ def longest_that_fits(setup: Setup, size: CacheSize) -> int:
 
     The request has the cache for itself. An answer's last token is never written to the cache.
     """
-    longest, usable = setup.max_model_len, size.num_blocks - 1
-    fits = setup.step_config(size.num_blocks).blocks_of(longest - 1, size.block_size) <= usable
-    if fits:
-        return longest
-    step_config, least, most = setup.step_config(size.num_blocks), 0, longest - 1
-    while least < most - 1:  # what fits is a beginning of all lengths
-        middle = (least + most) // 2
-        fits = step_config.blocks_of(middle, size.block_size) <= usable
-        least, most = (middle, most) if fits else (least, middle)
-    return least + 1
+    blocks_of = functools.partial(setup.step_config(size.num_blocks).blocks_of, block_size=size.block_size)
+    return bisect.bisect_right(range(setup.max_model_len), size.num_blocks - 1, key=blocks_of)
 
 
 def served_len(setup: Setup, size: CacheSize) -> int:

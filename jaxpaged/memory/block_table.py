@@ -218,7 +218,7 @@ def cache_full_blocks(
     row, k, used = number_through(counts, max_blocks)
     col = tables.chains.num_blocks[row] + k
     positions = col[:, None] * tables.block_size + jnp.arange(tables.block_size)
-    block_ids = tables.block_tables[row if tables.num_groups == 1 else row * tables.num_groups, col]
+    block_ids = tables.block_tables[tables.line_of(row), col]
     cache, chains = prefix_cache.insert(
         tables.pool.prefix_cache,
         tables.chains,
@@ -229,7 +229,7 @@ def cache_full_blocks(
     )
     pool = block_pool.note_content(replace(tables.pool, prefix_cache=cache), block_ids, col, used)
     for group in range(1, tables.num_groups):
-        its_ids = tables.block_tables[row * tables.num_groups + group, col]
+        its_ids = tables.block_tables[tables.line_of(row, group), col]
         cache = group_content.insert(cache, block_ids, its_ids, group, used)
         pool = block_pool.note_content(replace(pool, prefix_cache=cache), its_ids, col, used)
     tables = replace(tables, pool=pool, chains=chains)
@@ -276,8 +276,8 @@ def truncate(tables: BlockTables, num_tokens: Int[Array, " max_seqs"]) -> tuple[
     tables = replace(tables, seq_lens=jnp.where(ok, seq_lens, before.seq_lens))
     if tables.pool.prefix_cache is not None:
         num_full = tables.seq_lens // tables.block_size
-        first = tables.lines_of(jnp.arange(tables.max_seqs))
-        last_ids = tables.block_tables[tables.first_lines(first), jnp.maximum(num_full - 1, 0)]
+        line = tables.line_of(jnp.arange(tables.max_seqs))
+        last_ids = tables.block_tables[line, jnp.maximum(num_full - 1, 0)]
         chains = prefix_cache.rewind(tables.pool.prefix_cache, tables.chains, num_full, last_ids)
         tables = replace(tables, chains=chains)
     emptied = ok & (seq_lens == 0) & (num_tokens > 0)
@@ -322,8 +322,7 @@ def slot_mapping(
 
     Invalid tokens get the null block's.
     """
-    line = rows if tables.num_groups == 1 else rows * tables.num_groups + group
-    block_id = tables.block_tables[line, positions // tables.block_size]
+    block_id = tables.block_tables[tables.line_of(rows, group), positions // tables.block_size]
     slot = block_id * tables.block_size + positions % tables.block_size
     return jnp.where(valid, slot, NULL_BLOCK * tables.block_size)
 

@@ -41,6 +41,11 @@ class BlockTables:
         return self.block_tables.shape[1]
 
     @property
+    def max_blocks_per_row(self) -> int:
+        """Blocks that all lines of a row have places for."""
+        return self.max_blocks_per_seq * self.num_groups
+
+    @property
     def num_blocks(self) -> Int[Array, " max_seqs"]:
         """Blocks that each row's tokens take in a line, those that left the window included."""
         return cdiv(self.seq_lens, self.block_size)
@@ -54,11 +59,11 @@ class BlockTables:
         """Return the values of rows for each of their lines, along the first axis."""
         return of_rows if self.num_groups == 1 else jnp.repeat(of_rows, self.num_groups, axis=0)
 
-    def per_row(self, of_lines: Int[Array, " num_lines"]) -> Int[Array, " max_seqs"]:
-        """Return the sum over each row's lines."""
+    def per_row(self, of_lines: Array) -> Array:
+        """Return the sum of numbers, or of flags, over each row's lines."""
         if self.num_groups == 1:
             return of_lines
-        return jnp.sum(of_lines.reshape(-1, self.num_groups), axis=1, dtype=of_lines.dtype)
+        return jnp.sum(of_lines.reshape(-1, self.num_groups), axis=1, dtype=jnp.int32)
 
     def lines_of(self, rows: Int[Array, " n"]) -> Int[Array, " n_groups"]:
         """Return the lines of rows, one row after the other."""
@@ -66,6 +71,6 @@ class BlockTables:
             return rows
         return (rows[:, None] * self.num_groups + jnp.arange(self.num_groups, dtype=rows.dtype)).reshape(-1)
 
-    def first_lines(self, of_lines: Array) -> Array:
-        """Return the values of each row's first line, which sees most of the sequence."""
-        return of_lines if self.num_groups == 1 else of_lines[:: self.num_groups]
+    def line_of(self, rows: Int[Array, "*n"], group: int = 0) -> Int[Array, "*n"]:
+        """Return each row's line of one group; the first group reads most of the sequence."""
+        return rows if self.num_groups == 1 else rows * self.num_groups + group

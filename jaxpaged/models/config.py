@@ -98,7 +98,7 @@ class LayerKind:
     @property
     def most_seen(self) -> int | None:
         """Return the most tokens that a token sees, itself among them; None: all up to itself."""
-        return self.sliding_window if self.attention_chunk is None else self.attention_chunk
+        return self.cache_spec.most_kept(1)
 
     @property
     def cache_spec(self) -> CacheSpec:

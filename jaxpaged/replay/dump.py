@@ -214,9 +214,9 @@ def _read(arrays: Mapping[str, np.ndarray], given: Outsiders) -> Dump:
         return jax.tree_util.tree_map_with_path(array, tree)
 
     sizes, num_requests = header["sizes"], header["num_requests"]
-    grouping = Grouping.of_words(header["step_config"]["grouping"])
+    step_config = _step_config(header["step_config"], given)
     rule = "the number of groups of the step's layers"
-    check("num_groups", sizes["num_groups"], rule, sizes["num_groups"] == grouping.num_groups)
+    check("num_groups", sizes["num_groups"], rule, sizes["num_groups"] == step_config.grouping.num_groups)
     sizes["vocab_size"] = vocab_size = header["vocab_size"]
     _check_sizes(sizes, num_requests, arrays)
     kv = header["kv"] | {"layout": _layout(header["kv"]["layout"], given.layout)}
@@ -232,7 +232,7 @@ def _read(arrays: Mapping[str, np.ndarray], given: Outsiders) -> Dump:
         )
     return Dump(
         state=put_kv(state, with_kv.kv_cache, with_kv.host and with_kv.host.kv_cache),
-        step_config=_step_config(header["step_config"], given),
+        step_config=step_config,
         vocab_size=vocab_size,
         events=tuple(
             Event(e["num_steps"], next(requests) if e["has_request"] else None, e["abort"])

@@ -125,8 +125,7 @@ def _reserved(state: EngineState, last_ids: Int[Array, " lines"], config: StepCo
     """Return how many free blocks the next request may not take: the running rows have or will have them."""
     rows, tables = state.rows, state.tables
     to_come = jnp.maximum(config.blocks_of(rows.num_tokens, tables.block_size) - tables.num_held, 0)
-    copies = copy_on_write.must_copy(tables, last_ids, rows.running.astype(jnp.int32))
-    to_come += copies if tables.num_groups == 1 else tables.per_row(copies.astype(jnp.int32))
+    to_come += tables.per_row(copy_on_write.must_copy(tables, last_ids, rows.running.astype(jnp.int32)))
     to_come = jnp.where(rows.following, _need_of_beam(state, config), jnp.where(rows.running, to_come, 0))
     to_come = jnp.where(rows.forking, _need_of_fork(state), to_come)
     num_active = jnp.sum(rows.admitted, dtype=jnp.int32)
@@ -334,7 +333,7 @@ def _start(state: EngineState, row: Int[Array, ""], hit: Hit, config: StepConfig
 
 def _swap_in(state: EngineState, host: HostPool, rows: Bool[Array, " rows"]) -> EngineState:
     """Bring the masked row's blocks back from the host."""
-    most = state.tables.max_blocks_per_seq * state.tables.num_groups
+    most = state.tables.max_blocks_per_row
     tables, host_tables, info = swap.swap_in(state.tables, host.tables, rows, max_blocks=most)
     return replace(
         state,

@@ -140,7 +140,7 @@ def _swap_out(
     """Move the masked row's blocks to the host if there is room, and return which row was moved."""
     # This is not in a `cond`, which would copy the cache on a GPU.
     fits = jnp.sum(jnp.where(rows, state.tables.num_held, 0)) <= host.tables.pool.num_free
-    most = state.tables.max_blocks_per_seq * state.tables.num_groups
+    most = state.tables.max_blocks_per_row
     tables, host_tables, info = swap.swap_out(state.tables, host.tables, rows & fits, max_blocks=most)
     host_cache = kv_cache.copy_blocks(state.kv_cache, host.kv_cache, info.sources, info.destinations)
     state = replace(
