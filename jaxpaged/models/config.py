@@ -54,7 +54,15 @@ class LongScaling:
     attention_factor: float = 1.0
 
 
-type RopeScaling = Llama3Scaling | LinearScaling | YarnScaling | LongScaling
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProportionalScaling:
+    """The first `num_pairs` pairs turn, as those of all coordinates would, divided by `factor`."""
+
+    num_pairs: int
+    factor: float = 1.0
+
+
+type RopeScaling = Llama3Scaling | LinearScaling | YarnScaling | LongScaling | ProportionalScaling
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -89,6 +97,12 @@ class LayerKind:
     temperature: Temperature | None = None
     shares_kv: int | None = None  # number of the earlier layer whose K and V it sees; None: its own
     sparsity: float = 0.0  # share of a feed-forward part's numbers below which all are zero, if Gaussian
+    # Sizes in which the layer has less than the widest. Its weights are padded with zeros, its KV heads by
+    # repeating them. None: as wide as the model says.
+    head_dim: int | None = None
+    num_kv_heads: int | None = None
+    intermediate_size: int | None = None
+    v_is_k: bool = False  # whether values are the keys' product, before its norm
 
     @property
     def attention(self) -> "LayerKind":
@@ -173,6 +187,7 @@ class ModelConfig:
     embedding_norm: bool = False
     altup: AltUp | None = None
     layer_inputs: InputTable | None = None
+    layer_scale: bool = False  # whether each layer's output is multiplied by a number of its own
     num_positions: int | None = None  # rows of a table of learned positions
     position_offset: int = 0  # the row of position 0
 
@@ -239,8 +254,10 @@ class ModelConfig:
             rule = "an int >= 2"
             checked_int("model config: altup_num_inputs", self.altup.num_streams, rule, 2)
             check("model config: layer_inputs", None, "there with AltUp", self.layer_inputs is not None)
-        rotary = {kind.rope.dim for kind in self.layers if kind.rope is not None}
-        check("model config: rotary dimensions", rotary, "the same in all layers", len(rotary) <= 1)
+        rotary = {(kind.head_dim, kind.rope.dim) for kind in self.layers if kind.rope is not None}
+        one = len(rotary) == len({head_dim for head_dim, _ in rotary})
+        dims = {dim for _, dim in rotary}
+        check("model config: rotary dimensions", dims, "the same in all layers with heads as wide", one)
         if self.experts is not None:
             self._check_experts(self.experts)
         untied = not (self.lm_head_bias and self.tie_word_embeddings)
@@ -284,13 +301,20 @@ class ModelConfig:
             checked_int("model config: floor_scale", kind.temperature.every, "an int >= 1", 1)
         is_one = kind.sliding_window is None or kind.attention_chunk is None
         check("model config: attention_chunk", kind.attention_chunk, "None beside a sliding_window", is_one)
+        for name in ("head_dim", "num_kv_heads", "intermediate_size"):
+            its, most = getattr(kind, name), getattr(self, name)
+            if its is not None:
+                rule = f"an int, and a divisor of {most}, that of the widest layers"
+                checked_int(f"model config: a layer's {name}", its, rule, 1, most)
+                check(f"model config: a layer's {name}", its, rule, most % its == 0)
         if kind.rope is None:
             return
         checked_number("model config: rope_theta", kind.rope.theta, "a number > 0", 0, above=True)
         dim = kind.rope.dim
-        name = "head_dim" if dim == self.head_dim else "the rotated part of head_dim"
-        rule = f"even and at most {self.head_dim}"
-        check(f"model config: {name}", dim, rule, dim % ROTARY_MULTIPLE == 0 and 0 < dim <= self.head_dim)
+        head_dim = kind.head_dim or self.head_dim
+        name = "head_dim" if dim == head_dim else "the rotated part of head_dim"
+        rule = f"even and at most {head_dim}"
+        check(f"model config: {name}", dim, rule, dim % ROTARY_MULTIPLE == 0 and 0 < dim <= head_dim)
         scaling = kind.rope.scaling
         if isinstance(scaling, LongScaling):
             for factors in (scaling.short_factors, scaling.long_factors):
@@ -302,6 +326,7 @@ class ModelConfig:
         rule = f"an earlier layer with K and V of its own that sees the same tokens as layer {number}"
         ok = 0 <= source < number and self.layers[source].shares_kv is None
         ok = ok and self.layers[source].attention == self.layers[number].attention
+        ok = ok and self.heads_of(source) == self.heads_of(number)
         check("model config: the layer whose K and V are shared", source, rule, ok)
 
     def _set(self, name: str, value: object) -> None:
@@ -310,6 +335,11 @@ class ModelConfig:
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    def heads_of(self, layer: int) -> tuple[int, int]:
+        """Return how many KV heads a layer has, and how many coordinates each of its heads."""
+        kind = self.layers[layer]
+        return kind.num_kv_heads or self.num_kv_heads, kind.head_dim or self.head_dim
 
     @property
     def kv_layers(self) -> tuple[int, ...]:
@@ -387,6 +417,7 @@ _POSITIVE = (
 _FLAGS = (
     "tie_word_embeddings",
     "embedding_norm",
+    "layer_scale",
     "norm_bias",
     "parallel",
     "shared_norm",
