@@ -102,8 +102,8 @@ def _wide(f: Fields, types: Sequence[Any]) -> dict[str, int]:
 
 def _kind(sizes: Mapping[str, int], most: Mapping[str, int], *, rope: Rope) -> LayerKind:
     """Return a kind of layer, with the sizes in which it has less than others."""
-    less = {name: size for name, size in sizes.items() if size < most[name]}
-    return LayerKind(rope=rope, **less)
+    less = {name: size if size < most[name] else None for name, size in sizes.items()}
+    return LayerKind(rope=rope, head_dim=less["head_dim"], num_kv_heads=less["num_kv_heads"])
 
 
 def _rope(f: Fields, kind: str, head_dim: int) -> Rope:
@@ -113,7 +113,7 @@ def _rope(f: Fields, kind: str, head_dim: int) -> Rope:
     name = f"rope_parameters.{kind}"
     if given and not isinstance(said, Mapping):
         raise InputError(f"model config: {name}={shown(said)} must be a JSON object")
-    default = {"rope_theta": gemma.LOCAL_THETA}
+    default: dict[str, Any] = {"rope_theta": gemma.LOCAL_THETA}
     if kind == FULL:
         proportional = {"rope_type": "proportional", "partial_rotary_factor": GLOBAL_PART}
         default = {"rope_theta": gemma.GLOBAL_THETA, **({} if said else proportional)}
