@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int, UInt32
 
+from jaxpaged.arithmetic import cdiv
 from jaxpaged.memory import content_rings, content_table, prefix_cache
 from jaxpaged.memory.cache_specs import CacheSpec
 from jaxpaged.memory.content_table import Entries, PrefixCache, names
@@ -65,13 +66,21 @@ def lookup(cache: PrefixCache, hit: Hit, specs: Sequence[CacheSpec]) -> Hit:
     for group, spec in enumerate(specs[1:], start=1):
         found.append(_find(cache, hit, group))
         first_kept.append(jnp.minimum(spec.first_read(length * cache.block_size) // cache.block_size, length))
-        last_gap = lax.cummax(jnp.where(found[-1] == 0, length, 0))
-        serves &= last_gap <= first_kept[-1]
+        is_missing = found[-1] == 0
+        if first := cdiv(spec.first_tokens, cache.block_size):
+            is_first = length <= first
+            serves &= lax.cummax(jnp.where(is_missing & is_first, 1, 0)) == 0
+            is_missing &= ~is_first
+        serves &= lax.cummax(jnp.where(is_missing, length, 0)) <= first_kept[-1]
     best = jnp.max(jnp.where(serves, length, 0), initial=0)
     if max_blocks == 0:
         return Hit(jnp.zeros((len(specs), 0), jnp.int32), hit.chain)
     end = jnp.maximum(best - 1, 0)
-    is_kept = (length > jnp.stack(first_kept)[:, end, None]) & (length <= best)
+    is_kept = length > jnp.stack(first_kept)[:, end, None]
+    if any(spec.first_tokens for spec in specs):
+        counts = [cdiv(spec.first_tokens, cache.block_size) for spec in specs]
+        is_kept |= length <= jnp.asarray(counts, jnp.int32)[:, None]
+    is_kept &= length <= best
     chain = Chain(hit.chain.fields[None])
     chain = prefix_cache.rewind(cache, chain, best[None], hit.block_ids[end][None])
     return Hit(jnp.where(is_kept, jnp.stack(found), 0), Chain(chain.fields[0]))
