@@ -31,7 +31,7 @@ def every_second(layer, num_layers):
 
 @dataclass(frozen=True)
 class Dilated(WindowWithSinks):
-    """Of the window only every second token: what `sees` leaves out is kept, but not attended to."""
+    """A window of which a token attends to every second one; memory keeps all of it."""
 
     def sees(self, query, key):
         return (key < self.first_tokens) | ((key > query - self.window) & ((query - key) % 2 == 0))
