@@ -163,6 +163,7 @@ def test_the_digest_knows_every_bit_and_its_place():
     assert words(x, y) == words(x.copy(), y)
 
 
+@pytest.mark.slow
 def test_every_layouts_blocks_travel_whole():
     for name in EACH:
         layout = LAYOUTS[name]
