@@ -52,6 +52,7 @@ SLOW = {
     "docs/guides/adapters.md",
     "docs/concepts/layouts.md",
     "docs/guides/pooling.md",
+    "docs/guides/streams.md",
 }
 LANGUAGES = {"python", "sh", "json", "text"}
 NOT_INSTALLED = {"ray", "torch"}  # what may be missing where the tests run
