@@ -68,8 +68,8 @@ def lookup(cache: PrefixCache, hit: Hit, specs: Sequence[CacheSpec], *, spare: i
         found.append(find(cache, hit, group))
         first_kept.append(jnp.minimum(spec.first_read(length * cache.block_size) // cache.block_size, length))
         is_missing = found[-1] == 0
-        if first := cdiv(spec.first_tokens, cache.block_size):
-            is_first = length <= first
+        if num_first := cdiv(spec.first_tokens, cache.block_size):
+            is_first = length <= num_first
             serves &= lax.cummax(jnp.where(is_missing & is_first, 1, 0)) == 0
             is_missing &= ~is_first
         serves &= lax.cummax(jnp.where(is_missing, length, 0)) <= first_kept[-1]
