@@ -280,7 +280,7 @@ class Engine:
         hits_held = [
             block
             for line, reach in zip(hits, self.config.reaches, strict=True)
-            for block in line[self.blocks.num_skipped(reach, num_hit_tokens) :]
+            for block in self.blocks.read(line, reach, num_hit_tokens)
         ]
         need = self.blocks.most_held(row.num_tokens) - len(hits_held)
         need += (row.width - 1) * self._need_of_beam(row.prompt_len, row.num_tokens)

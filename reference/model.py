@@ -34,6 +34,7 @@ class Layer(Protocol):
     attention_chunk: (
         int | None
     )  # tokens of a chunk of the sequence: a token sees its own alone; None: no chunks
+    own: Any  # None, or a kind whose `sees(query, key)` says which positions before it a token sees
 
 
 class Config(Protocol):
@@ -192,7 +193,8 @@ def attention(
     Query heads share kv heads in groups.
 
     Token i sees token j if j <= i and, with a sliding window, i - j < sliding_window; with chunks, if both
-    are in one. A sink is one more score, of a token without a value.
+    are in one; with a kind from outside, if that says so. A sink is one more score, of a token without a
+    value.
     """
     c, num_tokens, first = config, len(x), cache.num_tokens if cache else 0
     is_sharing = kind.shares_kv is not None
@@ -231,6 +233,9 @@ def attention(
     if kind.attention_chunk is not None:
         chunk = np.arange(first + num_tokens) // kind.attention_chunk
         seen &= np.equal.outer(chunk[first:], chunk)
+    if kind.own is not None:
+        position = np.arange(first + num_tokens, dtype=np.int32)
+        seen &= np.asarray(kind.own.sees(position[first:, None], position[None]))
     for head in range(c.num_q_heads):
         scores = q[:, head] @ k[:, head // group].T * q.dtype.type(c.scale)
         scores = soft_capped(scores, c.attention_soft_cap)

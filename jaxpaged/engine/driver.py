@@ -204,39 +204,39 @@ class Driver:
         """Format of this engine's blocks. The first time it reads all weights. Raises `InputError` if blocks
         cannot travel.
         """
-        return exchange.describe_format(
-            self.config, self.door.model_config, self.params, self._state.kv_cache
-        )
+        its = self.door.model_config, self.setup.grouping, self.params, self._state.kv_cache
+        return exchange.describe_format(self.config, *its)
 
     def export_blocks(self, prompt: np.ndarray, cache_salt: str | None) -> Blocks:
         """Copy the cached blocks of a prompt to the host's memory. Waits for the run under way."""
         block_format, chain = self.block_format, self.locate(prompt, cache_salt)
-        return Blocks(
-            block_format, chain.token_ids, cache_salt, exchange.on_host(self._state, chain, self._mesh)
-        )
+        arrays = exchange.on_host(self._state, chain, self._mesh)
+        return Blocks(block_format, chain.token_ids, chain.present, cache_salt, arrays)
 
     def locate(self, prompt: np.ndarray, cache_salt: str | None) -> exchange.Chain:
-        return exchange.locate(self._state, prompt, self.door.salts.number(cache_salt), self._mesh)
+        its = self.door.salts.number(cache_salt), self.step_config.grouping.specs
+        return exchange.locate(self._state, prompt, *its, self._mesh)
 
     def chunks(self, chain: exchange.Chain) -> list[exchange.Chunk]:
         """Return K and V of a chain that `locate` has just found, on the device."""
         return list(exchange.read_chunks(self._state, chain, self._mesh))
 
     def adopt_blocks(self, blocks: Blocks) -> int:
-        """Cache blocks of another engine. Return how many can be found: all, or 0 if they do not fit. Raises
-        `InputError`.
-        """
+        """Cache another engine's blocks. Return how many are found: all, or 0. Raises `InputError`."""
         self.block_format.require(blocks)
-        chunks = exchange.cut(blocks.arrays, blocks.num_blocks, self._state.kv_cache, self._mesh)
-        return self.adopt(blocks.token_ids, blocks.cache_salt, chunks)
+        exchange.check_lines(blocks, self.step_config.grouping.specs)
+        its = blocks.arrays, int(blocks.present.sum()), self._state.kv_cache
+        return self.adopt(blocks, exchange.cut(*its, self._mesh))
 
-    def adopt(self, token_ids: np.ndarray, cache_salt: str | None, chunks: Iterator[exchange.Chunk]) -> int:
-        reservation = exchange.reserve(self._state, token_ids, self.door.salts.number(cache_salt), self._mesh)
+    def adopt(self, blocks: Blocks, chunks: Iterator[exchange.Chunk]) -> int:
+        """Cache blocks of this engine's format, whose K and V come in chunks."""
+        its = blocks.token_ids, blocks.present, self.door.salts.number(blocks.cache_salt)
+        reservation = exchange.reserve(self._state, *its, self._mesh)
         if reservation is None:
             return 0
         for state in exchange.fill(self._state, reservation, chunks, self._mesh):
             self._state = state
-        return len(token_ids)
+        return blocks.num_blocks
 
     def snapshot(self) -> Snapshot:
         """Copy the state of this engine to the host, and change nothing. Waits for the run under way.

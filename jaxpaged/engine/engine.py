@@ -155,7 +155,7 @@ class Engine:
 
         They go to free blocks; those in use stay as they are. Returns how many of the blocks can be found
         then, with those that were there before: all, or 0 if they do not fit. Raises `InputError`, and
-        changes nothing, for blocks of another model, layout, dtype or size.
+        changes nothing, for blocks of another model, layout, dtype, size or groups of layers.
         """
         self.refuse_here("adopt blocks")
         check("blocks", blocks, "a Blocks", isinstance(blocks, Blocks))
@@ -177,13 +177,14 @@ class Engine:
 
         def take(driver: Driver) -> tuple[Blocks, list[Chunk]]:
             block_format, chain = driver.block_format, driver.locate(prompt, cache_salt)
-            return Blocks(block_format, chain.token_ids, cache_salt, {}), driver.chunks(chain)
+            named = Blocks(block_format, chain.token_ids, chain.present, cache_salt, {})
+            return named, driver.chunks(chain)
 
         named, chunks = self._worker.ask(take)
 
         def put(driver: Driver) -> int:
             driver.block_format.require(named)
-            return driver.adopt(named.token_ids, cache_salt, iter(chunks))
+            return driver.adopt(named, iter(chunks))
 
         return to._worker.ask(put) if chunks else 0
 

@@ -11,8 +11,9 @@ from safetensors.numpy import load, save
 from jaxpaged.checks import InputError, check, check_salt, is_int, shown
 from jaxpaged.untrusted import dtype_named, read_json
 
-FORMAT = "jaxpaged blocks, version 1"  # the one entry of the metadata
+FORMAT = "jaxpaged blocks, version 2"  # the one entry of the metadata
 TOKENS = "token_ids"
+PRESENT = "present"
 OF_CACHE = "kv."  # begins the names of the cache's arrays
 
 
@@ -21,9 +22,10 @@ class BlockFormat:
     """The format of blocks: what two engines must have in common to use each other's."""
 
     block_size: int  # tokens
+    groups: str  # which layers share blocks, and which tokens these layers read
     layout: str  # with its options
     dtype: str  # of the computation
-    num_layers: int
+    num_layers: int  # that a block has room for
     num_kv_heads: int
     head_dim: int
     reuse_answers: bool  # whether they may have been computed as an answer
@@ -41,17 +43,22 @@ class BlockFormat:
 class Blocks:
     """The full blocks of a prompt from its beginning on, as an engine had them: perhaps none.
 
-    K and V cannot be checked: adopt only what comes from whom you trust.
+    Layers with a block table of their own are a group. `present` says which blocks of each group are here: of
+    the first group all, of others those that the next token reads. K and V cannot be checked: adopt only what
+    comes from whom you trust.
     """
 
     block_format: BlockFormat
     token_ids: np.ndarray  # int32 [num_blocks, block_size]
+    present: np.ndarray  # bool [num_groups, num_blocks]
     cache_salt: str | None
-    # By the layout's names: [num_blocks, num_layers, ...], of several devices [num_blocks, devices, ...].
+    # By the layout's names: [num_present, num_layers, ...], of several devices [num_present, devices, ...].
+    # The first group's blocks come first.
     arrays: dict[str, np.ndarray]
 
     @property
     def num_blocks(self) -> int:
+        """Blocks of the prompt, counted once for all groups."""
         return len(self.token_ids)
 
     @property
@@ -78,7 +85,9 @@ class Blocks:
             for name, x in self.arrays.items()
         }
         return save(
-            tensors | {TOKENS: np.ascontiguousarray(self.token_ids)}, metadata={FORMAT: json.dumps(said)}
+            tensors
+            | {TOKENS: np.ascontiguousarray(self.token_ids), PRESENT: np.ascontiguousarray(self.present)},
+            metadata={FORMAT: json.dumps(said)},
         )
 
     @classmethod
@@ -98,17 +107,26 @@ class Blocks:
                 and token_ids.shape[1] == block_format.block_size
             )
             check("token_ids", token_ids, f"int32 [num_blocks, {block_format.block_size}]", is_line)
+            present = tensors.pop(PRESENT)
+            check_present(present, len(token_ids))
             arrays = {
-                name: _unpacked(tensors.pop(OF_CACHE + name), len(token_ids), *its)
+                name: _unpacked(tensors.pop(OF_CACHE + name), int(present.sum()), *its)
                 for name, its in said["arrays"].items()
             }
-            check("tensors", sorted(tensors), "the token ids' and the arrays'", not tensors)
+            check("tensors", sorted(tensors), "those of ids, presence and arrays", not tensors)
             check_salt("cache_salt", salt)
         except InputError as error:
             raise InputError(f"blocks: {error}") from error
         except Exception as error:  # safetensors, and values of any type where others belong
             raise InputError(f"blocks cannot be read: {type(error).__name__}: {error}") from error
-        return cls(block_format, token_ids, salt, arrays)
+        return cls(block_format, token_ids, present, salt, arrays)
+
+
+def check_present(present: np.ndarray, num_blocks: int) -> None:
+    """Raise `InputError` unless this may say which of `num_blocks` blocks each group has."""
+    is_line = present.dtype == np.bool_ and present.ndim == 2 and present.shape[1] == num_blocks
+    rule = f"bool [num_groups, {num_blocks}], and true for the first group"
+    check("present", present, rule, is_line and len(present) > 0 and bool(present[0].all()))
 
 
 def _flat(dtype: np.dtype, shape: tuple[int, ...]) -> tuple[int, int]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from absl import logging
 from flax import nnx
@@ -22,10 +23,11 @@ from jaxpaged.arithmetic import cdiv
 from jaxpaged.checks import check
 from jaxpaged.config import EngineConfig
 from jaxpaged.handover import programs
-from jaxpaged.handover.blocks import BlockFormat
+from jaxpaged.handover.blocks import BlockFormat, Blocks, check_present
 from jaxpaged.memory import transfer
-from jaxpaged.memory.block_pool import BlockPool
-from jaxpaged.memory.grouping import grouping_of
+from jaxpaged.memory.block_pool import NULL_BLOCK, BlockPool
+from jaxpaged.memory.cache_specs import CacheSpec
+from jaxpaged.memory.grouping import Grouping
 from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.layers import AdapterParam
@@ -44,11 +46,25 @@ class Chain:
     """Full blocks of a sequence from its beginning on, and where they are in a state."""
 
     token_ids: np.ndarray  # int32 [num_blocks, block_size]
-    block_ids: np.ndarray  # int32 [num_blocks]
+    lines: np.ndarray  # int32 [num_groups, num_blocks]; NULL_BLOCK where a group has none
+
+    @property
+    def present(self) -> np.ndarray:
+        """Flags of the blocks that each group has, bool [num_groups, num_blocks]."""
+        return self.lines != NULL_BLOCK
+
+    @property
+    def block_ids(self) -> np.ndarray:
+        """All blocks, group by group, int32 [num_present]."""
+        return self.lines[self.present]
 
 
 def describe_format(
-    config: EngineConfig, model_config: ModelConfig, params: nnx.State, kv_cache: KVCache
+    config: EngineConfig,
+    model_config: ModelConfig,
+    grouping: Grouping,
+    params: nnx.State,
+    kv_cache: KVCache,
 ) -> BlockFormat:
     """Describe the format of an engine's blocks. Reads all weights once. Raises `InputError` if they cannot
     travel.
@@ -65,14 +81,6 @@ def describe_format(
     ):
         count = getattr(config, name)
         check(name, count, f"1 to export or adopt blocks: {instead}", count == 1)
-    has_groups = grouping_of(model_config.cache_specs).num_groups > 1
-    name, rule = "disable_hybrid_kv_cache_manager", "True to export or adopt blocks of this model"
-    check(
-        name,
-        config.disable_hybrid_kv_cache_manager,
-        rule,
-        config.disable_hybrid_kv_cache_manager or not has_groups,
-    )
     rule = "False to export or adopt blocks, for each engine measures its own"
     given = kv_cache.layout.given(kv_cache.num_kv_heads)  # which the layout's name tells
     check("calculate_kv_scales", config.calculate_kv_scales, rule, kv_cache.shared.keys() == given.keys())
@@ -82,6 +90,10 @@ def describe_format(
     described = replace(model_config, eos_token_ids=(), max_model_len=1)
     return BlockFormat(
         block_size=kv_cache.block_size,
+        groups="; ".join(
+            f"{spec!r} in layers {', '.join(map(str, layers))}"
+            for spec, layers in zip(grouping.specs, grouping.groups, strict=True)
+        ),
         layout=repr(kv_cache.layout),
         dtype=kv_cache.dtype.name,
         num_layers=kv_cache.num_layers,
@@ -93,13 +105,20 @@ def describe_format(
     )
 
 
-def locate(state: EngineState, prompt: np.ndarray, salt: int, mesh: Mesh | None = None) -> Chain:
+def locate(
+    state: EngineState,
+    prompt: np.ndarray,
+    salt: int,
+    specs: tuple[CacheSpec, ...],
+    mesh: Mesh | None = None,
+) -> Chain:
     """Find the longest cached beginning of a prompt, in full blocks. Waits for the run under way."""
     size = state.tables.block_size
     token_ids = prompt[: len(prompt) // size * size].reshape(-1, size)
-    found = programs.locate_blocks(state.tables.pool, *_padded(state, token_ids), np.int32(salt), mesh=mesh)
-    block_ids, num_blocks = jax.device_get(found)
-    return Chain(token_ids[:num_blocks], block_ids[:num_blocks])
+    line = _padded(state, token_ids), np.int32(len(token_ids)), np.int32(salt)
+    found = programs.locate_blocks(state.tables.pool, *line, specs=specs, mesh=mesh)
+    lines, num_blocks = jax.device_get(found)
+    return Chain(token_ids[:num_blocks], lines[:, :num_blocks])
 
 
 def read_chunks(state: EngineState, chain: Chain, mesh: Mesh | None = None) -> Iterator[dict[str, jax.Array]]:
@@ -113,7 +132,7 @@ def read_chunks(state: EngineState, chain: Chain, mesh: Mesh | None = None) -> I
 def on_host(state: EngineState, chain: Chain, mesh: Mesh | None = None) -> dict[str, np.ndarray]:
     """Copy K and V of a chain to the host's memory.
 
-    Returns arrays [num_blocks, num_layers, ...], of several devices [num_blocks, devices, num_layers, ...].
+    Returns arrays [num_present, num_layers, ...], of several devices [num_present, devices, num_layers, ...].
     """
     num_blocks, size = len(chain.block_ids), chunk_size(state.kv_cache)
     shapes = _shapes(state.kv_cache, num_blocks, mesh)
@@ -165,34 +184,50 @@ def _by_block(chunk: np.ndarray, mesh: Mesh | None) -> np.ndarray:
     return np.moveaxis(chunk.reshape(size, len(chunk) // size, *chunk.shape[1:]), 0, 1)
 
 
+def check_lines(blocks: Blocks, specs: Sequence[CacheSpec]) -> None:
+    """Raise `InputError` unless blocks have a line for each group, and in it what the next token reads."""
+    check_present(blocks.present, blocks.num_blocks)
+    shape = len(specs), blocks.num_blocks
+    check("blocks: present", blocks.present.shape, f"of shape {shape}", blocks.present.shape == shape)
+    for group, spec in enumerate(specs[1:], start=1):
+        first = int(spec.first_read(jnp.int32(blocks.num_tokens))) // blocks.block_format.block_size
+        num_first = cdiv(spec.first_tokens, blocks.block_format.block_size)
+        is_whole = bool(blocks.present[group, first:].all() and blocks.present[group, :num_first].all())
+        at_first = f" and for the first {num_first}" if num_first else ""
+        rule = f"true from block {first} on{at_first}: what group {group} reads next"
+        check("blocks: present", blocks.present[group], rule, is_whole)
+
+
 @dataclass(frozen=True)
 class Reservation:
     """A pool that has adopted a chain, and the pool to use until K and V are written to `destinations`."""
 
     adopted: BlockPool
     until_then: BlockPool
-    destinations: np.ndarray  # int32 [num_blocks]; NULL_BLOCK where K and V are there already
+    destinations: np.ndarray  # int32 [num_present]; NULL_BLOCK where K and V are there already
 
 
 def reserve(
-    state: EngineState, token_ids: np.ndarray, salt: int, mesh: Mesh | None = None
+    state: EngineState, token_ids: np.ndarray, present: np.ndarray, salt: int, mesh: Mesh | None = None
 ) -> Reservation | None:
-    """Find blocks for a whole chain [num_blocks, block_size]; None if they do not fit. The state is
-    unchanged.
+    """Find blocks for a whole chain [num_blocks, block_size]; None if they do not fit.
+
+    `present` [num_groups, num_blocks] says what each group brings. The state is unchanged.
     """
     most = state.tables.max_blocks_per_seq
     if len(token_ids) > most:
         logging.info("blocks are not adopted: %d are more than a sequence may have, %d", len(token_ids), most)
         return None
-    adopted, until_then, info = programs.adopt_blocks(
-        state.tables.pool, *_padded(state, token_ids), np.int32(salt), mesh=mesh
-    )
+    its = np.zeros((len(present), most), bool)
+    its[:, : len(token_ids)] = present
+    line = _padded(state, token_ids), np.int32(len(token_ids)), np.int32(salt), its
+    adopted, until_then, info = programs.adopt_blocks(state.tables.pool, *line, mesh=mesh)
     destinations, status = jax.device_get((info.destinations, info.status))
     if status in (Status.OUT_OF_BLOCKS, Status.UNCACHEABLE):
         logging.info("%d blocks are not adopted: %s", len(token_ids), Status(int(status)).name)
         return None
     raise_if_error(int(status))
-    return Reservation(adopted, until_then, destinations[: len(token_ids)])
+    return Reservation(adopted, until_then, destinations[its])
 
 
 def fill(
@@ -238,8 +273,8 @@ def _in_chunks(kv_cache: KVCache, block_ids: np.ndarray) -> Sequence[np.ndarray]
     return list(padded.reshape(-1, size))
 
 
-def _padded(state: EngineState, token_ids: np.ndarray) -> tuple[np.ndarray, np.int32]:
-    """Return the token ids padded to the longest chain of a row, and the number of blocks."""
+def _padded(state: EngineState, token_ids: np.ndarray) -> np.ndarray:
+    """Return the token ids padded to the longest chain of a row."""
     line = np.zeros((state.tables.max_blocks_per_seq, state.tables.block_size), np.int32)
     line[: len(token_ids)] = token_ids
-    return line, np.int32(len(token_ids))
+    return line

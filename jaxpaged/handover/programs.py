@@ -3,14 +3,15 @@
 An engine that hands over no block compiles none of them.
 """
 
-from jaxtyping import Array, Int, Num
+from jaxtyping import Array, Bool, Int, Num
 
 from jaxpaged import digest as digests
 from jaxpaged.memory import block_pool, transfer
 from jaxpaged.memory.block_pool import BlockPool
+from jaxpaged.memory.cache_specs import FULL, CacheSpec
 from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.parallel.mesh import BY_SHARD
-from jaxpaged.step.program import PerReplica, PerShard, program
+from jaxpaged.step.program import PerReplica, PerShard, Static, program
 
 
 @program()
@@ -19,11 +20,12 @@ def locate_blocks(
     token_ids: Int[Array, "max_blocks block_size"],
     num_blocks: Int[Array, ""],
     salt: Int[Array, ""],
-) -> PerReplica[tuple[Int[Array, " max_blocks"], Int[Array, ""]]]:
-    """Find the blocks of the longest beginning of a chain in the prefix cache, and their number
+    specs: Static[tuple[CacheSpec, ...]] = (FULL,),
+) -> PerReplica[tuple[Int[Array, "num_groups max_blocks"], Int[Array, ""]]]:
+    """Find the blocks of the longest beginning of a chain in the prefix cache, and its length
     (`transfer.locate`).
     """
-    hit = transfer.locate(pool, token_ids, num_blocks, salt)
+    hit = transfer.locate(pool, token_ids, num_blocks, salt, specs)
     return hit.block_ids, hit.chain.num_blocks
 
 
@@ -33,14 +35,16 @@ def adopt_blocks(
     token_ids: Int[Array, "max_blocks block_size"],
     num_blocks: Int[Array, ""],
     salt: Int[Array, ""],
+    present: Bool[Array, "num_groups max_blocks"],
 ) -> PerReplica[tuple[BlockPool, BlockPool, transfer.AdoptInfo]]:
     """Let the pool adopt a chain of blocks (`transfer.adopt`).
 
     Returns the pool for when K and V are written; the pool until then, in which the content of the blocks to
     be written over is no longer found; and which blocks are written.
     """
-    adopted, info = transfer.adopt(pool, token_ids, num_blocks, salt)
-    until_then, _ = block_pool.evict(pool, info.destinations, info.destinations != block_pool.NULL_BLOCK)
+    adopted, info = transfer.adopt(pool, token_ids, num_blocks, salt, present)
+    ids = info.destinations.reshape(-1)
+    until_then, _ = block_pool.evict(pool, ids, ids != block_pool.NULL_BLOCK)
     return adopted, until_then, info
 
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int, UInt32
 
+from jaxpaged.arithmetic import cdiv
 from jaxpaged.memory import content_rings, content_table, prefix_cache
 from jaxpaged.memory.cache_specs import CacheSpec
 from jaxpaged.memory.content_table import Entries, PrefixCache, names
@@ -50,12 +51,13 @@ def insert(
     return prefix_cache.insert(cache, parents, counts, entry, group_ids[entry], tokens)[0]
 
 
-def lookup(cache: PrefixCache, hit: Hit, specs: Sequence[CacheSpec]) -> Hit:
+def lookup(cache: PrefixCache, hit: Hit, specs: Sequence[CacheSpec], *, spare: int = 0) -> Hit:
     """Cut a hit of the first group to what every group can serve.
 
     Returns the longest beginning of which each group has the blocks that the next token reads. `block_ids`
     are those of all groups, [num_groups, max_blocks], with the null block where a further group need not have
-    one.
+    one. Of these groups also those blocks count that a hit of `spare` (static) blocks fewer reads, if they
+    are there.
 
     vLLM 0.33 finds the same length by asking groups in turn until none shortens it
     (`HybridKVCacheCoordinator.find_longest_cache_hit`); here all lengths are judged at once. Costs what is
@@ -66,22 +68,35 @@ def lookup(cache: PrefixCache, hit: Hit, specs: Sequence[CacheSpec]) -> Hit:
     serves = length <= hit.chain.num_blocks
     found, first_kept = [hit.block_ids], [jnp.zeros_like(length)]
     for group, spec in enumerate(specs[1:], start=1):
-        found.append(_find(cache, hit, group))
+        found.append(find(cache, hit, group))
         first_kept.append(jnp.minimum(spec.first_read(length * cache.block_size) // cache.block_size, length))
-        last_gap = lax.cummax(jnp.where(found[-1] == 0, length, 0))
-        serves &= last_gap <= first_kept[-1]
+        is_missing = found[-1] == 0
+        if num_first := cdiv(spec.first_tokens, cache.block_size):
+            is_first = length <= num_first
+            serves &= lax.cummax(jnp.where(is_missing & is_first, 1, 0)) == 0
+            is_missing &= ~is_first
+        serves &= lax.cummax(jnp.where(is_missing, length, 0)) <= first_kept[-1]
     best = jnp.max(jnp.where(serves, length, 0), initial=0)
     if max_blocks == 0:
         return Hit(jnp.zeros((len(specs), 0), jnp.int32), hit.chain)
     end = jnp.maximum(best - 1, 0)
-    is_kept = (length > jnp.stack(first_kept)[:, end, None]) & (length <= best)
+    first = jnp.stack(first_kept)[:, jnp.maximum(end - spare, 0), None]
+    if spare:
+        first = jnp.where(best > spare, first, 0)
+    is_kept = length > first
+    if any(spec.first_tokens for spec in specs):
+        counts = [cdiv(spec.first_tokens, cache.block_size) for spec in specs]
+        is_kept |= length <= jnp.asarray(counts, jnp.int32)[:, None]
+    is_kept &= length <= best
     chain = Chain(hit.chain.fields[None])
     chain = prefix_cache.rewind(cache, chain, best[None], hit.block_ids[end][None])
     return Hit(jnp.where(is_kept, jnp.stack(found), 0), Chain(chain.fields[0]))
 
 
-def _find(cache: PrefixCache, hit: Hit, group: int) -> Int[Array, " max_blocks"]:
-    """Return the block of a group with the content of each block of the hit; the null block for none."""
+def find(cache: PrefixCache, hit: Hit, group: int) -> Int[Array, " max_blocks"]:
+    """Return the block of a group with the content of each block of the first group's hit; the null block for
+    none.
+    """
 
     def look(_: Array, k: Array, used: Array, found: Int[Array, " max_blocks"]) -> Int[Array, " max_blocks"]:
         block_ids = hit.block_ids.at[k].get(mode="clip")

@@ -3,18 +3,22 @@
 What can travel is a chain: the full blocks of a sequence from its beginning on. A block is told by its
 tokens and its parent, the first one by the salt, so a chain's tokens and salt say all; which numbers its
 blocks have in a pool is nobody else's business. K and V travel as the layout has them, block by block.
+
+Where layers make several groups, a chain has a line of blocks for each. That of the first group is whole; in
+the others only those blocks need be there that the next token reads.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int, Num
+from jaxtyping import Array, Bool, Int, Num
 
-from jaxpaged.memory import block_pool, prefix_cache
+from jaxpaged.memory import block_pool, group_content, prefix_cache
 from jaxpaged.memory.block_pool import NULL_BLOCK, BlockPool, flag
+from jaxpaged.memory.cache_specs import FULL, CacheSpec
 from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.memory.prefix_cache import Hit, PrefixCache
 from jaxpaged.status import Status
@@ -23,8 +27,9 @@ from jaxpaged.status import Status
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class AdoptInfo:
-    # Block to which K and V are to be written; NULL_BLOCK: present already, or the chain is refused.
-    destinations: Int[Array, " max_blocks"]
+    # Block to which K and V are to be written; NULL_BLOCK: present already, not brought, or the chain is
+    # refused.
+    destinations: Int[Array, "num_groups max_blocks"]
     status: Int[Array, ""]
 
 
@@ -33,11 +38,29 @@ def locate(
     token_ids: Int[Array, "max_blocks block_size"],
     num_blocks: Int[Array, ""],
     salt: Int[Array, ""],
+    specs: Sequence[CacheSpec] = (FULL,),
 ) -> Hit:
     """Find the longest beginning of a chain of `num_blocks` blocks in the prefix cache; perhaps all of it.
 
-    Whether a row holds the blocks, or nobody, makes no difference. Takes nothing.
+    `specs` (static) are those of the groups of layers. `block_ids` [num_groups, max_blocks] names what each
+    group has of it, as far as a prompt of these tokens reads it next, or a longer one that begins so; the
+    null block stands for the rest. Whether a row holds the blocks, or nobody, makes no difference. Takes
+    nothing.
     """
+    hit = _locate_first(pool, token_ids, num_blocks, salt)
+    if len(specs) == 1:
+        return Hit(hit.block_ids[None], hit.chain)
+    # A prompt that ends with its last full block leaves a token to compute, and so begins a block earlier.
+    return group_content.lookup(_cache_of(pool), hit, specs, spare=1)
+
+
+def _locate_first(
+    pool: BlockPool,
+    token_ids: Int[Array, "max_blocks block_size"],
+    num_blocks: Int[Array, ""],
+    salt: Int[Array, ""],
+) -> Hit:
+    """Find what the first group has of a chain."""
     max_blocks, block_size = token_ids.shape
     if block_size != _cache_of(pool).block_size:
         raise ValueError(f"{token_ids.shape=} must be in blocks of {_cache_of(pool).block_size} tokens")
@@ -56,48 +79,77 @@ def adopt(
     token_ids: Int[Array, "max_blocks block_size"],
     num_blocks: Int[Array, ""],
     salt: Int[Array, ""],
+    present: Bool[Array, "num_groups max_blocks"],
 ) -> tuple[BlockPool, AdoptInfo]:
     """Make a chain findable, in free blocks that nobody holds: all of it or nothing.
 
-    The pool becomes what a request would leave that had found what is there of the chain, computed the rest,
-    and finished: the blocks that are there stay, the others are taken as the policy says, and all are given
+    `present` says which blocks of each group's line are brought; of the first group all are. The pool becomes
+    what a request would leave that had found what is there of them, computed the rest, and finished: the
+    blocks that are there stay, the others are taken as the policy says, group by group, and all are given
     back as a row's are. Blocks in use are not touched. Write K and V before anything is looked up again.
-    Costs O(num_blocks) of the pool. Status: OUT_OF_BLOCKS, TOO_MANY_BLOCKS (of a chain longer than
-    `max_blocks`), UNCACHEABLE.
+    Costs O(num_groups x max_blocks), whatever the pool is. Status: OUT_OF_BLOCKS, TOO_MANY_BLOCKS (of a chain
+    longer than `max_blocks`), UNCACHEABLE.
     """
-    max_blocks = token_ids.shape[0]
+    num_groups, max_blocks = present.shape
     too_many = num_blocks > max_blocks
     num_blocks = jnp.where(too_many, 0, num_blocks)
-    hit = locate(pool, token_ids, num_blocks, salt)
-    index, num_hits = jnp.arange(max_blocks, dtype=jnp.int32), hit.chain.num_blocks
-    num_new = num_blocks - num_hits
+    hit = _locate_first(pool, token_ids, num_blocks, salt)
+    lines = [hit.block_ids, *(group_content.find(_cache_of(pool), hit, g) for g in range(1, num_groups))]
+    is_brought = (present | (jnp.arange(num_groups) == 0)[:, None]) & (jnp.arange(max_blocks) < num_blocks)
+    found = jnp.where(is_brought, jnp.stack(lines), NULL_BLOCK)
+    is_new = is_brought & (found == NULL_BLOCK)
 
     # Found blocks are held while others are allocated, so that allocation does not take them.
-    after, _ = block_pool.touch(pool, hit.block_ids, index < num_hits)
-    after, taken = block_pool.allocate(after, num_new, max_blocks)
-    chain = jax.tree.map(lambda leaf: leaf[None], hit.chain)
-    cache, chain = prefix_cache.insert(
-        _cache_of(after),
-        chain,
-        num_new[None],
-        jnp.zeros_like(index),
-        taken.block_ids,
-        token_ids.at[num_hits + index].get(mode="clip"),
+    after, _ = block_pool.touch(pool, found.reshape(-1), (found != NULL_BLOCK).reshape(-1))
+    after, taken = block_pool.allocate(after, jnp.sum(is_new, dtype=jnp.int32), is_new.size)
+    place = jnp.cumsum(is_new.reshape(-1), dtype=jnp.int32).reshape(is_new.shape) - 1
+    new_ids = jnp.where(is_new, taken.block_ids.at[place].get(mode="clip"), NULL_BLOCK)
+    after = _publish(after, hit, new_ids, is_new, token_ids)
+
+    its = found + new_ids  # one of both is the null block
+    for sweep in pool.policy.sweeps:
+        ids = (its[:, ::-1] if sweep.last_block_first else its).reshape(-1)
+        after, _ = block_pool.free(after, ids, ids != NULL_BLOCK, sweep)
+
+    uncached = (taken.status == Status.OK) & jnp.any(
+        is_new.reshape(-1) & ~block_pool.has_content(after, new_ids.reshape(-1))
     )
-    after = replace(after, prefix_cache=cache)
-    after = block_pool.note_content(after, taken.block_ids, num_hits + index, index < num_new)
-
-    is_new = (index >= num_hits) & (index < num_blocks)
-    new_ids = jnp.where(is_new, taken.block_ids.at[index - num_hits].get(mode="clip"), NULL_BLOCK)
-    its = jnp.where(index < num_hits, hit.block_ids, new_ids)
-    way = slice(None, None, -1 if pool.policy.sweeps[0].last_block_first else 1)
-    after, _ = block_pool.free(after, its[way], (its != NULL_BLOCK)[way])
-
-    uncached = (taken.status == Status.OK) & (num_new > 0) & (chain.slot[0] == PrefixCache.BROKEN)
     status = taken.status | flag(too_many, Status.TOO_MANY_BLOCKS) | flag(uncached, Status.UNCACHEABLE)
     done = status == Status.OK
     pool = jax.tree.map(lambda new, old: jnp.where(done, new, old), after, pool)
     return pool, AdoptInfo(jnp.where(done, new_ids, NULL_BLOCK), status)
+
+
+def _publish(
+    pool: BlockPool,
+    hit: Hit,
+    new_ids: Int[Array, "num_groups max_blocks"],
+    is_new: Bool[Array, "num_groups max_blocks"],
+    token_ids: Int[Array, "max_blocks block_size"],
+) -> BlockPool:
+    """Make the new blocks findable: those of the first group behind the hit, others by the first group's."""
+    num_groups, max_blocks = new_ids.shape
+    index, num_hits = jnp.arange(max_blocks, dtype=jnp.int32), hit.chain.num_blocks
+    behind = (num_hits + index).clip(max=max_blocks - 1)
+    num_new = jnp.sum(is_new[0], dtype=jnp.int32)
+    cache, _ = prefix_cache.insert(
+        _cache_of(pool),
+        jax.tree.map(lambda leaf: leaf[None], hit.chain),
+        num_new[None],
+        jnp.zeros_like(index),
+        new_ids[0, behind],
+        token_ids[behind],
+    )
+    pool = block_pool.note_content(
+        replace(pool, prefix_cache=cache), new_ids[0, behind], behind, index < num_new
+    )
+    first_ids = hit.block_ids + new_ids[0]
+    for group in range(1, num_groups):
+        cache = group_content.insert(_cache_of(pool), first_ids, new_ids[group], group, is_new[group])
+        pool = block_pool.note_content(
+            replace(pool, prefix_cache=cache), new_ids[group], index, is_new[group]
+        )
+    return pool
 
 
 def read(kv_cache: KVCache, block_ids: Int[Array, " n"]) -> dict[str, Num[Array, "n num_layers ..."]]:

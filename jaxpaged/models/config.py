@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Literal
 
 from jaxpaged.checks import InputError, check, checked_bool, checked_choice, checked_int, checked_number
@@ -88,12 +89,14 @@ class LayerKind:
 
     A layer without a bound is full: a token sees all tokens up to itself. A sliding layer shows the last
     `sliding_window` tokens, the token itself among them. A chunked layer cuts each sequence into chunks of
-    `attention_chunk` tokens, from position 0 on; a token sees its own chunk up to itself.
+    `attention_chunk` tokens, from position 0 on; a token sees its own chunk up to itself. A layer of a kind
+    from outside shows what that says.
     """
 
     rope: Rope | None = None  # None: no rotary embedding
     sliding_window: int | None = None  # tokens
     attention_chunk: int | None = None  # tokens
+    own: CacheSpec | None = None  # kind from outside, in place of a window or chunks
     temperature: Temperature | None = None
     shares_kv: int | None = None  # number of the earlier layer whose K and V it sees; None: its own
     sparsity: float = 0.0  # share of a feed-forward part's numbers below which all are zero, if Gaussian
@@ -107,7 +110,9 @@ class LayerKind:
     @property
     def attention(self) -> "LayerKind":
         """Return what bounds attention alone: layers with equal bounds need the same tokens."""
-        return LayerKind(sliding_window=self.sliding_window, attention_chunk=self.attention_chunk)
+        return LayerKind(
+            sliding_window=self.sliding_window, attention_chunk=self.attention_chunk, own=self.own
+        )
 
     @property
     def most_seen(self) -> int | None:
@@ -117,6 +122,8 @@ class LayerKind:
     @property
     def cache_spec(self) -> CacheSpec:
         """Tokens that the layer must keep in the cache."""
+        if self.own is not None:
+            return self.own
         if self.attention_chunk is not None:
             return ChunkedLocal(self.attention_chunk)
         return FULL if self.sliding_window is None else SlidingWindow(self.sliding_window)
@@ -373,6 +380,19 @@ class ModelConfig:
         """
         most = [kind.most_seen for kind in self.layers]
         return max((its for its in most if its is not None), default=None) if None not in most else None
+
+    def with_kinds(self, kinds: Sequence[CacheSpec | None]) -> "ModelConfig":
+        """Return the model with these kinds from outside, one for each layer; None leaves a layer as it is.
+
+        A layer that shares another's K and V must have its kind.
+        """
+        layers = tuple(
+            layer
+            if own is None
+            else dataclasses.replace(layer, own=own, sliding_window=None, attention_chunk=None)
+            for layer, own in zip(self.layers, kinds, strict=True)
+        )
+        return self if layers == self.layers else dataclasses.replace(self, layers=layers)
 
     @property
     def cache_specs(self) -> tuple[CacheSpec, ...]:

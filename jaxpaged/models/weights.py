@@ -43,7 +43,10 @@ class Weights(ABC):
     ) -> None:
         self._whole, self._optional_names, self._quantisation = config, names, quantisation
         self._shard, self.dtype, self.form = load_as.shard, jnp.dtype(load_as.dtype), load_as.form
-        self.config = config if self._shard is None else self._shard.config  # config of the decoder to make
+        # Config of the decoder to make.
+        self.config = config if self._shard is None else self._shard.config
+        if load_as.kinds:
+            self.config = self.config.with_kinds(load_as.kinds)
         self.shards = None if self._shard is None else self._shard.shards
         self._of_experts: dict[str, tuple[SegmentSpec, ...] | None] = {}
 

@@ -38,16 +38,10 @@ NUM_NEW = 24
 TILE_LEN = 32
 F32 = jnp.dtype("float32")
 slow = pytest.mark.slow
-# In every run one, with scales beside its numbers.
-QUICK = ("int8_per_token",)
+# By forward passes alone in every run: one, with scales beside its numbers.
+QUICK = "int8_per_token"
 WINDOW = 21
 WINDOWED = ("token",)  # the engine with blocks that leave a window, of a token each: they make room by that
-
-
-def some(names: list[str]) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize(
-        "name", [pytest.param(name, marks=() if name in QUICK else slow) for name in names]
-    )
 
 
 def kind(layout: Layout) -> Any:
@@ -180,7 +174,7 @@ def by_passes(layout: Layout, window: int | None = None, passes: Any = Passes) -
     return found
 
 
-@some(list(LAYOUTS))
+@pytest.mark.parametrize("name", [QUICK, *(pytest.param(n, marks=slow) for n in LAYOUTS if n != QUICK)])
 def test_passes_over_its_blocks_give_the_oracles_tokens(name: str) -> None:
     assert by_passes(LAYOUTS[name]) == answers(name, LAYOUTS[name])
 
@@ -207,7 +201,8 @@ def check_tokens(name: str, layout: Layout, window: int | None = None) -> Driver
     return driver
 
 
-@some(in_engines())
+@slow
+@pytest.mark.parametrize("name", in_engines())
 def test_an_engines_tokens_are_the_oracles(name: str) -> None:
     driver = check_tokens(name, LAYOUTS[name], WINDOW if name in WINDOWED else None)
     several = SamplingParams(n=3, temperature=0.9, seed=5, max_tokens=NUM_NEW, logprobs=0)

@@ -82,11 +82,10 @@ def write_files(data: bytes, folder: Path, names: Sequence[str]) -> None:
 
 
 def blocks() -> list[bytes]:
-    block_format = BlockFormat(4, "TokenMajor()", "float32", 2, 1, 8, False, "digest")
-    arrays = {name: np.zeros((2, 2, 4, 1, 8), np.float32) for name in ("k", "v")}
-    salted = [
-        Blocks(block_format, np.arange(8, dtype=np.int32).reshape(2, 4), salt, arrays) for salt in (None, "s")
-    ]
+    block_format = BlockFormat(4, "groups", "TokenMajor()", "float32", 2, 1, 8, False, "digest")
+    arrays = {name: np.zeros((3, 2, 4, 1, 8), np.float32) for name in ("k", "v")}
+    its = np.arange(8, dtype=np.int32).reshape(2, 4), np.array([[True, True], [False, True]])
+    salted = [Blocks(block_format, *its, salt, arrays) for salt in (None, "s")]
     return [each.to_bytes() for each in salted]
 
 

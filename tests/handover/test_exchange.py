@@ -106,6 +106,7 @@ def test_what_an_answer_made_is_not_exported(here):
 def test_blocks_of_another_format_are_refused(here, blocks):
     for name, value in (
         ("block_size", 16),
+        ("groups", "SlidingWindow(window=8) in layers 0, 1"),
         ("layout", "Fused()"),
         ("dtype", "bfloat16"),
         ("num_layers", 3),
@@ -136,15 +137,16 @@ def test_blocks_of_another_format_are_refused(here, blocks):
         config = dataclasses.replace(driver.config, **options)
         cache = driver.state.kv_cache
         measured = dataclasses.replace(cache, shared={"k_scale": jnp.zeros((2, 2))})
+        its = driver.door.model_config, driver.setup.grouping, driver.params
         with pytest.raises(InputError, match=rule):
-            exchange.describe_format(config, driver.door.model_config, driver.params, measured)
+            exchange.describe_format(config, *its, measured)
 
 
 def test_room_for_adapters_is_no_other_model(here, blocks):
     driver, model = tiny.driver_of(here), tiny.load(LoadAs(jnp.dtype("float32")))
     lora.make_room(model, NAMES, num_adapters=2, rank=4)
     config = dataclasses.replace(tiny.CONFIG, eos_token_ids=(3,), max_model_len=64)
-    its = config, nnx.state(model), driver.state.kv_cache
+    its = config, driver.setup.grouping, nnx.state(model), driver.state.kv_cache
     assert exchange.describe_format(driver.config, *its) == blocks.block_format
 
 
@@ -161,6 +163,7 @@ def test_the_digest_knows_every_bit_and_its_place():
     assert words(x, y) == words(x.copy(), y)
 
 
+@pytest.mark.slow
 def test_every_layouts_blocks_travel_whole():
     for name in EACH:
         layout = LAYOUTS[name]
@@ -173,9 +176,12 @@ def test_every_layouts_blocks_travel_whole():
         }
         source = dataclasses.replace(empty, blocks={its: jnp.asarray(x) for its, x in full.items()})
         there, here = jnp.array([3, 6, 2]), jnp.array([5, 0, 1])
-        block_format = BlockFormat(sizes[2], repr(layout), "float32", 2, NUM_HEADS, HEAD_DIM, False, "tiny")
+        block_format = BlockFormat(
+            sizes[2], "one", repr(layout), "float32", 2, NUM_HEADS, HEAD_DIM, False, "tiny"
+        )
         read = {its: np.asarray(x) for its, x in transfer.read(source, there).items()}
-        sent = Blocks(block_format, np.zeros((3, sizes[2]), np.int32), None, read)
+        token_ids, present = np.zeros((3, sizes[2]), np.int32), np.ones((1, 3), bool)
+        sent = Blocks(block_format, token_ids, present, None, read)
         assert sent.num_bytes == 3 * sum(x.nbytes for x in full.values()) // 7
         got = Blocks.from_bytes(sent.to_bytes())
         assert got.block_format == block_format
@@ -207,7 +213,7 @@ def test_what_fails_on_the_way_leaves_an_engine_that_finds_nothing_wrong(blocks,
     running = [place for _, place in driver.rows.taken()]
     assert driver.stats.num_running == 4, "with 13 or 14 of 64 blocks each"
     with pytest.raises(OSError, match="the line is cut"):
-        driver.adopt(blocks.token_ids, None, broken())
+        driver.adopt(blocks, broken())
     tiny.check_invariants(driver.state.tables)
     prompt = np.array(PROMPT, np.int32)
     assert driver.locate(prompt, None).block_ids.size == 0
@@ -216,7 +222,8 @@ def test_what_fails_on_the_way_leaves_an_engine_that_finds_nothing_wrong(blocks,
     assert driver.export_blocks(prompt, None).to_bytes() == blocks.to_bytes()
     longer = np.arange(15 * 8, dtype=np.int32).reshape(15, 8)
     arrays = {name: np.repeat(x[:1], 15, 0) for name, x in blocks.arrays.items()}
-    assert driver.adopt_blocks(dataclasses.replace(blocks, token_ids=longer, arrays=arrays)) == 0
+    its = {"token_ids": longer, "present": np.ones((1, 15), bool), "arrays": arrays}
+    assert driver.adopt_blocks(dataclasses.replace(blocks, **its)) == 0
     assert driver.locate(prompt, None).block_ids.size == 6, "and nothing gave way to it"
     tiny.drain(driver)
     for place in running:
@@ -260,16 +267,25 @@ def test_bytes_that_are_no_blocks_are_refused(blocks):
         with_said(arrays={"k": ["float32", 2], "v": ["float32", [2]]}),
         with_metadata("[" * 100_000 + "]" * 100_000),
         with_metadata(json.dumps(said)[:-1] + ', "more": ' + "[" * 5000 + "]" * 5000 + "}"),
-        save(load(data) | {"token_ids": np.array(7, np.int32)}, metadata={name: json.dumps(said)}),
+        *(
+            save(load(data) | changed, metadata={name: json.dumps(said)})
+            for changed in (
+                {"token_ids": np.array(7, np.int32)},
+                {"present": np.ones((1, 5), bool)},
+                {"present": np.ones((2, 6), bool)},  # of more blocks than came
+                {"present": np.zeros((1, 6), bool)},
+                {"present": np.ones((1, 6), np.int8)},
+                {"present": np.ones((0, 6), bool)},
+            )
+        ),
     ):
         with pytest.raises(InputError, match=r"^blocks"):
             Blocks.from_bytes(wrong)
 
 
 def test_a_socket_carries_blocks_in_their_order(blocks):
-    empty = dataclasses.replace(
-        blocks, token_ids=blocks.token_ids[:0], arrays={n: x[:0] for n, x in blocks.arrays.items()}
-    )
+    its = {"token_ids": blocks.token_ids[:0], "present": blocks.present[:, :0]}
+    empty = dataclasses.replace(blocks, **its, arrays={n: x[:0] for n, x in blocks.arrays.items()})
     ours, theirs = socket.socketpair()
     sender, receiver = SocketTransport(ours), SocketTransport(theirs)
     sent = tiny.start(lambda: [sender.send(each) for each in (blocks, empty)])

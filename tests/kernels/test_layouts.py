@@ -282,6 +282,7 @@ def test_the_gpu_kernels_read_the_layouts_that_they_say(
     assert not races_found(capsys)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures(fresh_interpreter.__name__)
 def test_prompts_in_partitions_read_codes_of_four_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """One program after the other, in which the detector of races would see one."""

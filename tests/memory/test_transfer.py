@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from jaxpaged.memory import block_pool, block_table, kv_cache, prefix_cache, transfer
+from jaxpaged.memory.cache_specs import FULL, ChunkedLocal, SlidingWindow
 from jaxpaged.memory.invariants import check_invariants, free_block_ids
 from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.memory.policies import LRU, POLICIES
@@ -19,22 +20,24 @@ from jaxpaged.status import Status
 from jaxpaged.verify import quick, subjects
 from jaxpaged.verify.generations import FREE_PROFILES
 from pallas_kernels import layouts
+from reference.engine_state import Reach
 from reference.transfer import Cache, Content
 
 BLOCK_SIZE = 2
 NUM_LAYERS = 2
 MAX_SEQS = 3
 MAX_BLOCKS = 3
-NUM_BLOCKS = 10
+NUM_BLOCKS = 10  # for each group of layers
 NUM_OPERATIONS = 100
 # All chains of so many blocks of two kinds, under two salts.
 CHAINS = [(salt, kinds) for salt in (0, 7) for kinds in itertools.product((1, 2), repeat=MAX_BLOCKS)]
 
-append = quick.jit(functools.partial(block_table.append, max_new_blocks=MAX_SEQS * MAX_BLOCKS))
+append = quick.jit(block_table.append, static_argnames="max_new_blocks")
 commit = quick.jit(functools.partial(subjects.commit, max_blocks=MAX_SEQS * MAX_BLOCKS))
 free_rows = quick.jit(block_table.free_rows)
 evict = quick.jit(block_pool.evict)
-locate, adopt = quick.jit(transfer.locate), quick.jit(transfer.adopt)
+slide = quick.jit(block_table.slide_windows, static_argnames="specs")
+locate, adopt = quick.jit(transfer.locate, static_argnames="specs"), quick.jit(transfer.adopt)
 read, write = quick.jit(transfer.read), quick.jit(transfer.write)
 set_salts = quick.jit(lambda tables, salts: prefix_cache.root(tables.pool.prefix_cache, salts))
 
@@ -49,9 +52,10 @@ def contents(kinds: tuple[int, ...]) -> list[tuple[int, ...]]:
 
 
 @functools.cache
-def kv_of(salt: int, kinds: tuple[int, ...]) -> int:
-    """Return K of the last block's tokens, which differs for every other beginning."""
-    return 1 + CHAINS.index((salt, kinds + (1,) * (MAX_BLOCKS - len(kinds)))) * MAX_BLOCKS + len(kinds)
+def kv_of(salt: int, kinds: tuple[int, ...], num_groups: int) -> tuple[int, ...]:
+    """Return K of the last block's tokens in each group, which differs for every other beginning."""
+    first = 1 + CHAINS.index((salt, kinds + (1,) * (MAX_BLOCKS - len(kinds)))) * MAX_BLOCKS + len(kinds)
+    return tuple(first + 1000 * group for group in range(num_groups))
 
 
 @jax.jit
@@ -75,27 +79,31 @@ def filled(cache: KVCache) -> jax.Array:
 class Side:
     """One cache, and what it must be."""
 
-    def __init__(self, num_blocks: int, policy: str, layout: str, hash_fn: Any) -> None:
+    def __init__(self, policy: str, layout: str, hash_fn: Any, specs: tuple[Any, ...]) -> None:
+        self.specs, num_blocks = specs, NUM_BLOCKS * len(specs)
         cache = prefix_cache.create(num_blocks, BLOCK_SIZE, hash_fn)
         pool = block_pool.create(num_blocks, POLICIES[policy], prefix_cache=cache)
-        self.tables = block_table.create(pool, MAX_SEQS, MAX_BLOCKS, BLOCK_SIZE)
+        self.tables = block_table.create(pool, MAX_SEQS, MAX_BLOCKS, BLOCK_SIZE, len(specs))
         dtype = jnp.dtype("float32")
         self.kv = kv_cache.create(NUM_LAYERS, num_blocks, BLOCK_SIZE, 1, 2, dtype, layouts.named(layout))
-        self.oracle = Cache(num_blocks, BLOCK_SIZE, FREE_PROFILES[policy])
+        reaches = [Reach(getattr(its, "window", None), getattr(its, "chunk", None)) for its in specs]
+        self.oracle = Cache(num_blocks, BLOCK_SIZE, FREE_PROFILES[policy], tuple(reaches))
         self.rows: list[Any] = [None] * MAX_SEQS
 
     def compute(self, salt: int, kinds: tuple[int, ...]) -> None:
         if None not in self.rows:
             return
         row = self.rows.index(None)
-        wanted = [kv_of(salt, kinds[: i + 1]) for i in range(len(kinds))]
+        wanted = [kv_of(salt, kinds[: i + 1], len(self.specs)) for i in range(len(kinds))]
         self.rows[row] = self.oracle.compute(contents(kinds), salt, wanted)
         this = np.arange(MAX_SEQS) == row
         chains = prefix_cache.where(
             jnp.array(this), set_salts(self.tables, jnp.array(this * salt)), self.tables.chains
         )
         tables, info = append(
-            dataclasses.replace(self.tables, chains=chains), jnp.array(this * len(kinds) * BLOCK_SIZE)
+            dataclasses.replace(self.tables, chains=chains),
+            jnp.array(this * len(kinds) * BLOCK_SIZE),
+            max_new_blocks=self.tables.block_tables.size,
         )
         assert (int(info.status) == Status.OK) == (self.rows[row] is not None)
         if self.rows[row] is None:
@@ -104,9 +112,12 @@ class Side:
         line[row, : len(kinds) * BLOCK_SIZE] = tokens_of(kinds).reshape(-1)
         self.tables, info = commit(tables, jnp.array(line), tables.seq_lens)
         assert int(info.status) == Status.OK
-        values = np.zeros(MAX_BLOCKS, np.float32)
-        values[: len(kinds)] = wanted
-        self.kv = fill(self.kv, self.tables.block_tables[row], jnp.array(values))
+        values = np.zeros((len(self.specs), MAX_BLOCKS), np.float32)
+        values[:, : len(kinds)] = np.transpose(wanted)
+        lines = self.tables.block_tables.reshape(MAX_SEQS, -1)
+        self.kv = fill(self.kv, lines[row], jnp.array(values.reshape(-1)))
+        self.oracle.slide(self.rows[row])
+        self.tables, _ = slide(self.tables, jnp.array(this), specs=self.specs)
 
     def finish(self, row: int) -> None:
         if self.rows[row] is not None:
@@ -119,22 +130,27 @@ class Side:
         pool, _ = evict(self.tables.pool, jnp.array([block_id]), jnp.array([True]))
         self.tables = dataclasses.replace(self.tables, pool=pool)
 
-    def export(self, salt: int, kinds: tuple[int, ...]) -> tuple[int, Any]:
-        """Return the number of blocks, and their arrays."""
-        hit = locate(self.tables.pool, *_chain(kinds), jnp.int32(salt))
-        return int(hit.chain.num_blocks), jax.device_get(read(self.kv, hit.block_ids))
+    def export(self, salt: int, kinds: tuple[int, ...]) -> tuple[np.ndarray, Any]:
+        """Return which blocks each group has, and their arrays."""
+        hit = locate(self.tables.pool, *_chain(kinds), jnp.int32(salt), specs=self.specs)
+        present = np.asarray(hit.block_ids)[:, : int(hit.chain.num_blocks)] != block_pool.NULL_BLOCK
+        return present, jax.device_get(read(self.kv, hit.block_ids.reshape(-1)))
 
-    def adopt(self, salt: int, kinds: tuple[int, ...], chain: list[Content], arrays: Any) -> bool:
+    def adopt(
+        self, salt: int, kinds: tuple[int, ...], chain: list[Content], present: np.ndarray, arrays: Any
+    ) -> bool:
         before = subjects.values(self.tables.pool)
         expected = self.oracle.adopt(chain, salt)
-        pool, info = adopt(self.tables.pool, *_chain(kinds), jnp.int32(salt))
+        its = np.zeros((len(self.specs), MAX_BLOCKS), bool)
+        its[:, : len(chain)] = present
+        pool, info = adopt(self.tables.pool, *_chain(kinds), jnp.int32(salt), jnp.array(its))
         assert int(info.status) == (Status.OUT_OF_BLOCKS if expected is None else Status.OK)
-        written = [block_id for block_id in info.destinations.tolist() if block_id]
+        written = [block_id for block_id in info.destinations.reshape(-1).tolist() if block_id]
         assert written == (expected or [])
         if expected is None:
             assert subjects.values(pool) == before
         self.tables = dataclasses.replace(self.tables, pool=pool)
-        self.kv = write(self.kv, info.destinations, arrays)
+        self.kv = write(self.kv, info.destinations.reshape(-1), arrays)
         return expected is not None
 
     def check(self) -> None:
@@ -168,17 +184,33 @@ def hash_of_place(token_ids: jax.Array, index: jax.Array) -> jax.Array:
 
 
 @pytest.mark.parametrize(
-    ("policy", "layout", "hash_fn"),
+    ("policy", "layout", "hash_fn", "specs"),
     [
-        ("lru", "all_layers", hash_of_place),
-        pytest.param("lru", "token_major", prefix_cache.hash_block, marks=pytest.mark.slow),
-        pytest.param("lru_split", "fused", prefix_cache.hash_block, marks=pytest.mark.slow),
+        ("lru", "all_layers", prefix_cache.hash_block, (FULL, SlidingWindow(1))),
+        pytest.param("lru", "token_major", hash_of_place, (FULL,), marks=pytest.mark.slow),
+        pytest.param("lru_split", "fused", prefix_cache.hash_block, (FULL,), marks=pytest.mark.slow),
+        pytest.param(
+            "lru_split",
+            "fused",
+            prefix_cache.hash_block,
+            (FULL, ChunkedLocal(4), SlidingWindow(3)),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "lru",
+            "all_layers",
+            prefix_cache.hash_block,
+            (SlidingWindow(4), SlidingWindow(1)),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
-def test_caches_hand_over_what_the_oracle_says(policy: str, layout: str, hash_fn: Any) -> None:
+def test_caches_hand_over_what_the_oracle_says(
+    policy: str, layout: str, hash_fn: Any, specs: tuple[Any, ...]
+) -> None:
     rng = np.random.default_rng(0)
-    sides = [Side(NUM_BLOCKS, policy, layout, hash_fn) for _ in range(2)]
-    done = {False: 0, True: 0}
+    sides = [Side(policy, layout, hash_fn, specs) for _ in range(2)]
+    done, partly = {False: 0, True: 0}, 0
     for _ in range(NUM_OPERATIONS):
         here, there = (sides[i] for i in rng.permutation(2))
         salt, kinds = CHAINS[rng.integers(len(CHAINS))]
@@ -189,18 +221,21 @@ def test_caches_hand_over_what_the_oracle_says(policy: str, layout: str, hash_fn
         elif what == "finish":
             here.finish(int(rng.integers(MAX_SEQS)))
         elif what == "evict":
-            here.evict(int(rng.integers(1, NUM_BLOCKS)))
+            here.evict(int(rng.integers(1, NUM_BLOCKS * len(specs))))
         else:
             chain = here.oracle.export(contents(kinds), salt)
-            num_blocks, arrays = here.export(salt, kinds)
-            assert num_blocks == len(chain)
-            done[there.adopt(salt, kinds[:num_blocks], chain, arrays) and num_blocks > 0] += 1
+            present, arrays = here.export(salt, kinds)
+            assert present.T.tolist() == [[kv is not None for kv in content.kv] for content in chain]
+            partly += not present.all()
+            num_blocks = len(chain)
+            done[there.adopt(salt, kinds[:num_blocks], chain, present, arrays) and num_blocks > 0] += 1
         for side in (here, there):
             side.check()
     assert min(done.values()) > 3
+    assert len(specs) == 1 or partly > 3
     for side in sides:
         for salt, kinds in CHAINS:
-            assert side.export(salt, kinds)[0] == len(side.oracle.export(contents(kinds), salt))
+            assert side.export(salt, kinds)[0].shape[1] == len(side.oracle.export(contents(kinds), salt))
 
 
 def constant_hash(token_ids: jax.Array, index: jax.Array) -> jax.Array:
@@ -213,10 +248,11 @@ def test_a_chain_that_does_not_fit_changes_nothing() -> None:
     def chain(kind: int) -> jax.Array:
         return jnp.full((MAX_BLOCKS, BLOCK_SIZE), kind)
 
+    whole = jnp.ones((1, MAX_BLOCKS), bool)
     cache = prefix_cache.create(NUM_BLOCKS, BLOCK_SIZE, constant_hash)
     pool = block_pool.create(NUM_BLOCKS, LRU, prefix_cache=cache)
     for kind in range(PrefixCache.BUCKET):  # the only one there is
-        pool, info = adopt(pool, chain(kind), jnp.int32(1), jnp.int32(0))
+        pool, info = adopt(pool, chain(kind), jnp.int32(1), jnp.int32(0), whole)
         assert int(info.status) == Status.OK
     held, _ = quick.jit(block_pool.allocate, static_argnums=2)(pool, jnp.int32(NUM_BLOCKS - 2), NUM_BLOCKS)
     for given, num_blocks, status in (
@@ -224,7 +260,7 @@ def test_a_chain_that_does_not_fit_changes_nothing() -> None:
         (pool, MAX_BLOCKS + 1, Status.TOO_MANY_BLOCKS),
         (held, 2, Status.OUT_OF_BLOCKS),
     ):
-        after, info = adopt(given, chain(99), jnp.int32(num_blocks), jnp.int32(0))
+        after, info = adopt(given, chain(99), jnp.int32(num_blocks), jnp.int32(0), whole)
         assert int(info.status) == status
         assert not info.destinations.any()
         assert subjects.values(after) == subjects.values(given)

@@ -247,7 +247,7 @@ def test_blocks_go_to_as_many_devices():
     assert tiny.generate(there, [prompt], tiny.greedy(12)) == want
     assert there.export_blocks(line, None).to_bytes() == blocks.to_bytes()
     assert there.reset_prefix_cache()
-    assert there.adopt(chain.token_ids, None, iter(here.chunks(chain))) == 5
+    assert there.adopt(blocks, iter(here.chunks(chain))) == 5
     assert tiny.generate(there, [prompt], tiny.greedy(12)) == want
     assert there.stats.num_hit_tokens == 2 * 32  # one token is left to compute
     assert [each.num_compiled() for each in (loop.run, loop.submit, loop.write_tokens, loop.abort)] == before

@@ -168,4 +168,4 @@ class V0Walk(RuleBasedStateMachine):
 
 
 TestV0Walk = V0Walk.TestCase
-TestV0Walk.settings = settings(max_examples=300, stateful_step_count=40, deadline=None)
+TestV0Walk.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)

@@ -167,4 +167,4 @@ class V1Walk(RuleBasedStateMachine):
 
 
 TestV1Walk = V1Walk.TestCase
-TestV1Walk.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestV1Walk.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

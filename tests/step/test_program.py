@@ -33,7 +33,7 @@ def test_blocks_are_located_in_each_replicas_pool():
         return programs.locate_blocks(pool, token_ids, *numbers, mesh=MESH)
 
     block_ids, num_found = jax.eval_shape(locate, pool_of_each_replica())
-    assert block_ids.shape == (NUM_REPLICAS, MAX_BLOCKS)
+    assert block_ids.shape == (NUM_REPLICAS, 1, MAX_BLOCKS)
     assert num_found.shape == (NUM_REPLICAS,)
 
 

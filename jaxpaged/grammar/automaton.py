@@ -1,0 +1,105 @@
+"""Token automaton: tables that say which tokens may come next, and what state each leads to."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Bool, Int
+
+NOT_ALLOWED = -1
+
+
+@dataclass(frozen=True, eq=False)
+class TokenAutomaton:
+    """Tables of a regular language over tokens. S states, C classes of tokens, M distinct masks, V token ids.
+
+    Each state allows at least one token: from each, an accepting state can be reached. End-of-sequence ids
+    are one class of their own, allowed exactly in accepting states, where they lead back to the same state.
+    """
+
+    token_class: Int[np.ndarray, "V"]  # int32; tokens of one class lead to the same state everywhere
+    next_state: Int[np.ndarray, "S C"]  # int32; `NOT_ALLOWED` where a class may not come
+    mask_of: Int[np.ndarray, "S"]  # int32: a state's row of `masks`
+    masks: Bool[np.ndarray, "M V"]
+    accepting: Bool[np.ndarray, "S"]
+    start: int = 0
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self.token_class)
+
+    @property
+    def num_states(self) -> int:
+        return len(self.next_state)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tables."""
+        tables = (self.token_class, self.next_state, self.mask_of, self.masks, self.accepting)
+        return sum(table.nbytes for table in tables)
+
+    def step(self, state: int, token: int) -> int:
+        """Return the state behind one more token; `NOT_ALLOWED` if it may not come."""
+        return int(self.next_state[state, self.token_class[token]])
+
+    def allowed(self, state: int) -> Bool[np.ndarray, "V"]:
+        """Return which tokens may come next."""
+        return self.masks[self.mask_of[state]]
+
+
+def automaton_of(
+    steps: Int[np.ndarray, "S K"],
+    column_of: Int[np.ndarray, "V"],
+    accepting: Bool[np.ndarray, "S"],
+    eos_ids: Sequence[int],
+    start: int = 0,
+) -> TokenAutomaton | None:
+    """Make an automaton of steps by columns of tokens: state `steps[s, column_of[t]]` is behind `t` in `s`.
+
+    `NOT_ALLOWED` stands where a token may not come; whatever the columns of `eos_ids` say is replaced.
+    States that cannot be reached, or from which no end can be, are left out, and so is what leads there.
+    Returns None if no end can be reached at all.
+    """
+    is_eos = np.zeros(len(column_of), bool)
+    is_eos[list(eos_ids)] = True
+    unused = np.bincount(column_of[~is_eos], minlength=steps.shape[1]) == 0
+    steps = np.where(unused[None], NOT_ALLOWED, steps)
+    kept = _useful(steps, accepting, start)
+    if not kept[start]:
+        return None
+    numbers = np.full(len(steps) + 1, NOT_ALLOWED, np.int32)  # the last one is that of `NOT_ALLOWED`
+    numbers[:-1][kept] = np.arange(kept.sum())
+    steps, accepting = numbers[steps[kept]], accepting[kept]
+    ends = np.where(accepting, np.arange(len(steps)), NOT_ALLOWED)
+    columns = np.concatenate([steps, ends[:, None]], axis=1).astype(np.int32)
+    eos_column = steps.shape[1]
+    # Columns that are the same become one class. That of the end stays alone.
+    _, first, class_of = np.unique(steps, axis=1, return_index=True, return_inverse=True)
+    next_state = np.concatenate([steps[:, first], columns[:, eos_column:]], axis=1)
+    token_class = np.where(is_eos, len(first), class_of.reshape(-1)[column_of])
+    rows, mask_of = np.unique(next_state >= 0, axis=0, return_inverse=True)
+    return TokenAutomaton(
+        token_class=token_class.astype(np.int32),
+        next_state=np.ascontiguousarray(next_state, np.int32),
+        mask_of=mask_of.reshape(-1).astype(np.int32),
+        masks=rows[:, token_class],
+        accepting=accepting,
+        start=int(numbers[start]),
+    )
+
+
+def _useful(steps: Int[np.ndarray, "S K"], accepting: Bool[np.ndarray, "S"], start: int) -> np.ndarray:
+    """Return which states can be reached from the start and can reach an end: bool [S]."""
+    num_states = len(steps)
+    from_state, column = np.nonzero(steps >= 0)
+    edges = np.unique(np.stack([from_state, steps[from_state, column]], axis=1), axis=0)
+    reached = np.zeros(num_states, bool)
+    reached[start] = True
+    ending = accepting.copy()
+    for marks, here, there in ((reached, 0, 1), (ending, 1, 0)):
+        while True:
+            new = edges[marks[edges[:, here]], there]
+            if marks[new].all():
+                break
+            marks[new] = True
+    return reached & ending

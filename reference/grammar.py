@@ -1,0 +1,150 @@
+"""Languages of bytes, followed one byte at a time by derivatives: what a grammar's tables must agree with.
+
+A language is a tuple. Its derivative by a byte is the language of all that may follow that byte. No table,
+no automaton, no token: so a token is allowed exactly if the derivative by its bytes has any text in it.
+
+    NONE                        no text at all
+    EMPTY                       the empty text
+    ("chars", ranges, lead)     a character of ranges ((first, last), ...), whose UTF-8 began with `lead`
+    ("then", one, other)        one text behind another
+    ("either", {languages})     a text of any
+    ("repeat", one, least, most)    from `least` to `most` texts one after another; None: any number
+"""
+
+import functools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+Language = tuple[Any, ...]
+NONE: Language = ("none",)
+EMPTY: Language = ("empty",)
+
+
+def chars(*ranges: tuple[int, int], lead: bytes = b"") -> Language:
+    """Return the language of one character of these ranges of code points, behind its first bytes `lead`."""
+    first, last = _begun(lead)
+    left = [(max(low, first), min(high, last)) for low, high in ranges]
+    # Surrogates are no characters, and have no UTF-8.
+    if all(low > high or (low >= 0xD800 and high <= 0xDFFF) for low, high in left):
+        return NONE
+    return ("chars", ranges, lead)
+
+
+def text(value: str) -> Language:
+    """Return the language of one text."""
+    return sequence(chars((ord(letter), ord(letter))) for letter in value)
+
+
+def then(one: Language, other: Language) -> Language:
+    if NONE in (one, other):
+        return NONE
+    if one == EMPTY:
+        return other
+    return one if other == EMPTY else ("then", one, other)
+
+
+def sequence(parts: Iterable[Language]) -> Language:
+    return functools.reduce(lambda behind, part: then(part, behind), reversed(list(parts)), EMPTY)
+
+
+def either(parts: Iterable[Language]) -> Language:
+    found: set[Language] = set()
+    for part in parts:
+        found |= part[1] if part[0] == "either" else {part}
+    found.discard(NONE)
+    if len(found) < 2:
+        return next(iter(found), NONE)
+    return ("either", frozenset(found))
+
+
+def repeat(one: Language, least: int, most: int | None) -> Language:
+    if most == 0 or one == EMPTY:
+        return EMPTY
+    if one == NONE:
+        return NONE if least else EMPTY
+    return one if least == most == 1 else ("repeat", one, least, most)
+
+
+def accepts_nothing_more(language: Language) -> bool:
+    """Return whether the empty text is in the language: whether a text may end here."""
+    kind = language[0]
+    if kind == "then":
+        return accepts_nothing_more(language[1]) and accepts_nothing_more(language[2])
+    if kind == "either":
+        return any(map(accepts_nothing_more, language[1]))
+    if kind == "repeat":
+        return language[2] == 0 or accepts_nothing_more(language[1])
+    return kind == "empty"
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def after(language: Language, byte: int) -> Language:
+    """Return what may follow one byte."""
+    kind = language[0]
+    if kind == "chars":
+        return _after_char(language[1], language[2] + bytes([byte]))
+    if kind == "then":
+        behind_first = then(after(language[1], byte), language[2])
+        if not accepts_nothing_more(language[1]):
+            return behind_first
+        return either([behind_first, after(language[2], byte)])
+    if kind == "either":
+        return either(after(part, byte) for part in language[1])
+    if kind == "repeat":
+        _, one, least, most = language
+        left = repeat(one, max(least - 1, 0), None if most is None else most - 1)
+        return then(after(one, byte), left)
+    return NONE
+
+
+def after_all(language: Language, raw: bytes) -> Language:
+    """Return what may follow these bytes; `NONE` if they begin no text of the language."""
+    for byte in raw:
+        language = after(language, byte)
+    return language
+
+
+def allowed_tokens(language: Language, raw_of: Sequence[bytes], eos_ids: Iterable[int]) -> set[int]:
+    """Return the ids of all tokens that a text of the language may go on with; `b""` is no token's text."""
+    ends = set(eos_ids)
+    found = {
+        token
+        for token, raw in enumerate(raw_of)
+        if raw and token not in ends and after_all(language, raw) != NONE
+    }
+    return found | (ends if accepts_nothing_more(language) else set())
+
+
+def _after_char(ranges: Any, lead: bytes) -> Language:
+    length = _length(lead[0])
+    if length == 0 or (len(lead) > 1 and not 0x80 <= lead[-1] <= 0xBF):
+        return NONE
+    left = chars(*ranges, lead=lead)
+    if left == NONE or len(lead) < length:
+        return left
+    point, _ = _begun(lead)
+    return NONE if 0xD800 <= point <= 0xDFFF else EMPTY
+
+
+def _length(first: int) -> int:
+    """Return the bytes of a character whose first byte this is; 0 if no character begins so."""
+    for length, (low, high) in enumerate([(0, 0x7F), (0xC2, 0xDF), (0xE0, 0xEF), (0xF0, 0xF4)], start=1):
+        if low <= first <= high:
+            return length
+    return 0
+
+
+def _begun(lead: bytes) -> tuple[int, int]:
+    """Return the first and the last code point whose UTF-8 begins so; (1, 0) if none does."""
+    if not lead:
+        return 0, 0x10FFFF
+    length = _length(lead[0])
+    if length == 0:
+        return 1, 0
+    bits = lead[0] if length == 1 else lead[0] & (0x7F >> length)
+    for byte in lead[1:]:
+        bits = bits << 6 | byte & 0x3F
+    missing = 6 * (length - len(lead))
+    low, high = bits << missing, (bits + 1 << missing) - 1
+    least = (0, 0x80, 0x800, 0x10000)[length - 1]
+    return max(low, least), min(high, 0x10FFFF)
