@@ -28,7 +28,7 @@ def insert(
     cache: PrefixCache,
     block_ids: Int[Array, " n"],
     group_ids: Int[Array, "num_further n"],
-    mask: Bool[Array, " n"],
+    mask: Bool[Array, "*num_further n"],
 ) -> PrefixCache:
     """Make blocks of all further groups findable by the first group's blocks with the same tokens.
 
@@ -37,7 +37,7 @@ def insert(
     little more than its entries, whatever their number.
     """
     num_further, count = group_ids.shape
-    block_ids, mask = jnp.tile(block_ids, num_further), jnp.tile(mask, num_further)
+    block_ids, mask = jnp.tile(block_ids, num_further), jnp.broadcast_to(mask, group_ids.shape).reshape(-1)
     group, group_ids = jnp.repeat(jnp.arange(1, num_further + 1), count), group_ids.reshape(-1)
     known = mask & (cache.slot[block_ids] != PrefixCache.NO_SLOT) & (group_ids != 0)
     entry, _, _ = number_through(known.astype(jnp.int32), block_ids.shape[0])

@@ -12,7 +12,9 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int, Num
 
-from jaxpaged.models.config import (
+from jaxpaged.models.layer_form import LayerForm, form_of
+from jaxpaged.models.quantised.codes import QuantisedWeight
+from jaxpaged.models.ropes import (
     LinearScaling,
     Llama3Scaling,
     LongScaling,
@@ -20,8 +22,6 @@ from jaxpaged.models.config import (
     Rope,
     YarnScaling,
 )
-from jaxpaged.models.layer_form import LayerForm, form_of
-from jaxpaged.models.quantised.codes import QuantisedWeight
 from pallas_kernels import native, ops
 from pallas_kernels.gpu import dense_product
 from pallas_kernels.ops import ProductImplementation, low_rank

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxpaged.models import layers
-from jaxpaged.models.config import LayerKind, ModelConfig, Rope, Temperature
+from jaxpaged.models.config import LayerKind, ModelConfig
+from jaxpaged.models.ropes import Rope, Temperature
 
 
 class PositionTables(NamedTuple):

@@ -13,9 +13,9 @@ from flax import nnx
 
 from jaxpaged.checks import InputError
 from jaxpaged.models import decoder, experts, families, layers, loading, weights
-from jaxpaged.models.config import LongScaling, Rope
 from jaxpaged.models.families import from_hf
 from jaxpaged.models.load_as import LoadAs
+from jaxpaged.models.ropes import LongScaling, Rope
 from tests.models.test_decoder import GOLDENS, batch_of
 
 

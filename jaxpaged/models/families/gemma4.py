@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 
 from jaxpaged.checks import InputError, check, checked_int, shown
-from jaxpaged.models.config import InputTable, LayerKind, ModelConfig, ProportionalScaling, Rope
+from jaxpaged.models.config import InputTable, LayerKind, ModelConfig
 from jaxpaged.models.families import gemma, gemma3n, llama
 from jaxpaged.models.families.family import Family
 from jaxpaged.models.fields import Fields
 from jaxpaged.models.names import FormOfLayers, Names, Pieces, Stored
+from jaxpaged.models.ropes import ProportionalScaling, Rope
 
 LAYER = llama.LAYER
 TABLE = gemma3n.TABLE | {"layer_scale": f"{LAYER}.layer_scalar"}
