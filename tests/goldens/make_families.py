@@ -358,12 +358,9 @@ def wrap_gemma3n() -> None:
     folder.mkdir(exist_ok=True)
     config = AutoConfig.for_model("gemma3n", text_config=json.loads((inside / "config.json").read_text()))
     config.save_pretrained(folder)
-    begin = "model."
-    tensors = {
-        f"{begin}language_model.{key.removeprefix(begin)}": value
-        for key, value in load_file(inside / "model.safetensors").items()
-    }
-    tensors |= {f"{begin}{part}.weight": torch.zeros(1) for part in ("vision_tower", "audio_tower")}
+    its = load_file(inside / "model.safetensors").items()
+    tensors = {key.replace("model.", "model.language_model.", 1): value for key, value in its}
+    tensors |= {f"model.{part}.weight": torch.zeros(1) for part in ("vision_tower", "audio_tower")}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "golden.json").write_text((inside / "golden.json").read_text())
 

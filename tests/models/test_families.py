@@ -138,7 +138,7 @@ def test_old_configs_of_the_newer_families_are_read():
 
 
 def test_layers_with_wider_heads_are_named_together_or_one_by_one():
-    """As files have them that were written before transformers 5.24, and since."""
+    """Files of before transformers 5.24 say it for all of them, later ones layer by layer."""
     wide = {"global_head_dim": 16, "num_global_key_value_heads": 1}
     for name in ("gemma4_text", "gemma4_large"):
         assert from_hf(without(hf(name), "per_layer_config") | wide) == from_hf(hf(name))
