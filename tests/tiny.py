@@ -18,13 +18,14 @@ from jaxpaged.engine.engine import Engine
 from jaxpaged.engine.handle import collect
 from jaxpaged.engine.request import Delta, Request
 from jaxpaged.memory.invariants import check_invariants
-from jaxpaged.models.config import LayerKind, ModelConfig, Rope, uniform
+from jaxpaged.models.config import LayerKind, ModelConfig, uniform
 from jaxpaged.models.decoder import Decoder
 from jaxpaged.models.families.llama import NAMES
 from jaxpaged.models.load_as import LoadAs
 from jaxpaged.models.quantised.checkpoints import Tensors
 from jaxpaged.models.quantised.codes import FLOAT8
 from jaxpaged.models.quantised.on_load import OnLoad
+from jaxpaged.models.ropes import Rope
 from jaxpaged.models.weights import StoredWeights, by_role, random_weights
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.status import Status

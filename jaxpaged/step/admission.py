@@ -284,10 +284,12 @@ def _held_in_group(
 ) -> Int[Array, "2"]:
     """Return the same two numbers for the blocks of one group."""
     unread = spec.first_read(length * tables.block_size) // tables.block_size
+    first = cdiv(spec.first_tokens, tables.block_size)
 
     def count(_: Array, k: Array, used: Array, held: Array) -> Array:
         is_held = used & tables.pool.is_held(block_ids[k])
-        return held + jnp.stack([jnp.sum(is_held), jnp.sum(is_held & (k >= unread))])
+        is_read = k >= unread if first == 0 else (k >= unread) | (k < first)
+        return held + jnp.stack([jnp.sum(is_held), jnp.sum(is_held & is_read)])
 
     return in_chunks(length[None], count, jnp.zeros(2, jnp.int32))
 

@@ -80,7 +80,7 @@ class Setting:
     def reaches(self) -> tuple[reference.Reach, ...]:
         """The groups as the oracle has them."""
         return tuple(
-            reference.Reach(getattr(spec, "window", None), getattr(spec, "chunk", None))
+            reference.Reach(getattr(spec, "window", None), getattr(spec, "chunk", None), spec.first_tokens)
             for spec in self.specs
         )
 
@@ -149,6 +149,7 @@ class Setting:
                 prefix_caching=cached,
                 policy=self.policy,
                 num_groups=len(self.specs),
+                first_blocks=self.config.grouping.first_blocks(self.block_size),
             )
 
         def arrays(num_blocks: int) -> KVCache:

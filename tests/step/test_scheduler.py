@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from jaxpaged.memory.cache_specs import FULL, ChunkedLocal, SlidingWindow
 from jaxpaged.memory.policies import LRU_SPLIT
 from reference.engine_state import Phase, Request
+from tests.outsiders.layer_kind import WindowWithSinks
 from tests.step.lockstep import VOCAB, Event, LockStep, Setting, workloads
 from tests.step.sum_model import next_token
 
@@ -26,6 +27,14 @@ SETTINGS = [
         num_host_blocks=1 + 12,
     ),
     Setting("two groups", num_blocks=1 + 40, specs=(FULL, SlidingWindow(21)), policy=LRU_SPLIT),
+    Setting(
+        "sinks kept",
+        num_blocks=1 + 30,
+        num_tiles=1,
+        specs=(FULL, WindowWithSinks(9, 5)),
+        num_host_blocks=1 + 14,
+    ),
+    Setting("sinks kept in all layers", num_blocks=1 + 16, num_tiles=1, specs=(WindowWithSinks(6, 3),)),
     Setting(
         "big blocks", num_blocks=1 + 5, block_size=24, num_tiles=1, watermark_blocks=1, reuse_answers=True
     ),
