@@ -207,6 +207,15 @@ class EngineConfig:
         checked_bool,
         flag=yes_or_no("let all kinds of layers share one block table, and keep more (default: no)"),
     )
+    # Kind of the layers that would read everything, or a function that returns each layer's kind. None: the
+    # model's own. "package.module:Name" is one from outside (`jaxpaged.contracts`).
+    layer_kind: Any = option(
+        None,
+        _ours_or_path((), "None or 'package.module:Name' of a kind of layer"),
+        flag=text(
+            "kind of the layers that would read all tokens: module:Name of yours (default: the model's)"
+        ),
+    )
     # Order in which free blocks are taken and lose their content: a name, "package.module:Name", or a policy.
     eviction_policy: Any = option(
         "lru",

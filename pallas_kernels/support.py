@@ -6,7 +6,7 @@ and the tests decide by it whether a case must run or be refused.
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -74,6 +74,20 @@ class Batch(NamedTuple):
         return self.block_tables.shape[1] * self.pool.sizes.block_size
 
 
+class LayerKind(Protocol):
+    """Protocol of a kind of layer from outside, as attention asks for it."""
+
+    first_tokens: int  # tokens at the beginning that every query may see
+
+    def first_read(self, num_tokens: jax.Array) -> Any:
+        """Return the first token behind those that the query at position `num_tokens` may see."""
+        ...
+
+    def sees(self, query: jax.Array, key: jax.Array) -> Any:
+        """Return whether the query at one position sees the token at another, which is not behind it."""
+        ...
+
+
 @dataclasses.dataclass(frozen=True)
 class Options:
     """The options of one attention call, checked by `ops`. None means absent."""
@@ -82,6 +96,7 @@ class Options:
     alibi_slopes: jax.Array | None = None  # [num_q_heads] float32
     sliding_window: int | None = None  # tokens, the query's own included
     attention_chunk: int | None = None  # tokens; a query sees its own chunk of the sequence alone
+    layer_kind: LayerKind | None = None  # from outside, in place of a window or chunks
     soft_cap: float | None = None
     sinks: jax.Array | None = None  # [num_q_heads] float32
     k_scale: jax.Array | None = None  # [num_kv_heads] float32
@@ -219,6 +234,8 @@ def refuse_unserved(
         wrong += listed("kv_layout", options.kv_layout, served.kv_layouts)
     if served.max_group_size is not None and group_size > served.max_group_size:
         wrong.append(f"num_q_heads // num_kv_heads={group_size} (served: up to {served.max_group_size})")
+    if options.layer_kind is not None and implementation != "xla":
+        wrong.append("a kind of layer from outside")
     if wrong:
         others = " or ".join(f"implementation={name!r}" for name in SUPPORT if name != implementation)
         raise NotImplementedError(

@@ -77,9 +77,10 @@ class Blocks:
     def slide(self, row: Row) -> None:
         """Free the blocks that no coming token reads."""
         for line, reach in zip(row.lines, self.config.reaches, strict=True):
-            num_skipped = min(self.num_skipped(reach, row.computed), len(line))
-            self.pool.free_blocks(reversed(line[:num_skipped]))
-            line[:num_skipped] = [self.pool.null_block] * num_skipped
+            skipped = reach.skipped(row.computed, self.config.block_size)[: len(line)]
+            self.pool.free_blocks(line[index] for index in reversed(skipped))
+            for index in skipped:
+                line[index] = self.pool.null_block
 
     def num_copies(self, writers: list[Row]) -> int:
         """Return how many blocks are copied when rows write into shared ones; the last holder keeps it."""
@@ -93,17 +94,20 @@ class Blocks:
         config, total = self.config, 0
         for reach in config.reaches:
             most = reach.most_kept(config.num_tiles * config.tile_len)
-            num_blocks = cdiv(num_tokens, config.block_size)
-            total += num_blocks if most is None else min(num_blocks, cdiv(most, config.block_size) + 1)
+            num_blocks, first = (cdiv(n, config.block_size) for n in (num_tokens, reach.first_tokens))
+            total += (
+                num_blocks if most is None else min(num_blocks, cdiv(most, config.block_size) + 1 + first)
+            )
         return total
 
     def sure_to_be_kept(self, num_tokens: int) -> int:
         """Return how many full blocks of so many tokens never go out of reach."""
         return num_tokens // self.config.block_size * sum(reach.is_full for reach in self.config.reaches)
 
-    def num_skipped(self, reach: Reach, computed: int) -> int:
-        """Return how many leading blocks the token after so many does not attend to."""
-        return reach.first_read(computed) // self.config.block_size
+    def read(self, line: list[KVCacheBlock], reach: Reach, computed: int) -> list[KVCacheBlock]:
+        """Return the blocks of a line that the token after so many, or one behind it, attends to."""
+        skipped = reach.skipped(computed, self.config.block_size)
+        return [block for index, block in enumerate(line) if index not in skipped]
 
     @property
     def no_blocks(self) -> list[list[KVCacheBlock]]:
@@ -123,8 +127,7 @@ class Blocks:
         """Check that the new tokens attend to what this row would have written, or raise AssertionError."""
         marked = row.marked_tokens
         for line, reach in zip(row.lines, self.config.reaches, strict=True):
-            first = reach.first_read(row.computed)
-            for position in range(first, row.computed + num_new) if num_new else ():
+            for position in reach.reads(row.computed, row.computed + num_new) if num_new else ():
                 found = list(self.cache[self._place(line, position)])
                 wanted = marked[: position + 1]
                 if self.config.reuse_answers:  # their shape may differ
@@ -180,10 +183,11 @@ class Blocks:
 
     def _line(self, group: int, names: list[BlockHash]) -> list[KVCacheBlock] | None:
         """Return a group's blocks of a prefix with this content; None if one is missing that is read."""
-        first = self.num_skipped(self.config.reaches[group], len(names) * self.config.block_size)
-        line = [self.pool.null_block] * min(first, len(names))
-        for name in names[first:]:
-            found = self.pool.get_cached_block(name, [group])
+        line = []
+        computed = len(names) * self.config.block_size
+        skipped = self.config.reaches[group].skipped(computed, self.config.block_size)
+        for index, name in enumerate(names):
+            found = [self.pool.null_block] if index in skipped else self.pool.get_cached_block(name, [group])
             if found is None:
                 return None
             line += found

@@ -13,20 +13,33 @@ NextToken = Callable[[list[int]], int]  # the token after these, prompt and answ
 
 @dataclass(frozen=True)
 class Reach:
-    """Tokens that a group of layers reads: all before, a window of them, or those of a chunk."""
+    """Tokens that a group of layers reads: all before, a window of them, or those of a chunk.
+
+    With a window or chunks, the first tokens of the sequence may be read by all.
+    """
 
     window: int | None = None  # positions a token attends to, its own included
     chunk: int | None = None  # a token attends to those from a multiple of it on
+    first_tokens: int = 0  # a token attends to so many at the beginning, too
 
     @property
     def is_full(self) -> bool:
         return self.window is None and self.chunk is None
 
     def first_read(self, position: int) -> int:
-        """Return the first position that the token at this one attends to."""
+        """Return the first position behind the first tokens that the token at this one attends to."""
         if self.chunk is not None:
             return position // self.chunk * self.chunk
         return 0 if self.window is None else max(position + 1 - self.window, 0)
+
+    def reads(self, first: int, end: int) -> list[int]:
+        """Return the positions that the tokens from `first` to before `end` attend to, and their own."""
+        behind = self.first_read(first)
+        return [*range(min(self.first_tokens, behind)), *range(behind, end)]
+
+    def skipped(self, position: int, block_size: int) -> range:
+        """Return the blocks that the token at a position, and any behind it, does not attend to."""
+        return range(-(-self.first_tokens // block_size), self.first_read(position) // block_size)
 
     def most_kept(self, num_in_flight: int) -> int | None:
         """Return the most neighbouring tokens that are needed while so many are computed; None: all."""

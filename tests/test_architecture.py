@@ -29,6 +29,7 @@ GROUND = {
 VERSIONS = "jaxpaged/contracts/versions.py"
 ATTENTIONS = "jaxpaged/contracts/attentions.py"
 SAMPLERS = "jaxpaged/contracts/samplers.py"
+LAYER_KINDS = "jaxpaged/contracts/layer_kinds.py"
 MEMORY = {"pallas_kernels", "jaxpaged/memory", VERSIONS, *GROUND}
 MODELS = {"jaxpaged/models", "jaxpaged/digest.py", "jaxpaged/disk_cache.py", ATTENTIONS, *MEMORY}
 # The compiled part: from here on no thread and no clock.
@@ -41,7 +42,14 @@ STEP = {
     *MODELS,
 }
 HANDOVER = {"jaxpaged/handover", *STEP}
-ENGINE = {"jaxpaged/engine", "jaxpaged/code_digest.py", "jaxpaged/routing.py", "jaxpaged/text", *HANDOVER}
+ENGINE = {
+    "jaxpaged/engine",
+    LAYER_KINDS,
+    "jaxpaged/code_digest.py",
+    "jaxpaged/routing.py",
+    "jaxpaged/text",
+    *HANDOVER,
+}
 POOLING = {"jaxpaged/pooling", *ENGINE}
 API = {"jaxpaged/api", *POOLING}
 # Each part, and the parts of our own that it may import.
@@ -74,6 +82,7 @@ ALLOWED = {
     VERSIONS: {"jaxpaged/checks.py", "pallas_kernels"},
     ATTENTIONS: {"jaxpaged/checks.py", VERSIONS, "pallas_kernels"},
     SAMPLERS: {"jaxpaged/checks.py", VERSIONS},
+    LAYER_KINDS: {"jaxpaged/checks.py", VERSIONS, "jaxpaged/memory"},
     # What parts from outside import; nothing of ours does.
     "jaxpaged/contracts": {"jaxpaged/sampling.py", ATTENTIONS, SAMPLERS, *MEMORY},
     "jaxpaged/moved.py": set(),

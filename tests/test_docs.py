@@ -46,6 +46,7 @@ MODELS = {"smollm2": "tiny.gguf", "Qwen3-Embedding-0.6B": ROOT / "tests" / "gold
 # Pages whose engines share no program with other tests.
 SLOW = {
     "docs/research/attention.md",
+    "docs/research/layer_kinds.md",
     "docs/research/sampler.md",
     "docs/research/lab.md",
     "docs/guides/adapters.md",

@@ -1,4 +1,4 @@
-"""Contracts of the parts that users may write: layouts, policies, attention, samplers.
+"""Contracts of the parts that users may write: layouts, policies, attention, samplers, kinds of layers.
 
 A part from outside needs nothing of ours but what stands here. `docs/research/contracts.md` says what may
 change between releases. A part declares the version that it is written for as `contract`.
@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from jaxpaged.contracts.attentions import Attention, Support, attention
     from jaxpaged.contracts.samplers import Sampler, SamplingOptions, keys, sampler
     from jaxpaged.contracts.versions import SERVED
+    from jaxpaged.memory.cache_specs import CacheSpec
     from jaxpaged.memory.eviction import policy
     from jaxpaged.memory.policies import Policy
     from jaxpaged.memory.ranked_queue import RankedQueue, Ranking
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = [
     "SERVED",
     "Attention",
+    "CacheSpec",
     "Dense",
     "Layout",
     "Location",
@@ -44,6 +46,7 @@ HOMES = {
     "SERVED": "jaxpaged.contracts.versions",
     **dict.fromkeys(("Attention", "Support", "attention"), "jaxpaged.contracts.attentions"),
     **dict.fromkeys(("Sampler", "SamplingOptions", "keys", "sampler"), "jaxpaged.contracts.samplers"),
+    "CacheSpec": "jaxpaged.memory.cache_specs",
     "policy": "jaxpaged.memory.eviction",
     "Policy": "jaxpaged.memory.policies",
     **dict.fromkeys(("RankedQueue", "Ranking"), "jaxpaged.memory.ranked_queue"),

@@ -27,7 +27,7 @@ from pallas_kernels.ops import TiledImplementation
 from pallas_kernels.support import listed
 
 OPERATIONS = ("decode", "prompts", "ragged")
-OPTIONS = ("alibi_slopes", "attention_chunk", "sinks", "sliding_window", "soft_cap")
+OPTIONS = ("alibi_slopes", "attention_chunk", "layer_kind", "sinks", "sliding_window", "soft_cap")
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,13 @@ from pallas_kernels.outside import is_path
 __all__ = ["SERVED", "check_version", "imported", "is_path"]
 
 # The versions that this release serves, by kind of part, the newest last.
-SERVED: dict[str, tuple[int, ...]] = {"layout": (1,), "policy": (1,), "attention": (1,), "sampler": (1,)}
+SERVED: dict[str, tuple[int, ...]] = {
+    "layout": (1,),
+    "policy": (1,),
+    "attention": (1,),
+    "sampler": (1,),
+    "layer_kind": (1,),
+}
 
 
 def imported(option: str, path: str, rule: str) -> Any:

@@ -11,13 +11,14 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxpaged.checks import InputError, check
-from jaxpaged.code_digest import digest_of
+from jaxpaged.code_digest import digest_of, trace_anew_if_changed
 from jaxpaged.config import AUTO, PREFILL_TILE, EngineConfig
-from jaxpaged.contracts import attentions, samplers
+from jaxpaged.contracts import attentions, layer_kinds, samplers
 from jaxpaged.contracts.attentions import Attention
 from jaxpaged.contracts.samplers import Sampler
 from jaxpaged.memory import eviction
-from jaxpaged.memory.grouping import Grouping, grouping_of, one_group, widest
+from jaxpaged.memory.cache_specs import FULL, CacheSpec, together
+from jaxpaged.memory.grouping import Grouping, grouping_of, one_group
 from jaxpaged.memory.policies import Policy
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.layer_form import form_of
@@ -51,16 +52,30 @@ class Setup:
     config: EngineConfig
     whole: ModelConfig  # the model; `model_config` describes what one device computes
 
+    def __post_init__(self) -> None:
+        """Give the model's layers their kinds from outside. Raises `InputError`."""
+        object.__setattr__(self, "whole", self.whole.with_kinds(self.kinds) if self.kinds else self.whole)
+
+    @functools.cached_property
+    def kinds(self) -> tuple[CacheSpec | None, ...]:
+        """Kind from outside of each layer of the model; empty if none is asked for."""
+        if self.config.layer_kind is None:
+            return ()
+        reads_all = tuple(kind.cache_spec == FULL for kind in self.whole.layers)
+        return layer_kinds.named(self.config.layer_kind).each(self.whole.num_layers, reads_all)
+
     def check(self) -> None:
         """Raise `InputError` if the layout, the loop over layers, or the shards do not go with the model, or
-        a part from outside cannot be used.
+        a part from outside cannot be used. What JAX has traced of other code of such parts is dropped.
         """
         _ = self.mesh
         if rule := self.layout.why_not_heads(self.whole.num_kv_heads):
             raise InputError(f"kv_layout={self.layout}: {rule}")
         self._check_loop_over_layers()
         _ = self.shards
-        _ = self.policy, self.sampler, self.attention
+        parts = self.layout, self.attention, self.sampler, self.policy
+        if self.has_outsiders:
+            trace_anew_if_changed(" ".join(str(getattr(part, "name", part)) for part in parts), *parts)
 
     @functools.cached_property
     def dtype(self) -> jnp.dtype:
@@ -85,7 +100,7 @@ class Setup:
     def load_as(self, number: int = 0) -> LoadAs:
         """Return the form in which a device's weights are loaded; `number` is that of its shard."""
         shard = self.shards[number] if self.shards else None
-        return LoadAs(self.dtype, self.config.quantization, shard, self.config.loop_over_layers)
+        return LoadAs(self.dtype, self.config.quantization, shard, self.config.loop_over_layers, self.kinds)
 
     @functools.cached_property
     def model_config(self) -> ModelConfig:
@@ -128,13 +143,13 @@ class Setup:
     @property
     def has_outsiders(self) -> bool:
         """Whether a part that the loop computes with is from outside."""
-        is_ours = self.sampler is None and not isinstance(self.attention, Attention)
+        is_ours = self.sampler is None and not isinstance(self.attention, Attention) and not self.kinds
         return not (is_ours and layouts.is_ours(self.layout) and self.policy in eviction.OURS)
 
     @functools.cached_property
     def code_digest(self) -> str | None:
         """Digest of the code of all parts that may be from outside; None if one cannot be described."""
-        return digest_of(self.layout, self.attention, self.sampler, self.policy)
+        return digest_of(self.layout, self.attention, self.sampler, self.policy, *dict.fromkeys(self.kinds))
 
     @functools.cached_property
     def max_model_len(self) -> int:
@@ -165,7 +180,7 @@ class Setup:
         """Layers that share a block table."""
         specs = self.whole.cache_specs
         if self.config.disable_hybrid_kv_cache_manager:
-            return one_group(widest(specs), len(specs))
+            return one_group(together(specs), len(specs))
         return grouping_of(specs)
 
     def step_config(self, num_blocks: int) -> StepConfig:
@@ -212,6 +227,7 @@ class Setup:
             for name in ("attention_chunk", "sliding_window")
             if any(getattr(kind, name) is not None for kind in c.attention_kinds)
         }
+        bounds |= {"layer_kind"} if any(self.kinds) else set()
         call = attentions.Call(
             dtype=self.dtype,
             head_dim=c.head_dim,
@@ -255,6 +271,9 @@ class Setup:
         """Return why an implementation of attention does not serve this setup; None if it does."""
         c = self.model_config
         window = max((kind.most_seen for kind in c.layers if kind.most_seen is not None), default=None)
+        own = next((kind for kind in self.kinds if kind is not None), None)
+        if own is not None and implementation != "xla":
+            return f"the {implementation} kernel serves no layer_kind from outside, as {own!r}"
         if implementation == "native":
             extras = ", ".join(c.attention_extras)
             why_not = native.why_not_cache(self.layout, self.dtype)

@@ -288,6 +288,7 @@ def _created(
         vocab_size=setup.model_config.vocab_size,
         prefix_caching=prefix_caching,
         num_groups=setup.grouping.num_groups,
+        first_blocks=setup.grouping.first_blocks(config.block_size),
         policy=setup.policy,
         lora=config.enable_lora,
         mesh=mesh,

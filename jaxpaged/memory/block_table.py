@@ -37,13 +37,24 @@ class AppendInfo:
 
 
 def create(
-    pool: BlockPool, max_seqs: int, max_blocks_per_seq: int, block_size: int, num_groups: int = 1
+    pool: BlockPool,
+    max_seqs: int,
+    max_blocks_per_seq: int,
+    block_size: int,
+    num_groups: int = 1,
+    first_blocks: tuple[int, ...] = (),
 ) -> BlockTables:
-    """Create empty tables over `pool`, with a line for each group of layers in every row."""
+    """Create empty tables over `pool`, with a line for each group of layers in every row.
+
+    first_blocks: see `BlockTables`.
+    """
     sizes = {"max_seqs": max_seqs, "max_blocks_per_seq": max_blocks_per_seq, "block_size": block_size}
     sizes["num_groups"] = num_groups
     for name, value in sizes.items():
         check(name, value, "at least 1", value >= 1)
+    rule = f"empty, or num_groups={num_groups} numbers that are not negative"
+    is_one_each = len(first_blocks) == num_groups and min(first_blocks) >= 0
+    check("first_blocks", first_blocks, rule, not first_blocks or is_one_each)
     cache = pool.prefix_cache
     if cache is not None and cache.block_size != block_size:
         raise ValueError(f"{cache.block_size=} must equal {block_size=}")
@@ -55,6 +66,7 @@ def create(
         chains=prefix_cache.root(cache, jnp.zeros(max_seqs, jnp.int32)),
         block_size=block_size,
         num_groups=num_groups,
+        first_blocks=first_blocks,
     )
 
 
@@ -228,10 +240,13 @@ def cache_full_blocks(
         tokens_at(jnp.broadcast_to(row[:, None], positions.shape), positions),
     )
     pool = block_pool.note_content(replace(tables.pool, prefix_cache=cache), block_ids, col, used)
-    for group in range(1, tables.num_groups):
-        its_ids = tables.block_tables[tables.line_of(row, group), col]
-        cache = group_content.insert(cache, block_ids, its_ids, group, used)
-        pool = block_pool.note_content(replace(pool, prefix_cache=cache), its_ids, col, used)
+    if tables.num_groups > 1:
+        groups = range(1, tables.num_groups)
+        its_ids = jnp.stack([tables.block_tables[tables.line_of(row, group), col] for group in groups])
+        cache = group_content.insert(cache, block_ids, its_ids, used)
+        pool = replace(pool, prefix_cache=cache)
+        for ids in its_ids:
+            pool = block_pool.note_content(pool, ids, col, used)
     tables = replace(tables, pool=pool, chains=chains)
     return tables, StatusInfo(flag(too_few, Status.TOO_FEW_TOKENS) | flag(too_many, Status.TOO_MANY_BLOCKS))
 
@@ -247,7 +262,7 @@ def free_rows(tables: BlockTables, rows: Bool[Array, " max_seqs"]) -> tuple[Bloc
     def free() -> tuple[BlockTables, FreeInfo]:
         held = tables.each_line(tables.num_blocks) - tables.num_skipped
         counts = jnp.where(tables.each_line(rows), held, 0)
-        freed, info = _release(tables, tables.num_skipped, counts)
+        freed, info = _release(tables, jnp.zeros_like(counts), counts)
         return _clear(freed, rows & (info.status == Status.OK)), info
 
     return lax.cond(jnp.any(rows), free, lambda: (tables, FreeInfo(jnp.int32(0), jnp.int32(Status.OK))))
@@ -262,15 +277,18 @@ def truncate(tables: BlockTables, num_tokens: Int[Array, " max_seqs"]) -> tuple[
     """Give back the last `num_tokens[r]` tokens of each row r, and the blocks that hold nothing else.
 
     In the order of `free_rows`. Costs O(max_seqs), and what is given back. Status: TOO_FEW_TOKENS (a row has
-    not so many, or the window has left what would be its end).
+    not so many, or its end would be among the blocks out of reach).
     """
     seq_lens = tables.seq_lens - num_tokens
     lens = tables.each_line(seq_lens)
-    too_few = jnp.any((lens < tables.num_skipped * tables.block_size) & (lens != 0))
-    left = jnp.where(lens == 0, tables.num_skipped, cdiv(lens, tables.block_size))
-    counts = jnp.where(too_few, 0, tables.each_line(tables.num_blocks) - left)
+    gap_end = tables.num_skipped
+    if tables.first_blocks:
+        gap_end = jnp.where(gap_end > 0, gap_end + tables.num_first, 0)
+    too_few = jnp.any((lens < gap_end * tables.block_size) & (lens != 0))
+    kept = jnp.where(lens == 0, 0, cdiv(lens, tables.block_size) - tables.num_skipped)
+    counts = jnp.where(too_few, 0, tables.each_line(tables.num_blocks) - tables.num_skipped - kept)
     before = tables
-    tables, info = _release(tables, left, counts)
+    tables, info = _release(tables, kept, counts)
     status = info.status | flag(too_few, Status.TOO_FEW_TOKENS)
     ok = status == Status.OK
     tables = replace(tables, seq_lens=jnp.where(ok, seq_lens, before.seq_lens))
@@ -289,13 +307,14 @@ def slide_window(
 ) -> tuple[BlockTables, FreeInfo]:
     """Free the blocks that hold nothing but the first `num_skipped_tokens[i]` tokens of line i.
 
-    The null block stands in for them. Order and costs as in `truncate`.
+    Those of `BlockTables.first_blocks` stay. The null block stands in for the others. Order and costs as in
+    `truncate`.
     Status: TOO_FEW_TOKENS (a row has not so many).
     """
     too_few = jnp.any(num_skipped_tokens > tables.each_line(tables.seq_lens))
-    num_skipped = jnp.maximum(num_skipped_tokens // tables.block_size, tables.num_skipped)
+    num_skipped = jnp.maximum(num_skipped_tokens // tables.block_size - tables.num_first, tables.num_skipped)
     counts = jnp.where(too_few, 0, num_skipped - tables.num_skipped)
-    tables, info = _release(tables, tables.num_skipped, counts)
+    tables, info = _release(tables, tables.num_first, counts)
     status = info.status | flag(too_few, Status.TOO_FEW_TOKENS)
     num_skipped = jnp.where(status == Status.OK, num_skipped, tables.num_skipped)
     return replace(tables, num_skipped=num_skipped), replace(info, status=status)
@@ -330,7 +349,9 @@ def slot_mapping(
 def _release(
     tables: BlockTables, first: Int[Array, " num_lines"], counts: Int[Array, " num_lines"]
 ) -> tuple[BlockTables, FreeInfo]:
-    """Free `counts[i]` blocks of each line i from place `first[i]` on; the null block takes their places.
+    """Free `counts[i]` of the blocks that each line i holds, from its `first[i]`-th on.
+
+    The null block takes their places.
 
     Refused is what tables that are broken already name too often; what goes before it is freed.
     """
@@ -339,7 +360,7 @@ def _release(
 
     def free_some(sweep: Sweep, row: Array, k: Array, used: Array, carry: Carry) -> Carry:
         tables, info = carry
-        col = first[row] + (counts[row] - 1 - k if sweep.last_block_first else k)
+        col = tables.places(row, first[row] + (counts[row] - 1 - k if sweep.last_block_first else k))
         pool, freed = block_pool.free(tables.pool, tables.block_tables[row, col], used, sweep)
         tables = replace(tables, pool=pool)
         if sweep is sweeps[-1]:  # earlier sweeps still look their blocks up by name

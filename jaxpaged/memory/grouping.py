@@ -40,6 +40,11 @@ class Grouping:
     def num_layers(self) -> int:
         return sum(map(len, self.groups))
 
+    def first_blocks(self, block_size: int) -> tuple[int, ...]:
+        """Return how many blocks at the beginning stay in a row's line of each group; empty if none does."""
+        counts = tuple(cdiv(spec.first_tokens, block_size) for spec in self.specs)
+        return counts if any(counts) else ()
+
     @property
     def of_step(self) -> "Grouping":
         """Return what a step must know: not the layers of a single group, so models of any depth share it."""
@@ -100,11 +105,6 @@ def grouping_of(specs: Sequence[CacheSpec]) -> Grouping:
         for first in range(cdiv(n, size))
     ]
     return Grouping(tuple(spec for spec, _ in made), tuple(layers for _, layers in made))
-
-
-def widest(specs: Sequence[CacheSpec]) -> CacheSpec:
-    """Return the specification that keeps most: what it does not keep is of no use to any layer."""
-    return max(specs, key=_reach)
 
 
 def _reach(spec: CacheSpec) -> float:

@@ -91,13 +91,15 @@ def _check_tables(tables: BlockTables) -> None:
         which = f"row {row}" if tables.num_groups == 1 else f"row {row}, group {group},"
         num_blocks = cdiv(int(tables.seq_lens[row]), tables.block_size)
         num_skipped = int(tables.num_skipped[number])
+        first = tables.first_blocks[group] if tables.first_blocks and num_skipped else 0
         _require(
-            0 <= num_skipped <= num_blocks <= tables.max_blocks_per_seq,
+            0 <= num_skipped <= num_blocks - first and num_blocks <= tables.max_blocks_per_seq,
             f"{which} has {num_blocks} blocks, {num_skipped} of them out of its window",
         )
         for place, block_id in enumerate(line):
+            is_held = place < num_blocks and not first <= place < first + num_skipped
             _require(
-                (block_id != NULL_BLOCK) == (num_skipped <= place < num_blocks),
+                (block_id != NULL_BLOCK) == is_held,
                 f"{which} has {num_blocks} blocks, {num_skipped} of them out of its window, but names "
                 f"block {block_id} at place {place}",
             )

@@ -23,10 +23,13 @@ class BlockTables:
     pool: BlockPool
     block_tables: Int[Array, "num_lines max_blocks_per_seq"]  # NULL_BLOCK beyond a line's blocks
     seq_lens: Int[Array, " max_seqs"]  # tokens each row has places for
-    num_skipped: Int[Array, " num_lines"]  # leading blocks out of reach, as NULL_BLOCK
+    # Blocks out of reach, as NULL_BLOCK: the leading ones, or those behind a group's first blocks.
+    num_skipped: Int[Array, " num_lines"]
     chains: Chain  # each row's cached prefix
     block_size: int = field(metadata={"static": True})  # tokens per block
     num_groups: int = field(default=1, metadata={"static": True})  # groups of layers
+    # Blocks at the beginning of each group's lines that stay in reach; empty: none do.
+    first_blocks: tuple[int, ...] = field(default=(), metadata={"static": True})
 
     @property
     def max_seqs(self) -> int:
@@ -54,6 +57,18 @@ class BlockTables:
     def num_held(self) -> Int[Array, " max_seqs"]:
         """Blocks that each row holds, in all its lines."""
         return self.per_row(self.each_line(self.num_blocks) - self.num_skipped)
+
+    @property
+    def num_first(self) -> Int[Array, " num_lines"]:
+        """Places at the beginning of each line whose blocks stay in reach."""
+        if not self.first_blocks:
+            return jnp.zeros(self.num_lines, jnp.int32)
+        return jnp.tile(jnp.asarray(self.first_blocks, jnp.int32), self.max_seqs)
+
+    def places(self, lines: Int[Array, " n"], k: Int[Array, " n"]) -> Int[Array, " n"]:
+        """Return the places in their lines of the `k`-th blocks, from 0, that the lines hold."""
+        behind = self.num_skipped[lines] + k
+        return jnp.where(k < self.num_first[lines], k, behind) if self.first_blocks else behind
 
     def each_line(self, of_rows: Array) -> Array:
         """Return the values of rows for each of their lines, along the first axis."""

@@ -4,18 +4,20 @@ import dataclasses
 
 import jax.numpy as jnp
 
+from jaxpaged.memory.cache_specs import CacheSpec
 from jaxpaged.models.layer_form import LayerForm, form_of
 from jaxpaged.models.shards import Shard
 
 
 @dataclasses.dataclass(frozen=True)
 class LoadAs:
-    """The form in which weights are loaded: dtype, quantisation, shard, and a loop over layers."""
+    """The form in which weights are loaded: dtype, quantisation, shard, a loop over layers, their kinds."""
 
     dtype: jnp.dtype  # data type of weights and activations
     quantization: str | None = None  # as `EngineConfig.quantization`
     shard: Shard | None = None  # None: the whole model
     loop_over_layers: bool | None = None  # as `EngineConfig.loop_over_layers`
+    kinds: tuple[CacheSpec | None, ...] = ()  # kind from outside of each layer; empty: none has one
 
     @property
     def form(self) -> LayerForm:

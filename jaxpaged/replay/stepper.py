@@ -16,7 +16,8 @@ from jaxpaged.config import EngineConfig
 from jaxpaged.engine.request import since
 from jaxpaged.engine.setup import Setup
 from jaxpaged.memory.block_table import BlockTables
-from jaxpaged.memory.grouping import grouping_of, one_group, widest
+from jaxpaged.memory.cache_specs import together
+from jaxpaged.memory.grouping import grouping_of, one_group
 from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.models import loading
 from jaxpaged.models.attention import PassBatch
@@ -146,7 +147,7 @@ def with_model(name: str, dump: Dump) -> tuple[Dump, Decoder]:
     shape = (grouping.num_layers or kv.num_layers, kv.num_kv_heads, kv.head_dim)
     rule = "the one that was served, of {} layers, KV heads and head_dim, vocabulary {} and {}"
     fits = (c.num_kv_layers, c.num_kv_heads, c.head_dim, c.vocab_size) == (*shape, dump.vocab_size)
-    fits &= grouping in (grouping_of(c.cache_specs).of_step, one_group(widest(c.cache_specs)))
+    fits &= grouping in (grouping_of(c.cache_specs).of_step, one_group(together(c.cache_specs)))
     check("model", name, rule.format(shape, dump.vocab_size, grouping.specs), fits)
     dtype: Any = str(kv.dtype)
     config = EngineConfig(dtype=dtype, block_size=dump.state.tables.block_size, kv_layout=kv.layout)

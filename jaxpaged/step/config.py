@@ -33,9 +33,9 @@ class StepConfig:
         object.__setattr__(self, "decode_widths", tuple(self.decode_widths))
 
     @property
-    def keeps_all(self) -> bool:
-        """Whether no block ever leaves the reach of its layers."""
-        return all(spec.most_kept(1) is None for spec in self.grouping.specs)
+    def keeps_sequence(self) -> bool:
+        """Whether the first group, which reads most, keeps all blocks of a sequence."""
+        return self.grouping.specs[0].most_kept(1) is None
 
     def blocks_of[T: (int, Array)](self, num_tokens: T, block_size: int) -> T:
         """Return how many blocks a row of `num_tokens` tokens holds at most at any time, in all groups."""
@@ -49,7 +49,7 @@ class StepConfig:
         blocks, kept = cdiv(num_tokens, block_size), spec.most_kept(self.num_tiles * PREFILL_TILE)
         if kept is None:
             return blocks
-        most = cdiv(kept, block_size) + 1
+        most = cdiv(kept, block_size) + 1 + cdiv(spec.first_tokens, block_size)
         return min(blocks, most) if isinstance(blocks, int) else jnp.minimum(blocks, most)
 
     def blocks_shared[T: (int, Array)](self, num_tokens: T, block_size: int) -> T | int:

@@ -53,6 +53,7 @@ def create(
     prefix_caching: Static[bool],
     policy: Static[Policy],
     num_groups: Static[int] = 1,
+    first_blocks: Static[tuple[int, ...]] = (),
     lora: Static[bool] = False,
 ) -> PerReplica[EngineState]:
     """Create a state without requests, with zeros for K and V of the shapes in `kv_cache`.
@@ -68,6 +69,7 @@ def create(
         prefix_caching=prefix_caching,
         policy=policy,
         num_groups=num_groups,
+        first_blocks=first_blocks,
     )
     zeros = jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), kv_cache)
     return create_state(tables, zeros, max_model_len, vocab_size, lora=lora)

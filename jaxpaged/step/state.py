@@ -239,11 +239,12 @@ def create_tables(
     prefix_caching: bool,
     policy: Policy = LRU,
     num_groups: int = 1,
+    first_blocks: tuple[int, ...] = (),
 ) -> BlockTables:
     """Create empty tables over a block pool of their own, as an engine schedules them."""
     cache = prefix_cache.create(num_blocks, block_size) if prefix_caching else None
     pool = block_pool.create(num_blocks, sized(policy, block_size), prefix_cache=cache)
-    return block_table.create(pool, num_rows, max_blocks_per_seq, block_size, num_groups)
+    return block_table.create(pool, num_rows, max_blocks_per_seq, block_size, num_groups, first_blocks)
 
 
 def create_state(

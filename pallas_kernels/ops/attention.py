@@ -144,8 +144,8 @@ def tiled_paged_attention(
             share it; None: each call makes its own, where it needs one.
         implementation: None stands for `choice.default_tiled_implementation`. "mosaic_gpu" takes tiles of up
             to 64 tokens; the kernel for decode steps computes short ones (`decode.attention.serves`).
-            "native" serves CPUs as `native.why_not` says, without slopes, soft cap, sinks and scales. "xla"
-            serves all.
+            "native" serves CPUs as `native.why_not` says, without slopes, soft cap, sinks, scales and kinds
+            of layers from outside. "xla" serves all.
         options: see `TiledOptions`.
 
     Returns: [num_tiles, tile_len, num_q_heads, head_dim] of q's type. Queries at or beyond seq_lens are
@@ -163,7 +163,7 @@ def tiled_paged_attention(
     pool = batch.pool
     if table_rows is not None:  # a tile without tokens may name any row
         batch = batch._replace(table_rows=jnp.clip(table_rows, 0, block_tables.shape[0] - 1))
-    not_native = ("alibi_slopes", "soft_cap", "sinks", "k_scale", "v_scale")
+    not_native = ("alibi_slopes", "layer_kind", "soft_cap", "sinks", "k_scale", "v_scale")
     biases = [name for name in not_native if getattr(checked, name) is not None]
     not_native_layout = native.why_not_layout(pool.layout, q.dtype)
     if implementation is None and not interpret:

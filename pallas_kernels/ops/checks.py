@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import layouts
 from pallas_kernels.layouts import Dense, Layout, Pool, Sizes
-from pallas_kernels.support import QUANTISED_DTYPES, Arrays, Batch, BlockSparse, Options
+from pallas_kernels.support import QUANTISED_DTYPES, Arrays, Batch, BlockSparse, LayerKind, Options
 
 # The axes of a cache of two arrays, in the order of `Sizes`: a layout's names, and the users'.
 AXES = {"block": "num_blocks", "token": "block_size", "head": "num_kv_heads", "dim": "head_dim"}
@@ -26,6 +26,7 @@ class TiledOptions(TypedDict, total=False):
     attention_chunk: (
         int | None
     )  # tokens: a query at p sees those from p // attention_chunk * attention_chunk on
+    layer_kind: LayerKind | None  # what a query sees, in place of a window or chunks; served by "xla"
     soft_cap: float | None  # bound of the logits, positive
     sinks: jax.Array | None  # [num_q_heads], a logit per head that joins the softmax's sum without a value
     k_scale: jax.Array | float | None  # of two quantised arrays, [num_kv_heads] or one for all heads
@@ -110,6 +111,8 @@ def _filled_in(
         raise ValueError(f"attention_chunk={chunk} must be at least 1")
     if chunk is not None and window is not None:
         raise ValueError(f"attention_chunk={chunk} must be None beside sliding_window={window}")
+    if options.layer_kind is not None and (chunk, window) != (None, None):
+        raise ValueError(f"layer_kind={options.layer_kind} must be None beside a window or chunks")
     if soft_cap is not None and not soft_cap > 0:
         raise ValueError(f"soft_cap={soft_cap} must be positive")
     if sparse is not None and (min(sparse.block_size, sparse.vertical_stride) < 1 or sparse.local_blocks < 0):

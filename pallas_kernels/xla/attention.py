@@ -151,6 +151,8 @@ def _visible(
     start = first_seen(seq_len - 1, options.sliding_window, options.attention_chunk)
     if start is not None:
         seen &= token >= start
+    if options.layer_kind is not None:
+        seen &= options.layer_kind.sees(seq_len - 1, token)
     if options.block_sparse is not None:
         sparse = options.block_sparse
         head = jnp.arange(num_q_heads).reshape(num_kv_heads, -1, 1, 1)

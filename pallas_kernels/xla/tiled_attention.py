@@ -66,11 +66,14 @@ def _attend_by_kv_head(
     block_size = pool.sizes.block_size
     blocks_per_chunk = min(max(CHUNK_TOKENS // block_size, 1), block_tables.shape[1])
     chunk_len = blocks_per_chunk * block_size
-    bounds = options.sliding_window, options.attention_chunk
-    begin = first_seen(query_starts, *bounds)  # what each tile's first query sees first
+    bounds, kind = (options.sliding_window, options.attention_chunk), options.layer_kind
+    # What each tile's first query sees first, behind the tokens that every query sees.
+    begin = first_seen(query_starts, *bounds) if kind is None else kind.first_read(query_starts)
+    first_tokens = 0 if kind is None else kind.first_tokens
     blocks, first_chunk, num_chunks = _blocks_seen(
-        block_tables, begin, seq_lens, block_size, blocks_per_chunk
+        block_tables, begin, first_tokens, seq_lens, block_size, blocks_per_chunk
     )
+    first_chunks = -(-first_tokens // chunk_len)
 
     # A tile's kv head is one entry of the batch of products; its "rows" are the queries of the tile that
     # share it.
@@ -103,6 +106,8 @@ def _attend_by_kv_head(
         else:
             # Columns past the table stand for its last one: their positions are past all tokens, and masked.
             number = first_chunk + i
+            if first_chunks:
+                number = jnp.where(i < first_chunks, i, number - first_chunks)
             columns = number[:, None] * blocks_per_chunk + jnp.arange(blocks_per_chunk)
             ids = jnp.take_along_axis(blocks, jnp.minimum(columns, blocks.shape[1] - 1), axis=1)
             kv_position = number[:, None] * chunk_len + jnp.arange(chunk_len)
@@ -111,11 +116,14 @@ def _attend_by_kv_head(
         # The barrier keeps XLA's CPU compiler from transposing K while it gathers, element by element.
         k = lax.optimization_barrier(k)
         tile_sees = kv_position < seq_lens[:, None]
-        if begin is not None and q_begin is not None:
-            tile_sees &= kv_position >= begin[:, None]
+        if begin is not None:
+            is_behind = kv_position >= begin[:, None]
+            tile_sees &= is_behind if not first_tokens else is_behind | (kv_position < first_tokens)
             kv_position = jnp.repeat(kv_position, num_kv_heads, axis=0)[:, None]
         seen = kv_position < bound
-        if q_begin is not None:
+        if kind is not None:
+            seen &= kind.sees(q_position, kv_position)
+        elif q_begin is not None:
             seen &= kv_position >= q_begin
         # Stale slots may hold anything, NaN included, and 0 * NaN is NaN: V is zeroed where no query sees it.
         v = jnp.where(tile_sees[:, :, None], v, 0)
@@ -144,11 +152,15 @@ def _attend_by_kv_head(
 def _blocks_seen(
     block_tables: Int[Array, "num_tiles max_blocks_per_seq"],
     begin: Int[Array, " num_tiles"] | None,
+    first_tokens: int,
     seq_lens: Int[Array, " num_tiles"],
     block_size: int,
     blocks_per_chunk: int,
 ) -> tuple[Int[Array, "num_tiles padded"], Int[Array, " num_tiles"] | None, Int[Array, ""]]:
     """Return the blocks that each tile sees, its first chunk, and how many chunks some tile needs from there.
+
+    With `first_tokens`, which every tile sees, their chunks come before: they are counted, and the first
+    chunk is behind them.
 
     The null block replaces blocks that a tile does not see, and pads to whole chunks. Chunks are counted from
     position 0 whatever the bound: which ones a tile is computed in, and so its bits, must not depend on
@@ -160,9 +172,12 @@ def _blocks_seen(
     first_chunk = None
     num_chunks = -(-jnp.max(seq_lens) // chunk_len)
     if begin is not None:
-        seen &= block_start + block_size > begin[:, None]
-        first_chunk = jnp.maximum(begin, 0) // chunk_len
-        num_chunks = jnp.maximum(jnp.max(-(-seq_lens // chunk_len) - first_chunk), 0)
+        is_behind = block_start + block_size > begin[:, None]
+        seen &= is_behind if not first_tokens else is_behind | (block_start < first_tokens)
+        first_chunk, first_chunks = jnp.maximum(begin, 0) // chunk_len, -(-first_tokens // chunk_len)
+        if first_chunks:
+            first_chunk = jnp.maximum(first_chunk, first_chunks)
+        num_chunks = jnp.maximum(jnp.max(-(-seq_lens // chunk_len) - first_chunk), 0) + first_chunks
     padding = -block_tables.shape[1] % blocks_per_chunk
     blocks = jnp.pad(jnp.where(seen, block_tables, 0), ((0, 0), (0, padding)))
     return blocks, first_chunk, num_chunks

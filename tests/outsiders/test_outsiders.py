@@ -37,12 +37,12 @@ OUTSIDERS = "tests.outsiders"
 slow = pytest.mark.slow
 
 
-@pytest.mark.parametrize("name", ["attention", "layout", "policy", "sampler"])
+@pytest.mark.parametrize("name", ["attention", "layer_kind", "layout", "policy", "sampler"])
 def test_an_outsider_needs_nothing_of_ours_but_the_contracts(name):
     tree = ast.parse((FOLDER / f"{name}.py").read_text())
     modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     modules |= {each.name for node in ast.walk(tree) if isinstance(node, ast.Import) for each in node.names}
-    assert modules <= {"jax", "jax.numpy", "numpy", "jaxpaged.contracts"}
+    assert modules <= {"dataclasses", "jax", "jax.numpy", "numpy", "jaxpaged.contracts"}
 
 
 def test_all_that_the_contracts_name_is_there_and_versions_agree():

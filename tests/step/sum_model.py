@@ -39,16 +39,12 @@ class SumModel(nnx.Module):
     ) -> tuple[jax.Array, KVCache]:
         value = jnp.broadcast_to(token_ids[:, None, None], (token_ids.shape[0], 1, 2)).astype(jnp.float32)
         zero = jnp.zeros_like(value)
-        kinds = [
-            LayerKind(
-                sliding_window=getattr(spec, "window", None), attention_chunk=getattr(spec, "chunk", None)
-            )
-            for spec in self.specs
-        ]
+        kinds = [kind_of(spec) for spec in self.specs]
         total = jnp.zeros_like(positions)
         for layer, spec in enumerate(self.specs):
             mean, cache = attend(cache, layer, zero, zero, value, batch, scale=1.0, kinds=kinds)
             num_seen = positions + 1 - spec.first_read(positions)
+            num_seen += jnp.minimum(spec.first_tokens, spec.first_read(positions))
             total += jnp.round(mean[:, 0, 0] * num_seen).astype(jnp.int32)
         return jax.nn.one_hot(total % VOCAB, VOCAB), cache
 
@@ -56,9 +52,19 @@ class SumModel(nnx.Module):
         return hidden @ jnp.asarray(LOGITS, jnp.float32)
 
 
+def kind_of(spec: CacheSpec) -> LayerKind:
+    """Return what bounds the attention of a layer that reads as `spec` says."""
+    if spec.first_tokens:
+        return LayerKind(own=spec)
+    return LayerKind(
+        sliding_window=getattr(spec, "window", None), attention_chunk=getattr(spec, "chunk", None)
+    )
+
+
 def total_of(reaches: tuple[reference.Reach, ...], tokens: list[int]) -> int:
     """Return the sum of the visible tokens over all groups, modulo VOCAB."""
-    return sum(sum(tokens[reach.first_read(len(tokens) - 1) :]) for reach in reaches) % VOCAB
+    read = (tokens[place] for reach in reaches for place in reach.reads(len(tokens) - 1, len(tokens)))
+    return sum(read) % VOCAB
 
 
 def next_token(
