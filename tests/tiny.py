@@ -161,9 +161,10 @@ def load_quantised(load_as: LoadAs) -> Decoder:
 
 
 def load(load_as: LoadAs, config: ModelConfig = CONFIG) -> Decoder:
-    """Load the tiny model; `config` may be one with the same weights."""
+    """Load the tiny model, or one that differs in layers."""
     quantisation = OnLoad(load_as.quantization) if load_as.quantization else None
-    return Decoder(StoredWeights(config, NAMES, weights(), load_as, quantisation))
+    its = weights() if len(config.layers) == len(CONFIG.layers) else weights(config)
+    return Decoder(StoredWeights(config, NAMES, its, load_as, quantisation))
 
 
 def with_window(sliding_window: int | None) -> ModelConfig:
@@ -171,12 +172,14 @@ def with_window(sliding_window: int | None) -> ModelConfig:
     return dataclasses.replace(CONFIG, layers=tuple(layers))
 
 
-def mixed(*kinds: LayerKind) -> ModelConfig:
+def mixed(*kinds: LayerKind, num_layers: int = len(CONFIG.layers)) -> ModelConfig:
     """Return the tiny model with these bounds of attention, layer by layer in turn."""
     bounds = itertools.cycle((kind.sliding_window, kind.attention_chunk) for kind in kinds)
     layers = [
         dataclasses.replace(layer, sliding_window=window, attention_chunk=chunk)
-        for layer, (window, chunk) in zip(CONFIG.layers, bounds, strict=False)
+        for layer, (window, chunk) in zip(
+            uniform(num_layers, rope=CONFIG.layers[0].rope), bounds, strict=False
+        )
     ]
     return dataclasses.replace(CONFIG, layers=tuple(layers))
 
