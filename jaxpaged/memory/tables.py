@@ -65,6 +65,13 @@ class BlockTables:
             return jnp.zeros(self.num_lines, jnp.int32)
         return jnp.tile(jnp.asarray(self.first_blocks, jnp.int32), self.max_seqs)
 
+    @property
+    def first_held(self) -> Int[Array, " num_lines"]:
+        """Place of the first block that each line holds, if it holds any."""
+        if not self.first_blocks:
+            return self.num_skipped
+        return jnp.where(self.num_first > 0, 0, self.num_skipped)
+
     def places(self, lines: Int[Array, " n"], k: Int[Array, " n"]) -> Int[Array, " n"]:
         """Return the places in their lines of the `k`-th blocks, from 0, that the lines hold."""
         behind = self.num_skipped[lines] + k
