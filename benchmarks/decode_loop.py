@@ -21,6 +21,7 @@ from jaxpaged.engine import gpu_flags
 from jaxpaged.engine.setup import WATERMARK
 from jaxpaged.memory import block_table
 from jaxpaged.memory.block_table import BlockTables
+from jaxpaged.memory.grouping import Grouping, one_group
 from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.status import raise_if_error
 from jaxpaged.step import admission, loop
@@ -125,18 +126,25 @@ def create(
     prefix_caching: bool,
     attention: TiledImplementation,
     free_slots: int = 0,
+    grouping: Grouping | None = None,
 ) -> DecodeLoop:
     """Create a row for each of `seq_lens`, in a pool with blocks for `max_model_len` tokens each.
 
-    `free_slots` more could run beside them.
+    `free_slots` more could run beside them. Without a grouping all layers are one group.
     """
+    grouping = grouping or one_group()
     num_seqs = len(seq_lens)
     max_num_seqs = num_seqs + free_slots
     hidden = jax.ShapeDtypeStruct((max_num_seqs, model.hidden_size), model.dtype)
     vocab_size = jax.eval_shape(model.logits, hidden).shape[1]
     num_rows = EngineConfig(max_num_seqs=max_num_seqs).num_rows
     tables = create_tables(
-        num_blocks, num_rows, cdiv(max_model_len, BLOCK_SIZE), BLOCK_SIZE, prefix_caching=prefix_caching
+        num_blocks,
+        num_rows,
+        cdiv(max_model_len, BLOCK_SIZE),
+        BLOCK_SIZE,
+        prefix_caching=prefix_caching,
+        num_groups=grouping.num_groups,
     )
 
     rng = np.random.default_rng(0)
@@ -163,6 +171,7 @@ def create(
         tiles_per_pass=num_tiles,
         attention=attention,
         watermark_blocks=int(WATERMARK * num_blocks),
+        grouping=grouping,
     )
     max_blocks = sum(cdiv(n, BLOCK_SIZE) for n in seq_lens)
     tables = _fill(state.tables, state.rows, lens, config=config, max_blocks=max_blocks)
@@ -174,7 +183,8 @@ def _fill(
     tables: BlockTables, rows: Rows, seq_lens: jax.Array, *, config: StepConfig, max_blocks: int
 ) -> BlockTables:
     """Let every row have its tokens in the cache, and its full blocks findable."""
-    tables, _ = block_table.append(tables, seq_lens, max_new_blocks=max_blocks)
+    most = max_blocks * tables.num_groups
+    tables, _ = block_table.append(tables, seq_lens, max_new_blocks=most)
     if tables.pool.prefix_cache is None:
         return tables
     keys = functools.partial(admission.cache_keys, rows, config=config)

@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from jaxpaged.models.config import Llama3Scaling, ModelConfig, Rope, uniform
+from jaxpaged.models.config import ModelConfig, uniform
+from jaxpaged.models.ropes import Llama3Scaling, Rope
 
 LLAMA_3_SCALING = Llama3Scaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_len=8192)
 

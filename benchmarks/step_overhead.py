@@ -3,6 +3,7 @@
     python -m benchmarks.step_overhead [--repeats 20] [--out FILE]      the sizes for this device
     python -m benchmarks.step_overhead --model smollm2                  and the share of a real step
     python -m benchmarks.step_overhead --max_model_len 2048 --max_model_len 131072     and what length costs
+    python -m benchmarks.step_overhead --num_groups 1 --num_groups 6    and what groups of layers cost
     python -m benchmarks.step_overhead --smoke                          once, tiny
 
 JSON lines on stdout. The engine's own `loop.run` with the model replaced by a constant: all rows decode, of
@@ -15,6 +16,10 @@ XLA_FLAGS=--xla_gpu_enable_command_buffer=+FUSION.
 With lengths given, 256 rows of each length run in turns instead. In the `phase` "decode" they do; in "admit"
 one slot is left, and in each step a request is admitted that hits four blocks, has 32 tokens computed and
 published, and is freed. `ratio` is the least time over that of the first length.
+
+With numbers of groups given, the rows of this device's sizes decode in turns with so many groups of layers,
+in a pool of twice as many blocks. The first group sees all tokens, the others a window of `WINDOW` tokens.
+`ratio` is the least time over that of the first number.
 """
 
 from collections.abc import Iterator
@@ -29,6 +34,8 @@ from jaxpaged.config import EngineConfig
 from jaxpaged.engine import gpu_flags
 from jaxpaged.engine.setup import Setup
 from jaxpaged.memory import kv_cache
+from jaxpaged.memory.cache_specs import FULL, CacheSpec, SlidingWindow
+from jaxpaged.memory.grouping import MOST_GROUPS, Grouping
 from jaxpaged.models import loading
 from jaxpaged.models.constant import ConstantModel
 from jaxpaged.models.load_as import LoadAs
@@ -39,6 +46,9 @@ _REPEATS = flags.DEFINE_integer("repeats", 20, f"Runs of {MAX_STEPS} steps.", lo
 _MODEL = flags.DEFINE_string("model", None, "Also time a real model's steps: smollm2, or what LLM takes.")
 _DTYPE = flags.DEFINE_string("dtype", "auto", "Of the real model.")
 _LENGTHS = flags.DEFINE_multi_integer("max_model_len", [], "Tokens of a row; may be given several times.")
+_GROUPS = flags.DEFINE_multi_integer(
+    "num_groups", [], "Groups of layers; may be given several times.", lower_bound=1, upper_bound=MOST_GROUPS
+)
 _GPU = flags.DEFINE_boolean("gpu", False, "Fail where JAX does not use a Hopper GPU.")
 _SMOKE = flags.DEFINE_boolean("smoke", False, "Tiny sizes, two repeats.")
 _OUT = flags.DEFINE_string("out", None, "Append the lines to this file as well.")
@@ -46,6 +56,7 @@ _OUT = flags.DEFINE_string("out", None, "Append the lines to this file as well."
 MAX_MODEL_LEN = 1024
 SIZES = {"cpu": (64, 4096), "gpu": (256, 65536)}  # rows, blocks
 LONG_ROWS, LONG_BLOCKS = 256, 32768  # where lengths are compared
+WINDOW = 64  # tokens; in each step some rows give a block of each such group back
 LIMIT_US = {"cpu": 1000, "gpu": 150}  # what the engine promises of these sizes
 REAL_ROWS, REAL_BLOCKS = 16, 1040  # of the real model's step
 
@@ -63,6 +74,10 @@ def main(argv: list[str]) -> None:
     if _LENGTHS.value:
         num_rows, num_blocks = (4, 320) if _SMOKE.value else (LONG_ROWS, LONG_BLOCKS)
         for line in measure_lengths(_LENGTHS.value, num_rows, num_blocks, repeats):
+            results.put(line)
+        return
+    if _GROUPS.value:
+        for line in measure_groups(_GROUPS.value, num_rows, 2 * num_blocks, repeats):
             results.put(line)
         return
     for prefix_caching in (True,) if _SMOKE.value else (True, False):
@@ -115,6 +130,39 @@ def measure_lengths(
             line = _line("constant", num_rows, num_blocks, True, us[length][2:])
             ratio = min(us[length][2:]) / min(us[lengths[0]][2:])
             yield line | {"phase": phase, "max_model_len": length, "ratio": round(ratio, 3)}
+
+
+def measure_groups(
+    numbers: list[int], num_rows: int, num_blocks: int, repeats: int
+) -> Iterator[dict[str, Any]]:
+    """Return the lines of the constant model with several numbers of groups, run in turns."""
+    loops = {
+        number: decode_loop.create(
+            ConstantModel(),
+            kv_cache.create(0, num_blocks, decode_loop.BLOCK_SIZE, 1, 1, ConstantModel.dtype),
+            num_blocks=num_blocks,
+            seq_lens=[64 + row % decode_loop.BLOCK_SIZE for row in range(num_rows)],
+            max_model_len=MAX_MODEL_LEN,
+            prefix_caching=True,
+            attention="xla",
+            grouping=grouping(number),
+        )
+        for number in numbers
+    }
+    us: dict[int, list[float]] = {number: [] for number in numbers}
+    for _ in range(2 + repeats):  # the first compiles
+        for number, loop in loops.items():
+            us[number].append(loop.seconds_per_step() * 1e6)
+    for number in numbers:
+        line = _line("constant", num_rows, num_blocks, True, us[number][2:])
+        ratio = min(us[number][2:]) / min(us[numbers[0]][2:])
+        yield line | {"num_groups": number, "ratio": round(ratio, 3)}
+
+
+def grouping(num_groups: int) -> Grouping:
+    """Return groups of one layer: the first sees all tokens, the others a window."""
+    specs: list[CacheSpec] = [FULL, *[SlidingWindow(WINDOW)] * (num_groups - 1)]
+    return Grouping(tuple(specs), tuple((layer,) for layer in range(num_groups))).of_step
 
 
 def measure_real(name: str, dtype_name: Any, repeats: int) -> dict[str, Any]:

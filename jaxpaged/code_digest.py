@@ -40,6 +40,22 @@ def digest_of(*parts: Any) -> str | None:
     return walk.hash.hexdigest()
 
 
+# The digests of parts from outside, by their names, when they were last given.
+_last: dict[str, str | None] = {}
+
+
+def trace_anew_if_changed(name: str, *parts: Any) -> None:
+    """Clear JAX's caches if the parts of this name had other code when last given, or have no digest.
+
+    JAX finds what it has traced by a function's identity. A helper that is replaced leaves that as it is,
+    so the former helper would run. Call it before the parts are traced.
+    """
+    digest = digest_of(*parts)
+    if name in _last and (digest is None or digest != _last[name]):
+        jax.clear_caches()
+    _last[name] = digest
+
+
 class _Walk:
     """A walk over all that some parts can reach, each once."""
 

@@ -52,10 +52,15 @@ def layer(
     factors = linear(weights, f"{name}.altup_correct", routed(computed)) + 1
     out = predictions + factors.T[:, :, None] * (computed - predictions[0])
     first = out[0] * weights[f"{name}.altup_scale"] if config.altup.scaled else out[0]
-    gate = activate(config, linear(weights, f"{name}.layer_input_gate", first))
-    added = linear(weights, f"{name}.layer_input_out", gate * own)
-    out[1:] += norm(config, weights, f"{name}.layer_input_norm", added)
+    out[1:] += of_inputs(config, weights, name, first, own)
     return out
+
+
+def of_inputs(config: Any, weights: Weights, name: str, x: np.ndarray, own: np.ndarray) -> np.ndarray:
+    """Return what a layer's inputs, [num_tokens, width], add to its output: gated by x, and normed."""
+    gate = activate(config, linear(weights, f"{name}.layer_input_gate", x))
+    added = linear(weights, f"{name}.layer_input_out", gate * own)
+    return norm(config, weights, f"{name}.layer_input_norm", added)
 
 
 def with_laurel(

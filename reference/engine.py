@@ -383,10 +383,12 @@ class Engine:
         """Return whether nobody would look for blocks that only decoding has filled.
 
         Under their own names an answer's blocks are of use to their own request alone, and only if it gives
-        way in the next step and is computed again. With a window they must be published before they leave it.
+        way in the next step and is computed again. If even the first group has a window, its blocks must be
+        published before they leave it: they are the way to all others.
         """
-        is_tight = self.pool.get_num_free_blocks() < len(self._in_phase(Phase.RUNNING))
-        has_window = not all(reach.is_full for reach in self.config.reaches)
+        most = len(self._in_phase(Phase.RUNNING)) * len(self.config.reaches)
+        is_tight = self.pool.get_num_free_blocks() < most
+        has_window = not self.config.reaches[0].is_full
         return not (self.config.reuse_answers or has_window or is_tight)
 
     # Rows.

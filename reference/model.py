@@ -28,6 +28,7 @@ class Layer(Protocol):
     rope: Rope | None
     shares_kv: int | None  # number of an earlier layer, whose K and V it sees; None: its own
     sparsity: float  # share of the gate that is zero, if it is Gaussian
+    head_dim: int | None  # coordinates that the layer's heads have, if fewer; the rest of weights is padding
     temperature: Any  # None, or how queries grow with the position
     sliding_window: int | None  # tokens that a token sees, itself among them; None: all before it
     attention_chunk: (
@@ -49,6 +50,7 @@ class Config(Protocol):
     embedding_norm: bool
     altup: Any
     layer_inputs: Any
+    layer_scale: bool
     num_positions: int | None
     position_offset: int
     norm: str
@@ -95,8 +97,9 @@ def logits(config: Config, weights: Weights, token_ids: list[int], cache: Cache 
     first = cache.num_tokens if cache else 0
     x = embed(config, weights, token_ids, first)
     shared: KeysAndValues = {}
-    if config.altup is not None:
+    if config.layer_inputs is not None:
         own = altup.layer_inputs(config, weights, token_ids[first:], x)
+    if config.altup is not None:
         x = altup.started(config, weights, x)
     for number, kind in enumerate(config.layers):
         name = f"layers.{number}"
@@ -105,6 +108,10 @@ def logits(config: Config, weights: Weights, token_ids: list[int], cache: Cache 
             return layer(config, weights, name, kind, x, cache, shared)
 
         x = altup.layer(config, weights, name, x, own[:, number], compute) if config.altup else compute(x)
+        if config.layer_inputs is not None and config.altup is None:
+            x = x + altup.of_inputs(config, weights, name, x, own[:, number])
+        if config.layer_scale:
+            x = x * weights[f"{name}.layer_scale"]
     if config.altup is not None:
         x = altup.joined(config, weights, x)
     x = norm(config, weights, "norm", x)
@@ -196,7 +203,7 @@ def attention(
         qkv = qkv.clip(-c.qkv_clip, c.qkv_clip)
     ends = np.cumsum([c.num_q_heads * c.head_dim, c.num_kv_heads * c.head_dim])
     q, k, v = (qkv, qkv[:, :0], qkv[:, :0]) if is_sharing else np.split(qkv, ends, axis=1)
-    q, k, v = (y.reshape(num_tokens, -1, c.head_dim) for y in (q, k, v))
+    q, k, v = (y.reshape(num_tokens, -1, c.head_dim)[..., : kind.head_dim] for y in (q, k, v))
     if not c.norm_after_rope:
         q, k = qk_normed(c, weights, name, q, k)
     if kind.rope is not None:
@@ -240,6 +247,7 @@ def attention(
         weight = np.exp(scores - top)
         total = weight.sum(axis=-1, keepdims=True) + np.exp(sink - top)
         out[:, head] = weight / total @ v[:, head // group]
+    out = np.pad(out, ((0, 0), (0, 0), (0, c.head_dim - out.shape[-1])))
     return linear(weights, f"{name}.o", out.reshape(num_tokens, -1))
 
 
@@ -254,7 +262,9 @@ def qk_normed(
 
     def normed(part: str, x: np.ndarray) -> np.ndarray:
         whole = x.reshape(len(x), -1) if config.qk_norm == "all" else x
-        return norm(config, weights, f"{name}.{part}_norm", whole).reshape(x.shape)
+        weight = weights[f"{name}.{part}_norm.weight"]
+        weight = weight[: x.shape[-1]] if config.qk_norm == "head" else weight
+        return norm(config, {"norm.weight": weight}, "norm", whole).reshape(x.shape)
 
     return normed("q", q), normed("k", k) if k.size else k
 
@@ -375,6 +385,8 @@ def frequency(rope: Rope, pair: int, max_len: int) -> float:
     if hasattr(scaling, "long_factors"):
         is_long = max_len > scaling.original_max_len
         return plain / (scaling.long_factors if is_long else scaling.short_factors)[pair]
+    if hasattr(scaling, "num_pairs"):
+        return plain / scaling.factor if pair < scaling.num_pairs else 0.0
     if hasattr(scaling, "low_freq_factor"):
         return llama3_frequency(plain, scaling)
     if hasattr(scaling, "beta_fast"):

@@ -18,13 +18,14 @@ from jaxpaged.engine.engine import Engine
 from jaxpaged.engine.handle import collect
 from jaxpaged.engine.request import Delta, Request
 from jaxpaged.memory.invariants import check_invariants
-from jaxpaged.models.config import LayerKind, ModelConfig, Rope, uniform
+from jaxpaged.models.config import LayerKind, ModelConfig, uniform
 from jaxpaged.models.decoder import Decoder
 from jaxpaged.models.families.llama import NAMES
 from jaxpaged.models.load_as import LoadAs
 from jaxpaged.models.quantised.checkpoints import Tensors
 from jaxpaged.models.quantised.codes import FLOAT8
 from jaxpaged.models.quantised.on_load import OnLoad
+from jaxpaged.models.ropes import Rope
 from jaxpaged.models.weights import StoredWeights, by_role, random_weights
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.status import Status
@@ -160,9 +161,10 @@ def load_quantised(load_as: LoadAs) -> Decoder:
 
 
 def load(load_as: LoadAs, config: ModelConfig = CONFIG) -> Decoder:
-    """Load the tiny model; `config` may be one with the same weights."""
+    """Load the tiny model, or one that differs in layers."""
     quantisation = OnLoad(load_as.quantization) if load_as.quantization else None
-    return Decoder(StoredWeights(config, NAMES, weights(), load_as, quantisation))
+    its = weights() if len(config.layers) == len(CONFIG.layers) else weights(config)
+    return Decoder(StoredWeights(config, NAMES, its, load_as, quantisation))
 
 
 def with_window(sliding_window: int | None) -> ModelConfig:
@@ -170,12 +172,14 @@ def with_window(sliding_window: int | None) -> ModelConfig:
     return dataclasses.replace(CONFIG, layers=tuple(layers))
 
 
-def mixed(*kinds: LayerKind) -> ModelConfig:
+def mixed(*kinds: LayerKind, num_layers: int = len(CONFIG.layers)) -> ModelConfig:
     """Return the tiny model with these bounds of attention, layer by layer in turn."""
     bounds = itertools.cycle((kind.sliding_window, kind.attention_chunk) for kind in kinds)
     layers = [
         dataclasses.replace(layer, sliding_window=window, attention_chunk=chunk)
-        for layer, (window, chunk) in zip(CONFIG.layers, bounds, strict=False)
+        for layer, (window, chunk) in zip(
+            uniform(num_layers, rope=CONFIG.layers[0].rope), bounds, strict=False
+        )
     ]
     return dataclasses.replace(CONFIG, layers=tuple(layers))
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxpaged.checks import InputError, check
-from jaxpaged.code_digest import digest_of
+from jaxpaged.code_digest import digest_of, trace_anew_if_changed
 from jaxpaged.config import AUTO, PREFILL_TILE, EngineConfig
 from jaxpaged.contracts import attentions, layer_kinds, samplers
 from jaxpaged.contracts.attentions import Attention
@@ -66,14 +66,16 @@ class Setup:
 
     def check(self) -> None:
         """Raise `InputError` if the layout, the loop over layers, or the shards do not go with the model, or
-        a part from outside cannot be used.
+        a part from outside cannot be used. What JAX has traced of other code of such parts is dropped.
         """
         _ = self.mesh
         if rule := self.layout.why_not_heads(self.whole.num_kv_heads):
             raise InputError(f"kv_layout={self.layout}: {rule}")
         self._check_loop_over_layers()
         _ = self.shards
-        _ = self.policy, self.sampler, self.attention
+        parts = self.layout, self.attention, self.sampler, self.policy
+        if self.has_outsiders:
+            trace_anew_if_changed(" ".join(str(getattr(part, "name", part)) for part in parts), *parts)
 
     @functools.cached_property
     def dtype(self) -> jnp.dtype:

@@ -2,10 +2,13 @@
 for the laboratory alone: the bound of what any policy can reach where a prompt needs all of its blocks.
 """
 
+from collections.abc import Iterable
+
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from jaxpaged.checks import check
+from jaxpaged.code_digest import trace_anew_if_changed
 from jaxpaged.contracts import versions
 from jaxpaged.lab.traces import Blocks
 from jaxpaged.memory import eviction
@@ -33,6 +36,15 @@ def named(name: str) -> Policy:
     rule = f"one of {', '.join(LAB_POLICIES)}, or 'package.module:Name'"
     check("policy", name, rule, name in LAB_POLICIES)
     return LAB_POLICIES[name]
+
+
+def trace_anew(names: Iterable[str]) -> None:
+    """Drop what JAX has traced of former versions of policies from outside.
+
+    Raises `InputError` for an unknown one.
+    """
+    for name in sorted({name for name in names if versions.is_path(name)}):
+        trace_anew_if_changed(name, named(name))
 
 
 def next_use(blocks: Blocks) -> np.ndarray:

@@ -104,6 +104,7 @@ def sweep(
     num_counted = trace.num_requests - int(trace.num_requests * warmup)
     if num_counted == 0:
         raise InputError(f"warmup={warmup} must leave some of the {trace.num_requests} requests to count")
+    belady.trace_anew(each.policy for each in combinations)
     for block_size, group in itertools.groupby(combinations, lambda each: each.block_size):
         cut = BlockTrace(trace, blocks(trace, block_size, partial=partial), [*group], resident, decoder)
         send = functools.partial(cut.send, num_counted=num_counted, progress=progress)

@@ -240,10 +240,13 @@ def cache_full_blocks(
         tokens_at(jnp.broadcast_to(row[:, None], positions.shape), positions),
     )
     pool = block_pool.note_content(replace(tables.pool, prefix_cache=cache), block_ids, col, used)
-    for group in range(1, tables.num_groups):
-        its_ids = tables.block_tables[tables.line_of(row, group), col]
-        cache = group_content.insert(cache, block_ids, its_ids, group, used)
-        pool = block_pool.note_content(replace(pool, prefix_cache=cache), its_ids, col, used)
+    if tables.num_groups > 1:
+        groups = range(1, tables.num_groups)
+        its_ids = jnp.stack([tables.block_tables[tables.line_of(row, group), col] for group in groups])
+        cache = group_content.insert(cache, block_ids, its_ids, used)
+        pool = replace(pool, prefix_cache=cache)
+        for ids in its_ids:
+            pool = block_pool.note_content(pool, ids, col, used)
     tables = replace(tables, pool=pool, chains=chains)
     return tables, StatusInfo(flag(too_few, Status.TOO_FEW_TOKENS) | flag(too_many, Status.TOO_MANY_BLOCKS))
 

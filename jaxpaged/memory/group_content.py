@@ -27,15 +27,18 @@ GROUP_TOKENS = -(2**31)
 def insert(
     cache: PrefixCache,
     block_ids: Int[Array, " n"],
-    group_ids: Int[Array, " n"],
-    group: int,
-    mask: Bool[Array, " n"],
+    group_ids: Int[Array, "num_further n"],
+    mask: Bool[Array, "*num_further n"],
 ) -> PrefixCache:
-    """Make blocks of a group findable by the first group's blocks with the same tokens.
+    """Make blocks of all further groups findable by the first group's blocks with the same tokens.
 
-    block_ids, group_ids: of the first group and of this one. Where the first has no content, or this is the
-    null block, nothing is done.
+    block_ids, group_ids: of the first group, and of each further one. Where the first has no content, or a
+    block is the null block, nothing is done. All are inserted together, group by group: one insertion costs
+    little more than its entries, whatever their number.
     """
+    num_further, count = group_ids.shape
+    block_ids, mask = jnp.tile(block_ids, num_further), jnp.broadcast_to(mask, group_ids.shape).reshape(-1)
+    group, group_ids = jnp.repeat(jnp.arange(1, num_further + 1), count), group_ids.reshape(-1)
     known = mask & (cache.slot[block_ids] != PrefixCache.NO_SLOT) & (group_ids != 0)
     entry, _, _ = number_through(known.astype(jnp.int32), block_ids.shape[0])
     parents = Chain.of(
@@ -44,7 +47,7 @@ def insert(
         tip=names(cache, cache.slot[block_ids]),
         hash=cache.hash[block_ids],
     )
-    counts, tokens = known.astype(jnp.int32), _tokens(cache, block_ids, group)
+    counts, tokens = known.astype(jnp.int32), _tokens(cache, group[entry])
     return prefix_cache.insert(cache, parents, counts, entry, group_ids[entry], tokens)[0]
 
 
@@ -97,7 +100,7 @@ def find(cache: PrefixCache, hit: Hit, group: int) -> Int[Array, " max_blocks"]:
 
     def look(_: Array, k: Array, used: Array, found: Int[Array, " max_blocks"]) -> Int[Array, " max_blocks"]:
         block_ids = hit.block_ids.at[k].get(mode="clip")
-        tokens = _tokens(cache, block_ids, group)
+        tokens = _tokens(cache, jnp.full_like(block_ids, group))
         entries = Entries(
             token_ids=tokens,
             hashes=cache.hash[block_ids] + _hashes(cache, tokens),
@@ -112,8 +115,8 @@ def find(cache: PrefixCache, hit: Hit, group: int) -> Int[Array, " max_blocks"]:
     return in_chunks(hit.chain.num_blocks[None], look, jnp.zeros_like(hit.block_ids))
 
 
-def _tokens(cache: PrefixCache, block_ids: Int[Array, " n"], group: int) -> Int[Array, "n block_size"]:
-    return jnp.full((block_ids.shape[0], cache.block_size), GROUP_TOKENS + group, jnp.int32)
+def _tokens(cache: PrefixCache, groups: Int[Array, " n"]) -> Int[Array, "n block_size"]:
+    return jnp.broadcast_to(GROUP_TOKENS + groups[:, None], (groups.shape[0], cache.block_size))
 
 
 def _hashes(cache: PrefixCache, tokens: Int[Array, "n block_size"]) -> UInt32[Array, "n 2"]:

@@ -144,11 +144,11 @@ def _publish(
         replace(pool, prefix_cache=cache), new_ids[0, behind], behind, index < num_new
     )
     first_ids = hit.block_ids + new_ids[0]
+    if num_groups > 1:
+        cache = group_content.insert(_cache_of(pool), first_ids, new_ids[1:], is_new[1:])
+        pool = replace(pool, prefix_cache=cache)
     for group in range(1, num_groups):
-        cache = group_content.insert(_cache_of(pool), first_ids, new_ids[group], group, is_new[group])
-        pool = block_pool.note_content(
-            replace(pool, prefix_cache=cache), new_ids[group], index, is_new[group]
-        )
+        pool = block_pool.note_content(pool, new_ids[group], index, is_new[group])
     return pool
 
 

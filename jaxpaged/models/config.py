@@ -7,72 +7,10 @@ from typing import Literal
 
 from jaxpaged.checks import InputError, check, checked_bool, checked_choice, checked_int, checked_number
 from jaxpaged.memory.cache_specs import FULL, CacheSpec, ChunkedLocal, SlidingWindow
+from jaxpaged.models.ropes import LongScaling, Rope, Temperature
 
 ROTARY_MULTIPLE = 2  # RoPE rotates pairs
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "xielu")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Llama3Scaling:
-    """Slow frequencies stretched, from `original_max_len` positions to `factor` times as many."""
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_len: int
-
-
-@dataclasses.dataclass(frozen=True)
-class LinearScaling:
-    """Positions divided by `factor`."""
-
-    factor: float
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class YarnScaling:
-    """Slow frequencies divided by `factor`, fast ones kept, a ramp between; cosines and sines times
-    `attention_factor`.
-    """
-
-    factor: float
-    original_max_len: int
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    truncate: bool = True  # whether the ramp begins and ends at whole pairs
-    attention_factor: float = 1.0
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LongScaling:
-    """LongRoPE: each frequency divided by a factor of its own, of `long_factors` where sequences may be
-    longer than `original_max_len`; cosines and sines times `attention_factor`.
-    """
-
-    short_factors: tuple[float, ...]
-    long_factors: tuple[float, ...]
-    original_max_len: int
-    attention_factor: float = 1.0
-
-
-type RopeScaling = Llama3Scaling | LinearScaling | YarnScaling | LongScaling
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Rope:
-    """Rotary positions: how they turn the first `dim` coordinates of queries and keys, in pairs."""
-
-    theta: float
-    dim: int
-    scaling: RopeScaling | None = None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Temperature:
-    """Queries at position p multiplied by `1 + scale * log(1 + floor((p + 1) / every))`."""
-
-    every: int  # tokens
-    scale: float
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -92,6 +30,12 @@ class LayerKind:
     temperature: Temperature | None = None
     shares_kv: int | None = None  # number of the earlier layer whose K and V it sees; None: its own
     sparsity: float = 0.0  # share of a feed-forward part's numbers below which all are zero, if Gaussian
+    # Sizes in which the layer has less than the widest. Its weights are padded with zeros, its KV heads by
+    # repeating them. None: as wide as the model says.
+    head_dim: int | None = None
+    num_kv_heads: int | None = None
+    intermediate_size: int | None = None
+    v_is_k: bool = False  # whether values are the keys' product, before its norm
 
     @property
     def attention(self) -> "LayerKind":
@@ -180,6 +124,7 @@ class ModelConfig:
     embedding_norm: bool = False
     altup: AltUp | None = None
     layer_inputs: InputTable | None = None
+    layer_scale: bool = False  # whether each layer's output is multiplied by a number of its own
     num_positions: int | None = None  # rows of a table of learned positions
     position_offset: int = 0  # the row of position 0
 
@@ -246,8 +191,10 @@ class ModelConfig:
             rule = "an int >= 2"
             checked_int("model config: altup_num_inputs", self.altup.num_streams, rule, 2)
             check("model config: layer_inputs", None, "there with AltUp", self.layer_inputs is not None)
-        rotary = {kind.rope.dim for kind in self.layers if kind.rope is not None}
-        check("model config: rotary dimensions", rotary, "the same in all layers", len(rotary) <= 1)
+        rotary = {(kind.head_dim, kind.rope.dim) for kind in self.layers if kind.rope is not None}
+        one = len(rotary) == len({head_dim for head_dim, _ in rotary})
+        dims = {dim for _, dim in rotary}
+        check("model config: rotary dimensions", dims, "the same in all layers with heads as wide", one)
         if self.experts is not None:
             self._check_experts(self.experts)
         untied = not (self.lm_head_bias and self.tie_word_embeddings)
@@ -291,13 +238,20 @@ class ModelConfig:
             checked_int("model config: floor_scale", kind.temperature.every, "an int >= 1", 1)
         is_one = kind.sliding_window is None or kind.attention_chunk is None
         check("model config: attention_chunk", kind.attention_chunk, "None beside a sliding_window", is_one)
+        for name in ("head_dim", "num_kv_heads", "intermediate_size"):
+            its, most = getattr(kind, name), getattr(self, name)
+            if its is not None:
+                rule = f"an int, and a divisor of {most}, that of the widest layers"
+                checked_int(f"model config: a layer's {name}", its, rule, 1, most)
+                check(f"model config: a layer's {name}", its, rule, most % its == 0)
         if kind.rope is None:
             return
         checked_number("model config: rope_theta", kind.rope.theta, "a number > 0", 0, above=True)
         dim = kind.rope.dim
-        name = "head_dim" if dim == self.head_dim else "the rotated part of head_dim"
-        rule = f"even and at most {self.head_dim}"
-        check(f"model config: {name}", dim, rule, dim % ROTARY_MULTIPLE == 0 and 0 < dim <= self.head_dim)
+        head_dim = kind.head_dim or self.head_dim
+        name = "head_dim" if dim == head_dim else "the rotated part of head_dim"
+        rule = f"even and at most {head_dim}"
+        check(f"model config: {name}", dim, rule, dim % ROTARY_MULTIPLE == 0 and 0 < dim <= head_dim)
         scaling = kind.rope.scaling
         if isinstance(scaling, LongScaling):
             for factors in (scaling.short_factors, scaling.long_factors):
@@ -309,6 +263,7 @@ class ModelConfig:
         rule = f"an earlier layer with K and V of its own that sees the same tokens as layer {number}"
         ok = 0 <= source < number and self.layers[source].shares_kv is None
         ok = ok and self.layers[source].attention == self.layers[number].attention
+        ok = ok and self.heads_of(source) == self.heads_of(number)
         check("model config: the layer whose K and V are shared", source, rule, ok)
 
     def _set(self, name: str, value: object) -> None:
@@ -317,6 +272,11 @@ class ModelConfig:
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    def heads_of(self, layer: int) -> tuple[int, int]:
+        """Return how many KV heads a layer has, and how many coordinates each of its heads."""
+        kind = self.layers[layer]
+        return kind.num_kv_heads or self.num_kv_heads, kind.head_dim or self.head_dim
 
     @property
     def kv_layers(self) -> tuple[int, ...]:
@@ -407,6 +367,7 @@ _POSITIVE = (
 _FLAGS = (
     "tie_word_embeddings",
     "embedding_norm",
+    "layer_scale",
     "norm_bias",
     "parallel",
     "shared_norm",

@@ -1,6 +1,7 @@
 """A decoder in Flax NNX, as its description says: each part is made once, and computed in one place."""
 
 import dataclasses
+from collections.abc import Callable
 
 import jax.numpy as jnp
 from flax import nnx
@@ -18,7 +19,7 @@ from jaxpaged.models.feed_forward import MLP, linear, stack
 from jaxpaged.models.load_as import LoadAs
 from jaxpaged.models.names import Names, layers_with
 from jaxpaged.models.norms import Norm, last_norm, norm
-from jaxpaged.models.positions import PositionTables, has_rope, of_layer, position_tables
+from jaxpaged.models.positions import PositionTables, has_rope, of_layer, position_tables, turned
 from jaxpaged.models.quantised.codes import Quantisation, QuantisedWeight
 from jaxpaged.models.weights import AbstractWeights, Weights
 from pallas_kernels.layouts import TOKEN_MAJOR, Layout
@@ -182,7 +183,8 @@ class DecoderLayers(nnx.Module):
         has_altup = self.config.altup is not None
         self.altup = AltUp(weights) if has_altup else None
         self.laurel = Laurel(weights) if has_altup else None
-        self.input = LayerInput(weights) if has_altup else None
+        self.input = LayerInput(weights) if self.config.layer_inputs is not None else None
+        self.scale = stack(weights, "layer_scale")
 
     def __call__(
         self,
@@ -193,8 +195,13 @@ class DecoderLayers(nnx.Module):
         batch: PassBatch,
         inputs: Float[Array, "num_tokens num_layers width"] | None = None,
     ) -> tuple[Float[Array, "num_tokens *streams hidden"], KVCache]:
-        if self.altup is None or self.input is None or inputs is None:
-            return self._computed(x, cache, layer, tables, batch)
+        if self.altup is None:
+            x, cache = self._computed(x, cache, layer, tables, batch)
+            if self.input is not None and inputs is not None:
+                x = x + self.input(x, inputs, layer)
+            return x if self.scale is None else x * self.scale[layer].astype(x.dtype), cache
+        assert self.input is not None
+        assert inputs is not None
         predictions = self.altup.predicted(x, layer)
         computed, cache = self._computed(predictions[:, 0], cache, layer, tables, batch)
         x = self.altup.corrected(predictions, computed, layer)
@@ -321,12 +328,11 @@ class Attention(nnx.Module):
         if not c.norm_after_rope:
             qk = self._normed(qk, layer)
         its = of_layer(c, tables, layer)
-        if its.cos is not None and its.sin is not None:
-            qk = layers.apply_rope(qk, its.cos, its.sin)
+        qk = turned(c, qk, its, layer)
         if c.norm_after_rope:
             qk = self._normed(qk, layer)
         if c.v_norm:
-            v = self._plain(v)
+            v = self._plain(v, layer)
         q, k = jnp.split(qk, [c.num_q_heads], axis=1)
         return q if its.factors is None else q * its.factors, k, v
 
@@ -351,17 +357,26 @@ class Attention(nnx.Module):
         )
 
     def _plain(
-        self, x: Float[Array, "num_tokens heads head_dim"]
+        self, x: Float[Array, "num_tokens heads head_dim"], layer: layers.Layer
     ) -> Float[Array, "num_tokens heads head_dim"]:
         """Return each head normed without weights."""
-        return x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + self.config.norm_eps)
+        mean_square = self._mean(layer)(jnp.mean(x * x, axis=-1, keepdims=True))
+        return x * lax.rsqrt(mean_square + self.config.norm_eps)
+
+    def _mean(self, layer: layers.Layer) -> Callable[[Array], Array]:
+        """Return what makes a mean over a padded head that over the coordinates which the layer has."""
+        c = self.config
+        times = [c.head_dim // (kind.head_dim or c.head_dim) for kind in c.layers]
+        if set(times) == {1}:
+            return lambda mean: mean
+        return lambda mean: mean * layers.value_of(times, layer)
 
     def _normed(
         self, qk: Float[Array, "num_tokens heads head_dim"], layer: layers.Layer
     ) -> Float[Array, "num_tokens heads head_dim"]:
         """Return queries and keys, normed where the model norms them."""
         if self.config.qk_norm == "plain":
-            return jnp.where(has_rope(self.config.layers, layer), self._plain(qk), qk)
+            return jnp.where(has_rope(self.config.layers, layer), self._plain(qk, layer), qk)
         if self.q_norm is None or self.k_norm is None:
             return qk
         q, k = jnp.split(qk, [self.config.num_q_heads], axis=1)
@@ -375,7 +390,7 @@ class Attention(nnx.Module):
         self, norm: Norm, x: Float[Array, "num_tokens heads head_dim"], layer: layers.Layer
     ) -> Float[Array, "num_tokens heads head_dim"]:
         if self.config.qk_norm != "all":
-            return norm(x, layer)
+            return norm(x, layer) if isinstance(norm, layers.LayerNorm) else norm(x, layer, self._mean(layer))
         whole = x.reshape(x.shape[0], -1)
         if self.shards is None or isinstance(norm, layers.LayerNorm):
             return norm(whole, layer).reshape(x.shape)

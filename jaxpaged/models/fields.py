@@ -7,15 +7,8 @@ from typing import Any
 from absl import logging
 
 from jaxpaged.checks import InputError, check, checked_bool, checked_int, checked_number, is_int, shown
-from jaxpaged.models.config import (
-    LayerKind,
-    LinearScaling,
-    Llama3Scaling,
-    LongScaling,
-    Rope,
-    RopeScaling,
-    YarnScaling,
-)
+from jaxpaged.models.config import LayerKind
+from jaxpaged.models.ropes import LinearScaling, Llama3Scaling, LongScaling, Rope, RopeScaling, YarnScaling
 
 # Hugging Face's names of activations.
 ACTIVATIONS = {

@@ -12,9 +12,16 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int, Num
 
-from jaxpaged.models.config import LinearScaling, Llama3Scaling, LongScaling, Rope, YarnScaling
 from jaxpaged.models.layer_form import LayerForm, form_of
 from jaxpaged.models.quantised.codes import QuantisedWeight
+from jaxpaged.models.ropes import (
+    LinearScaling,
+    Llama3Scaling,
+    LongScaling,
+    ProportionalScaling,
+    Rope,
+    YarnScaling,
+)
 from pallas_kernels import native, ops
 from pallas_kernels.gpu import dense_product
 from pallas_kernels.ops import ProductImplementation, low_rank
@@ -328,6 +335,9 @@ def rope_frequencies(rope: Rope, max_len: int) -> tuple[Float[Array, " half_dim"
             return frequencies / factor, 1.0
         case Llama3Scaling():
             return _llama3(frequencies, rope.scaling), 1.0
+        case ProportionalScaling(num_pairs=num_pairs, factor=factor):
+            turns = jnp.arange(len(frequencies)) < num_pairs
+            return jnp.where(turns, frequencies / factor, 0.0), 1.0
         case YarnScaling():
             return _yarn(frequencies, rope, rope.scaling), rope.scaling.attention_factor
         case LongScaling() as scaling:

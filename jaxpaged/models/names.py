@@ -30,6 +30,21 @@ class Form:
     restored: Callable[[ModelConfig, Pieces], Pieces]
 
 
+type Stored = list[tuple[str, Shape]]  # a role's tensors in a file: name and shape
+
+
+@dataclasses.dataclass(frozen=True)
+class FormOfLayers:
+    """The layout of weights of which layers have less than the decoder, each by itself.
+
+    stored: of a role with its ending, and a layer, the tensors in the file, from those in the decoder.
+    restored: the pieces in the decoder's shapes.
+    """
+
+    stored: Callable[[ModelConfig, str, int, Stored], Stored]
+    restored: Callable[[ModelConfig, str, int, Pieces], Pieces]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Names:
     """The names of weights in the files of a family.
@@ -38,7 +53,7 @@ class Names:
     "{layer}" and "{expert}" stand for numbers; experts without one lie side by side in one tensor. A file may
     lack `prefix` in all its names. `spare` are endings of tensors that are no weights. `inside`: beginnings
     of names in files that hold more than the decoder, and what stands for each here; `ignored`: beginnings
-    of those of everything else that such files hold.
+    of those of everything else that such files hold. `of_layers`: see `FormOfLayers`.
     """
 
     table: Mapping[str, str | tuple[str, ...]]
@@ -47,6 +62,7 @@ class Names:
     spare: tuple[str, ...] = ()
     inside: tuple[tuple[str, str], ...] = ()
     ignored: tuple[str, ...] = ()
+    of_layers: FormOfLayers | None = None
 
     def name_of(self, name: str) -> str:
         """Return what the decoder calls a tensor or module of a file."""
@@ -106,6 +122,8 @@ def in_layer(config: ModelConfig) -> dict[str, Shape]:
         shapes |= _linear("q", (heads, hidden), c.qkv_bias)
     shapes |= _linear("o", (hidden, heads), c.o_bias)
     shapes |= _altup(c)
+    if c.layer_scale:
+        shapes["layer_scale"] = (1,)
     if c.qk_norm not in (None, "plain"):
         for name, count in (("q_norm", c.num_q_heads), ("k_norm", c.num_kv_heads)):
             forms = {"head": (c.head_dim,), "each": (count, c.head_dim), "all": (count * c.head_dim,)}
@@ -229,8 +247,14 @@ def stored_pieces(
 ) -> Iterator[tuple[str, Shape]]:
     """Name and shape of a role's tensors; `numbers`: of the layer and the expert, where it has some."""
     pieces, form = names.pieces(role), names.forms.get(role)
-    for name, its in zip(pieces, piece_shapes(config, role, shape, len(pieces)), strict=True):
-        yield name.format(**numbers), form.stored(config, its) if form else its
+    shapes = piece_shapes(config, role, shape, len(pieces))
+    stored = [
+        (name.format(**numbers), form.stored(config, its) if form else its)
+        for name, its in zip(pieces, shapes, strict=True)
+    ]
+    if names.of_layers is not None and "layer" in numbers:
+        stored = names.of_layers.stored(config, role, numbers["layer"], stored)
+    yield from stored
 
 
 def piece_shapes(config: ModelConfig, role: str, shape: Shape, count: int) -> list[Shape]:

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxpaged.models import layers
-from jaxpaged.models.config import LayerKind, ModelConfig, Rope, Temperature
+from jaxpaged.models.config import LayerKind, ModelConfig
+from jaxpaged.models.ropes import Rope, Temperature
 
 
 class PositionTables(NamedTuple):
@@ -27,12 +28,14 @@ def position_tables(
     """Return the tables of all layers' kinds. `max_len`: how long a sequence may get."""
     cos = sin = factors = None
     ropes = _different([kind.rope for kind in config.layers])
-    half = next((rope.dim for rope in ropes if rope is not None), 0) // 2
+    half = max((rope.dim for rope in ropes if rope is not None), default=0) // 2
 
     def angles(rope: Rope | None) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
         if rope is None:  # turns by nothing
             return jnp.ones((len(positions), 1, half)), jnp.zeros((len(positions), 1, half))
         frequencies, factor = layers.rope_frequencies(rope, max_len)
+        if len(frequencies) < half:  # of narrower heads: what is beyond them turns by nothing
+            frequencies = jnp.pad(frequencies, (0, half - len(frequencies)))
         return layers.rope_angles(positions, frequencies, factor)
 
     if half:
@@ -50,6 +53,28 @@ def of_layer(config: ModelConfig, tables: PositionTables, layer: layers.Layer) -
     return PositionTables(
         cos, sin, _chosen(tables.factors, [kind.temperature for kind in config.layers], layer)
     )
+
+
+def turned(
+    config: ModelConfig,
+    x: Float[Array, "num_tokens num_heads head_dim"],
+    tables: PositionTables,
+    layer: layers.Layer,
+) -> Float[Array, "num_tokens num_heads head_dim"]:
+    """Return queries or keys turned by one layer's angles, as wide as its heads are."""
+    if tables.cos is None or tables.sin is None:
+        return x
+    dims = [0 if kind.rope is None else kind.rope.dim for kind in config.layers]
+    different = sorted(set(dims) - {0})
+    found = x
+    for dim in [dims[layer] or different[0]] if isinstance(layer, int) else different:
+        its = layers.apply_rope(x, tables.cos[..., : dim // 2], tables.sin[..., : dim // 2])
+        found = (
+            its
+            if dim == different[0] or isinstance(layer, int)
+            else jnp.where(jnp.asarray(dims)[layer] == dim, its, found)
+        )
+    return found
 
 
 def has_rope(kinds: Sequence[LayerKind], layer: layers.Layer) -> bool | Array:

@@ -109,8 +109,11 @@ class Shard:
             shared_size=c.experts.shared_size // size,
             dense_size=c.experts.dense_size // size,
         )
+        # Weights are cut when they are padded: all layers have as many heads, and are as wide.
+        alike = [dataclasses.replace(kind, num_kv_heads=None, intermediate_size=None) for kind in c.layers]
         return dataclasses.replace(
             c,
+            layers=tuple(alike),
             experts=experts,
             num_q_heads=c.num_q_heads // size,
             num_kv_heads=max(c.num_kv_heads // size, 1),

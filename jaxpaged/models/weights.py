@@ -179,16 +179,21 @@ class StoredWeights(Weights):
         source = self._source(role)
         stored = list(stored_pieces(self._whole, self._names, source, shape, **numbers))
         if segments is not None and self._quantisation is not None:
-            restored = functools.partial(self._restored, role)
+            restored = functools.partial(self._restored, role, layer=numbers.get("layer"))
             kept = self._quantisation.of_blocks(stored, restored, self.dtype, self._cut(role, shape))
             if kept is not None:
                 return kept
-        return self._joined(role, [self._read(name, its) for name, its in stored], segments)
+        pieces = [self._read(name, its) for name, its in stored]
+        return self._joined(role, pieces, segments, numbers.get("layer"))
 
     def _joined(
-        self, role: str, pieces: Pieces, segments: tuple[SegmentSpec, ...] | None = None
+        self,
+        role: str,
+        pieces: Pieces,
+        segments: tuple[SegmentSpec, ...] | None = None,
+        layer: int | None = None,
     ) -> layers.Weight:
-        pieces, shard = self._restored(role, pieces), self._shard
+        pieces, shard = self._restored(role, pieces, layer), self._shard
         shape = sum(map(len, pieces)), *pieces[0].shape[1:]
         cut, quantised = self._cut(role, shape), None
         if cut is not None and (cut.inputs is None or segments is None):
@@ -203,9 +208,12 @@ class StoredWeights(Weights):
             quantised = self._quantisation.of_numbers(self._source(role), whole, self.dtype, cut)
         return quantised or whole.astype(self.dtype, copy=False)
 
-    def _restored(self, role: str, pieces: Pieces) -> Pieces:
-        form = self._names.forms.get(role)
-        return pieces if form is None else form.restored(self._whole, pieces)
+    def _restored(self, role: str, pieces: Pieces, layer: int | None = None) -> Pieces:
+        form, of_layers = self._names.forms.get(role), self._names.of_layers
+        pieces = pieces if form is None else form.restored(self._whole, pieces)
+        if of_layers is None or layer is None:
+            return pieces
+        return of_layers.restored(self._whole, role, layer, pieces)
 
     def _read(self, name: str, shape: Shape) -> np.ndarray:
         weight = self._tensors[name]

@@ -12,7 +12,10 @@ import numpy as np
 
 import jaxpaged
 from jaxpaged.checks import InputError, check, checked_int, is_int, shown
+from jaxpaged.code_digest import trace_anew_if_changed
 from jaxpaged.contracts import attentions, samplers
+from jaxpaged.contracts.attentions import Attention
+from jaxpaged.contracts.samplers import Sampler
 from jaxpaged.engine.door import filled
 from jaxpaged.engine.driver import Driver
 from jaxpaged.engine.engine import Engine
@@ -176,10 +179,16 @@ def _step_config(words: Mapping[str, Any], given: Outsiders) -> StepConfig:
     own: dict[str, Any] = {"attention": words["attention"], "sampler": None}
     own["grouping"] = Grouping.of_words(words["grouping"])
     if own["attention"] not in get_args(TiledImplementation):
-        own["attention"] = "xla" if given.attention is None else attentions.named(given.attention)
+        own["attention"] = "xla" if given.attention is None else _anew(attentions.named(given.attention))
     if words.get("sampler") is not None and given.sampler is not None:
-        own["sampler"] = samplers.named(given.sampler)
+        own["sampler"] = _anew(samplers.named(given.sampler))
     return StepConfig(**{**words, **own})
+
+
+def _anew[P: (Attention, Sampler, Policy)](part: P) -> P:
+    """Return the part; what JAX has traced of a former version of its code is dropped."""
+    trace_anew_if_changed(part.name, part)
+    return part
 
 
 def _policy(name: Any, given: Any) -> Policy:
@@ -194,7 +203,7 @@ def _policy(name: Any, given: Any) -> Policy:
         raise InputError(
             f"its policy {shown(name)} is not one of ours: name it with --policy, to have it imported"
         )
-    return eviction.named(given)
+    return _anew(eviction.named(given))
 
 
 def _read(arrays: Mapping[str, np.ndarray], given: Outsiders) -> Dump:

@@ -32,6 +32,8 @@ from jaxpaged.step.config import StepConfig
 from jaxpaged.step.plan import Plan, plan
 from jaxpaged.step.state import Counter, EngineState, HostPool, Phase, Rows, no_rejection
 
+NO_BOUND = 2**30  # more blocks than a pool has
+
 
 class _Admission(NamedTuple):
     """Requests admitted so far, and whether the next one is tried."""
@@ -297,15 +299,17 @@ def raise_held_bound(state: EngineState, before: BlockTables) -> EngineState:
     module).
 
     A block that the step made findable may continue the hit. A block that it took may have been in the hit,
-    while another block with its content is held. The bound rises by both counts. No request was admitted
-    since, so there is no third way.
+    while another block with its content is held. The bound rises by both counts. With several groups either
+    may make the hit longer or shorter by many blocks, and another length reads other blocks of a group: then
+    there is no bound. No request was admitted since, so there is no third way.
     """
     tables, (row, held) = state.tables, state.last_rejected
     taken = before.pool.num_free - tables.pool.num_free
     published = jnp.sum(tables.chains.num_blocks - before.chains.num_blocks)
-    if tables.num_groups > 1:  # one block of a group may make a longer beginning whole, whatever its length
-        published = jnp.where(published > 0, tables.pool.num_blocks, 0)
-    return replace(state, last_rejected=jnp.stack([row, held + taken + published]))
+    bound = held + taken + published
+    if tables.num_groups > 1:
+        bound = jnp.where(taken + published > 0, NO_BOUND, held)
+    return replace(state, last_rejected=jnp.stack([row, bound]))
 
 
 def _start(state: EngineState, row: Int[Array, ""], hit: Hit, config: StepConfig) -> EngineState:

@@ -33,9 +33,9 @@ class StepConfig:
         object.__setattr__(self, "decode_widths", tuple(self.decode_widths))
 
     @property
-    def keeps_all(self) -> bool:
-        """Whether no block ever leaves the reach of its layers."""
-        return all(spec.most_kept(1) is None for spec in self.grouping.specs)
+    def keeps_sequence(self) -> bool:
+        """Whether the first group, which reads most, keeps all blocks of a sequence."""
+        return self.grouping.specs[0].most_kept(1) is None
 
     def blocks_of[T: (int, Array)](self, num_tokens: T, block_size: int) -> T:
         """Return how many blocks a row of `num_tokens` tokens holds at most at any time, in all groups."""

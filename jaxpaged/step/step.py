@@ -379,13 +379,15 @@ def publish(state: EngineState, computes_prompt: Bool[Array, ""], config: StepCo
 
     Blocks that only decoding has filled can wait. Their keys are of an answer (`admission.cache_keys`), so
     they are of use only to their own request, if it is preempted and computed again. They are published
-    beside a prompt's blocks, or when blocks are so few that the next step may preempt.
+    beside a prompt's blocks, or when blocks are so few that the next step may preempt. What has left a
+    group's window by then is not missed: the request begins again where it stopped.
     """
     if state.tables.pool.prefix_cache is None:
         return state
     rows, block_size = state.rows, state.tables.block_size
-    is_tight = state.tables.pool.num_free < jnp.sum(rows.running)
-    is_eager = config.reuse_answers or not config.keeps_all  # blocks must not leave a window unpublished
+    is_tight = state.tables.pool.num_free < jnp.sum(rows.running) * state.tables.num_groups
+    # The first group's blocks are the way to all others, and must not leave its window unpublished.
+    is_eager = config.reuse_answers or not config.keeps_sequence
     max_blocks = config.max_blocks_touched(block_size)
     type Carry = tuple[BlockTables, Int[Array, ""]]
 

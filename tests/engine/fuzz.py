@@ -4,12 +4,13 @@ request alone in the same engine, to the last bit.
     python -m tests.engine.fuzz --seconds 1200                    all settings in turns, seeds from 0 on
     python -m tests.engine.fuzz --setting adapters --seed 17      one workload
 
-`groups` and `swapping groups` need two devices: set JAX_NUM_CPU_DEVICES=2. A workload follows from its
+Settings of groups and replicas need two devices: set JAX_NUM_CPU_DEVICES=2. A workload follows from its
 setting and seed alone; `test_fuzz.py` runs a few.
 """
 
 import argparse
 import dataclasses
+import functools
 import itertools
 import random
 import tempfile
@@ -27,6 +28,7 @@ from jaxpaged.engine.handle import collect
 from jaxpaged.engine.request import Delta, Request
 from jaxpaged.handover.blocks import Blocks
 from jaxpaged.memory.invariants import check_invariants
+from jaxpaged.models.config import LayerKind
 from jaxpaged.sampling_params import BeamSearchParams, SamplingParams
 from jaxpaged.status import Status
 from jaxpaged.step.state import MAX_STEPS, FinishReason
@@ -42,6 +44,13 @@ def _quantised(**options: Any) -> Driver:
     return tiny.driver(tiny.load_quantised, **options)
 
 
+def _of_kinds(*kinds: LayerKind, **options: Any) -> Driver:
+    """Create an engine whose layers are of these kinds in turn, so that each kind has blocks of its own."""
+    config = tiny.mixed(*kinds, num_layers=len(kinds))
+    return tiny.driver(functools.partial(tiny.load, config=config), config, **options)
+
+
+FULL, WINDOW, CHUNK = LayerKind(), LayerKind(sliding_window=11), LayerKind(attention_chunk=20)
 SETTINGS: dict[str, Callable[[Path], Driver]] = {
     "adapters": lambda folder: tiny_lora.driver(folder, **TIGHT),
     "one row, one adapter": lambda folder: tiny_lora.driver(
@@ -52,10 +61,24 @@ SETTINGS: dict[str, Callable[[Path], Driver]] = {
     "int8 cache, swap": lambda _: tiny.driver(**SWAP, kv_cache_dtype="int8"),
     "fp8 cache, quantised": lambda _: _quantised(**TIGHT, kv_cache_dtype="fp8"),
     "no prefix cache": lambda _: tiny.driver(**TIGHT, enable_prefix_caching=False),
+    "two kinds of layers, swap": lambda _: _of_kinds(FULL, WINDOW, **SWAP | {"num_blocks": 1 + 23}),
+    "three kinds of layers": lambda _: _of_kinds(
+        FULL, WINDOW, CHUNK, **TIGHT | {"num_blocks": 1 + 34, "max_num_batched_tokens": 4 + 32}
+    ),
+    "two kinds of layers, int8 cache, s3fifo": lambda _: _of_kinds(
+        CHUNK,
+        WINDOW,
+        **TIGHT | {"num_blocks": 1 + 21, "max_num_batched_tokens": 4 + 32},
+        kv_cache_dtype="int8",
+        eviction_policy="s3fifo",
+    ),
+    "two kinds of layers, replicas": lambda _: _of_kinds(
+        FULL, WINDOW, **SWAP | {"num_blocks": 1 + 23, "data_parallel_size": 2}
+    ),
     "groups": lambda _: tiny.driver(**TIGHT, data_parallel_size=2),
     "swapping groups": lambda _: tiny.driver(**SWAP, data_parallel_size=2),
 }
-NUM_DEVICES = {"groups": 2, "swapping groups": 2}
+NUM_DEVICES = {"groups": 2, "swapping groups": 2, "two kinds of layers, replicas": 2}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,7 +164,7 @@ class Fuzz:
     def __init__(self, setting: str, folder: Path) -> None:
         self.setting, self._folder = setting, folder
         self.driver = driver = SETTINGS[setting](folder)
-        model_config = dataclasses.replace(tiny.CONFIG, eos_token_ids=(5, 11, 40, 41))
+        model_config = dataclasses.replace(driver.door.model_config, eos_token_ids=(5, 11, 40, 41))
         driver.door = dataclasses.replace(driver.door, model_config=model_config)
         rng = random.Random(setting)
         seeds = range(1 + driver.config.max_loras) if driver.config.enable_lora else ()

@@ -235,8 +235,35 @@ VARIANTS |= {
         "activation_sparsity_pattern": [0.5, 0.0, 0.7, 0.0, 0.0, 0.5],
     },
 }
+GEMMA4 = {
+    **TINY,
+    **WINDOW,
+    "head_dim": 8,
+    "global_head_dim": 16,
+    "num_hidden_layers": 6,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+}
+# As the small models are, and as the large one is: with fewer KV heads where all tokens are seen.
+VARIANTS |= {
+    "gemma4_text": {
+        **GEMMA4,
+        "num_kv_shared_layers": 3,
+        "use_double_wide_mlp": True,
+        "hidden_size_per_layer_input": 4,
+        "vocab_size_per_layer_input": 61,
+        "final_logit_softcapping": 5.0,
+    },
+    "gemma4_large": {
+        **GEMMA4,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "hidden_size_per_layer_input": 0,
+        "num_hidden_layers": 3,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    },
+}
 MODEL_TYPES = {"falcon_grouped": "falcon", "falcon_alibi": "falcon", "gpt_neox_sequential": "gpt_neox"}
-MODEL_TYPES |= {"cohere_normed": "cohere", "stablelm_parallel": "stablelm"}
+MODEL_TYPES |= {"cohere_normed": "cohere", "stablelm_parallel": "stablelm", "gemma4_large": "gemma4_text"}
 # Models of text and images: what is inside, and as small a vision part as there may be.
 MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
 CLIP = {
@@ -273,6 +300,19 @@ WRAPPERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "projector_output_dim": 8,
         },
     ),
+    "gemma4": (
+        {"model_type": "gemma4_text", **VARIANTS["gemma4_large"], "pad_token_id": 0},
+        {
+            "hidden_size": 8,
+            "intermediate_size": 8,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 1,
+            "num_key_value_heads": 1,
+            "head_dim": 8,
+            "patch_size": 4,
+            "position_embedding_size": 8,
+        },
+    ),
     "llava": ({"model_type": "llama", **TEXT}, {"model_type": "clip_vision_model", **CLIP}),
     "internvl": (
         {"model_type": "qwen3", **TEXT},
@@ -296,7 +336,7 @@ UNTIED = ("mistral3", "internvl")
 SEEDS = {"mixtral": 100, "gemma3n_text": 104}  # where the answer would hang on a rounding
 IMPLEMENTATIONS = {"falcon_alibi": "sdpa"}  # its eager attention adds the slopes twice
 # Those that came last, in their order: the seeds of the others stay what they were.
-ADDED = ("llama4_text", "llama4", "gemma3n_text")
+ADDED = ("llama4_text", "llama4", "gemma3n_text", "gemma4_text", "gemma4_large", "gemma4")
 # Models of transformers 5.24 that need an image; their decoder does not.
 NEEDS_IMAGES = ("llama4",)
 NUM_TOKENS, EVERY = 40, 3
@@ -308,6 +348,21 @@ def main(names: list[str]) -> None:
         if not names or name in names:
             torch.manual_seed(SEEDS.get(name, seed))
             write(name, wrapped(name) if name in WRAPPERS else made(name, VARIANTS[name]))
+    if not names or "gemma3n" in names:
+        wrap_gemma3n()
+
+
+def wrap_gemma3n() -> None:
+    """Write Gemma 3n's text model as the model of text, images and sound has it: that needs timm."""
+    inside, folder = HERE / "gemma3n_text", HERE / "gemma3n"
+    folder.mkdir(exist_ok=True)
+    config = AutoConfig.for_model("gemma3n", text_config=json.loads((inside / "config.json").read_text()))
+    config.save_pretrained(folder)
+    its = load_file(inside / "model.safetensors").items()
+    tensors = {key.replace("model.", "model.language_model.", 1): value for key, value in its}
+    tensors |= {f"model.{part}.weight": torch.zeros(1) for part in ("vision_tower", "audio_tower")}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "golden.json").write_text((inside / "golden.json").read_text())
 
 
 def made(name: str, variant: dict[str, Any]) -> torch.nn.Module:
@@ -337,7 +392,7 @@ def wrapped(name: str) -> torch.nn.Module:
 
 
 def write(name: str, model: torch.nn.Module) -> None:
-    is_less_one = MODEL_TYPES.get(name, name).startswith("gemma") and name != "gemma3n_text"
+    is_less_one = name.startswith("gemma") and not name.startswith(("gemma3n", "gemma4"))
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             shake(parameter_name, parameter, is_less_one=is_less_one)
@@ -345,6 +400,8 @@ def write(name: str, model: torch.nn.Module) -> None:
         for buffer_name, buffer in model.named_buffers():
             if "correction_bias" in buffer_name:
                 buffer.normal_(std=0.2).copy_(buffer.half().float())
+            if "layer_scalar" in buffer_name:
+                buffer.normal_(mean=1.0, std=0.2).copy_(buffer.half().float())
         # The last few stand for images, where there are some.
         largest = SIZES["vocab_size"] - (4 if name in WRAPPERS else 0)
         token_ids = torch.randint(0, largest, (1, NUM_TOKENS))

@@ -12,35 +12,19 @@ from jaxpaged.engine.engine import Engine
 from jaxpaged.handover import exchange, programs
 from jaxpaged.handover.blocks import BlockFormat, Blocks
 from jaxpaged.memory.cache_specs import FULL, ChunkedLocal, SlidingWindow
-from jaxpaged.models.config import uniform
-from jaxpaged.models.decoder import Decoder
-from jaxpaged.models.families.llama import NAMES
-from jaxpaged.models.load_as import LoadAs
-from jaxpaged.models.weights import StoredWeights
+from jaxpaged.models.config import LayerKind
 from jaxpaged.sampling_params import SamplingParams
 from tests import tiny
 
 SCORED = SamplingParams(max_tokens=8, temperature=0, logprobs=2)
 ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0)
+FULL_LAYER, WINDOW, CHUNK = LayerKind(), LayerKind(sliding_window=11), LayerKind(attention_chunk=20)
 PROMPT, WHOLE_BLOCKS, OTHER = tiny.prompts([50, 64, 40])
-
-
-def model(*bounds):
-    """Return the tiny model with a layer for each of these bounds: of a window, of a chunk."""
-    [layer] = uniform(1, rope=tiny.CONFIG.layers[0].rope)
-    kinds = [
-        dataclasses.replace(layer, sliding_window=window, attention_chunk=chunk) for window, chunk in bounds
-    ]
-    return dataclasses.replace(tiny.CONFIG, layers=tuple(kinds))
-
-
-def load(load_as: LoadAs, config) -> Decoder:
-    return Decoder(StoredWeights(config, NAMES, tiny.weights(config), load_as, None))
 
 
 def engine(config, **options):
     options = EngineConfig(**tiny.DEFAULTS | {"num_blocks": 1 + 4 * 24} | options)
-    return Engine(options, config, functools.partial(load, config=config))
+    return Engine(options, config, functools.partial(tiny.load, config=config))
 
 
 def answer(engine, prompt, **options):
@@ -51,19 +35,19 @@ def answer(engine, prompt, **options):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("dtype", "bounds", "present"),
+    ("dtype", "kinds", "present"),
     [
         # Of 48 tokens a window of 11 begins in block 4, of 40 tokens in block 3; a chunk of 20 at 40 and 40.
-        ("float32", [(None, None), (11, None)], [[1] * 6, [0, 0, 0, 1, 1, 1]]),
+        ("float32", [FULL_LAYER, WINDOW], [[1] * 6, [0, 0, 0, 1, 1, 1]]),
         (
             "bfloat16",
-            [(None, None), (11, None), (None, 20)],
+            [FULL_LAYER, WINDOW, CHUNK],
             [[1] * 6, [0, 0, 0, 0, 0, 1], [0, 0, 0, 1, 1, 1]],
         ),
     ],
 )
-def test_answers_from_blocks_of_groups_are_those_computed_in_place(dtype, bounds, present):
-    config = model(*bounds)
+def test_answers_from_blocks_of_groups_are_those_computed_in_place(dtype, kinds, present):
+    config = tiny.mixed(*kinds, num_layers=len(kinds))
     with engine(config, dtype=dtype) as here, engine(config, dtype=dtype) as there:
         want, num_hit_tokens = answer(here, PROMPT)
         assert num_hit_tokens == 0

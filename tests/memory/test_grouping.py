@@ -98,7 +98,7 @@ def test_one_table_keeps_what_the_layer_that_reads_most_reads():
     config = StepConfig(
         max_num_seqs=1, num_tiles=1, tiles_per_pass=1, attention="xla", grouping=one_group(SlidingWindow(10))
     )
-    assert not config.keeps_all
+    assert not config.keeps_sequence
     assert config.blocks_shared(40, 4) == 0
     assert (
         StepConfig(max_num_seqs=1, num_tiles=1, tiles_per_pass=1, attention="xla").blocks_shared(40, 4) == 10

@@ -13,9 +13,9 @@ from flax import nnx
 
 from jaxpaged.checks import InputError
 from jaxpaged.models import decoder, experts, families, layers, loading, weights
-from jaxpaged.models.config import LongScaling, Rope
 from jaxpaged.models.families import from_hf
 from jaxpaged.models.load_as import LoadAs
+from jaxpaged.models.ropes import LongScaling, Rope
 from tests.models.test_decoder import GOLDENS, batch_of
 
 
@@ -87,6 +87,9 @@ def test_an_unknown_model_type_is_refused_with_those_that_are_known():
         ("minimax_m2", {"use_routing_bias": False}, "use_routing_bias=False must be True or left out"),
         ("qwen2_moe", {"use_sliding_window": True}, "use_sliding_window=True must be False or left out"),
         ("llava", {"text_config": {"model_type": "mamba"}}, "text_config.model_type='mamba' must be one of"),
+        ("gemma4_text", {"enable_moe_block": True}, "enable_moe_block=True must be False or left out"),
+        ("gemma4_text", {"per_layer_config": {"2": {"head_dim": 16}}}, "per_layer_config=.* must be a JSON"),
+        ("gemma4_text", {"layer_types": ["sliding_attention"] * 6}, "layer_types='sliding.*' must be 'full"),
         ("llava", {"text_config": None}, "text_config=None must be a JSON object"),
     ],
 )
@@ -132,6 +135,18 @@ def test_old_configs_of_the_newer_families_are_read():
     said = hf("hunyuan_v1_dense")["rope_parameters"]
     old = {"rope_parameters": None, "rope_theta": 10000.0, "rope_scaling": {"type": "dynamic", "alpha": 50.0}}
     assert from_hf(hf("hunyuan_v1_dense") | old) == from_hf(hf("hunyuan_v1_dense"))
+
+
+def test_layers_with_wider_heads_are_named_together_or_one_by_one():
+    """Files of before transformers 5.24 say it for all of them, later ones layer by layer."""
+    wide = {"global_head_dim": 16, "num_global_key_value_heads": 1}
+    for name in ("gemma4_text", "gemma4_large"):
+        assert from_hf(without(hf(name), "per_layer_config") | wide) == from_hf(hf(name))
+    large = from_hf(hf("gemma4_large"))
+    assert [large.heads_of(layer) for layer in range(3)] == [(2, 8), (2, 8), (1, 16)]
+    assert (large.num_kv_heads, large.head_dim) == (2, 16)
+    vision = {"use_bidirectional_attention": "vision", "rope_parameters": None}  # the default's are these
+    assert from_hf(hf("gemma4_large") | vision) == large
 
 
 def without(said, *names):

@@ -9,11 +9,11 @@ import pytest
 
 from jaxpaged.checks import InputError
 from jaxpaged.models import families, loading
-from jaxpaged.models.config import LinearScaling, LongScaling, YarnScaling
 from jaxpaged.models.decoder import Decoder
 from jaxpaged.models.files.gguf import file as gguf_file
 from jaxpaged.models.load_as import LoadAs
 from jaxpaged.models.names import layers_with
+from jaxpaged.models.ropes import LinearScaling, LongScaling, YarnScaling
 from jaxpaged.models.weights import StoredWeights, by_role
 from reference import model as reference_model
 from tests.models.test_decoder import GOLDENS, TOLERANCE, paged_logits

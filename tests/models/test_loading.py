@@ -16,13 +16,13 @@ from transformers import PreTrainedTokenizerFast
 
 from jaxpaged.checks import InputError
 from jaxpaged.models import loading
-from jaxpaged.models.config import LinearScaling
 from jaxpaged.models.families import from_hf
 from jaxpaged.models.families.llama import NAMES
 from jaxpaged.models.files import hf, safetensors_files
 from jaxpaged.models.files.gguf import file as gguf_file
 from jaxpaged.models.layers import rope_frequencies
 from jaxpaged.models.load_as import LoadAs
+from jaxpaged.models.ropes import LinearScaling
 from jaxpaged.models.weights import by_role, random_weights
 from tests import tiny
 from tests.tiny_gguf import write_gguf

@@ -13,13 +13,14 @@ from flax import nnx
 
 from jaxpaged.checks import InputError
 from jaxpaged.models import loading
-from jaxpaged.models.config import ModelConfig, Rope, uniform
+from jaxpaged.models.config import ModelConfig, uniform
 from jaxpaged.models.decoder import Decoder, abstract
 from jaxpaged.models.files import safetensors_files
 from jaxpaged.models.load_as import LoadAs
 from jaxpaged.models.names import in_expert, in_layer, num_weights
 from jaxpaged.models.quantised import checkpoints as quantised_checkpoints
 from jaxpaged.models.quantised.codes import QuantisedWeight
+from jaxpaged.models.ropes import Rope
 from jaxpaged.models.shards import Shard, Shards
 from jaxpaged.models.weights import AbstractWeights, StoredWeights
 from tests import tiny_gguf

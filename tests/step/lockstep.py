@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from jaxpaged.arithmetic import cdiv
 from jaxpaged.config import PREFILL_TILE
-from jaxpaged.memory import kv_cache, prefix_cache
+from jaxpaged.memory import block_pool, kv_cache, prefix_cache
 from jaxpaged.memory.block_table import BlockTables
 from jaxpaged.memory.cache_specs import FULL, CacheSpec
 from jaxpaged.memory.grouping import Grouping
@@ -20,7 +20,7 @@ from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.memory.policies import LRU, Policy
 from jaxpaged.sampling_state import token_bits
 from jaxpaged.status import Status
-from jaxpaged.step import scheduler
+from jaxpaged.step import admission, scheduler
 from jaxpaged.step.config import StepConfig
 from jaxpaged.step.scheduler import Decision
 from jaxpaged.step.state import (
@@ -109,6 +109,14 @@ class Setting:
             reuse_answers=self.reuse_answers,
         )
 
+    def advance(self, state: EngineState) -> Any:
+        """Make a step: the next state and what was decided."""
+        return compiled_step(self)(state)
+
+    def find(self, state: EngineState, row: jax.Array) -> jax.Array:
+        """Look up what is cached of a row's tokens: the blocks of each group."""
+        return compiled_find(self)(state, row)
+
     def oracle(self) -> Engine:
         return Engine(
             reference.EngineConfig(
@@ -161,6 +169,12 @@ def compiled_step(setting: Setting):
     """Return the compiled step of a setting."""
     model = SumModel(setting.specs)
     return jax.jit(lambda state: step(model, state, setting.config))
+
+
+@functools.cache
+def compiled_find(setting: Setting):
+    """Return the compiled search for what is cached of a row's tokens."""
+    return jax.jit(lambda state, row: admission.find_prompt(state, row, setting.config).block_ids)
 
 
 compiled_submit = jax.jit(place_requests)
@@ -290,6 +304,14 @@ class LockStep:
         self.state = compiled_abort(self.state, jnp.array(padded, jnp.int32))
         self.compare_rows()
 
+    def evict_free(self) -> None:
+        """Forget the content of all free blocks."""
+        free = free_block_ids(self.state.tables.pool)
+        self.oracle.pool.evict_blocks(free)
+        pool = self.state.tables.pool
+        pool, _ = block_pool.evict(pool, jnp.arange(pool.num_blocks), pool.ref_count == 0)
+        self.state = dataclasses.replace(self.state, tables=dataclasses.replace(self.state.tables, pool=pool))
+
     def submit(self, request: reference.Request, row: int, index: int, head: int) -> None:
         line = empty_rows(1, MAX_MODEL_LEN, VOCAB_ROOM)
         for array, value in (
@@ -326,7 +348,7 @@ class LockStep:
 
     def step(self) -> None:
         want = self.oracle.step()
-        self.state, decision = compiled_step(self.setting)(self.state)
+        self.state, decision = self.setting.advance(self.state)
         got: Decision = jax.device_get(decision)
         assert Status(int(self.state.status)) == Status.OK
         self.num_steps += 1
@@ -348,6 +370,7 @@ class LockStep:
         assert self.findable() == [b.block_id for b in self.oracle.pool.blocks if b.block_hash is not None]
         if self.num_steps % 8 == 0:  # it takes longer than the step
             self.check_invariants()
+        self.check_rejected()
         self.seen["preempted"] += len(modes)
         self.seen["swapped"] += list(modes.values()).count("swap")
         self.seen["hits"] += sum(want.admitted.values())
@@ -369,6 +392,15 @@ class LockStep:
         check_invariants(self.state.tables)
         if self.state.host is not None:
             check_invariants(self.state.host.tables)
+
+    def check_rejected(self) -> None:
+        """Check that no more blocks of a rejected request's hit are held than the state remembers."""
+        row, most = map(int, self.state.last_rejected)
+        if row < 0 or int(self.state.rows.phase[row]) != Phase.WAITING or not self.setting.prefix_caching:
+            return
+        found = np.asarray(self.setting.find(self.state, jnp.int32(row)))
+        num_held = np.count_nonzero(np.asarray(self.state.tables.pool.ref_count)[found])
+        assert num_held <= most, f"{row=}: {num_held} are held of {found}"
 
     def compare_rows(self) -> None:
         state = jax.device_get(dataclasses.replace(self.state, kv_cache=None))

@@ -11,6 +11,7 @@ from jaxpaged.memory.policies import LRU_SPLIT
 from reference.engine_state import Phase, Request
 from tests.outsiders.layer_kind import WindowWithSinks
 from tests.step.lockstep import VOCAB, Event, LockStep, Setting, workloads
+from tests.step.sum_model import next_token
 
 pytestmark = pytest.mark.usefixtures("small_chunks")
 
@@ -38,11 +39,19 @@ SETTINGS = [
         "big blocks", num_blocks=1 + 5, block_size=24, num_tiles=1, watermark_blocks=1, reuse_answers=True
     ),
     Setting("no caching", num_blocks=1 + 30, block_size=3, prefix_caching=False),
+    Setting(
+        "answers with gaps",
+        num_blocks=1 + 34,
+        num_tiles=1,
+        specs=(FULL, SlidingWindow(2)),
+        reuse_answers=True,
+    ),
 ]
 
 
 # Run every time: rows are swapped out while the host pool has room, and recomputed when it has none.
 QUICK = SETTINGS[1]
+GAPS = SETTINGS[-1]
 
 
 @pytest.mark.parametrize(
@@ -105,6 +114,29 @@ def test_a_rejected_row_is_looked_up_again_when_others_hold_enough_of_its_blocks
     waited = lock.oracle.rows[1]
     assert waited is not None
     assert waited.phase is Phase.RUNNING
+    lock.run([])
+
+
+@pytest.mark.slow
+def test_a_rejected_row_is_looked_up_again_when_a_group_closes_a_gap():
+    """One block that is published makes eleven hits: till then no beginning has what its window reads."""
+    lock = LockStep(GAPS)
+    line = [i % VOCAB for i in range(41)]
+    lock.happen(Event((Request(1, tuple(line), 60),)))
+    while lock.num_computed < 42:
+        lock.step()
+    lock.evict_free()  # the window's last block is there again when the token at 43 is computed
+    while len(line) < 47:
+        line.append(next_token(GAPS.reaches, line))
+    lock.happen(Event((Request(2, tuple(line), 50),)))
+    waits = lock.oracle.rows[1]
+    assert waits is not None
+    while lock.num_computed < 44:
+        lock.step()
+        assert waits.phase is Phase.WAITING
+    lock.step()
+    assert waits.phase is Phase.RUNNING
+    assert lock.seen["hits"] == 11
     lock.run([])
 
 

@@ -13,6 +13,7 @@ from jaxpaged.arithmetic import cdiv, next_power_of_two
 from jaxpaged.checks import INT32_MAX, InputError
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine.setup import WATERMARK
+from jaxpaged.lab import belady
 from jaxpaged.lab.combination import Combination
 from jaxpaged.lab.decoders import Decoder, blocks_in
 from jaxpaged.lab.serving import loop
@@ -142,6 +143,7 @@ def serve(
     Raises `InputError`, also for a policy that the engine does not have.
     """
     num_counted = trace.num_requests - int(trace.num_requests * warmup)
+    belady.trace_anew(each.policy for each in combinations)
     server = _Server(trace, combinations, peak, config, decoder)
     serve_one = functools.partial(server.serve, num_counted=num_counted, progress=progress)
     yield from side_by_side(serve_one, combinations)

@@ -14,6 +14,7 @@ from jaxpaged.models.families.falcon import FALCON
 from jaxpaged.models.families.family import Family, Gguf
 from jaxpaged.models.families.gemma import GEMMA, GEMMA2, GEMMA3, VAULTGEMMA
 from jaxpaged.models.families.gemma3n import GEMMA3N
+from jaxpaged.models.families.gemma4 import GEMMA4
 from jaxpaged.models.families.glm import GLM, GLM4, GLM4_MOE
 from jaxpaged.models.families.gpt2 import GPT2
 from jaxpaged.models.families.gpt_neox import GPT_NEOX
@@ -51,6 +52,7 @@ FAMILIES = (
     GEMMA2,
     GEMMA3,
     GEMMA3N,
+    GEMMA4,
     VAULTGEMMA,
     PHI,
     PHI3,

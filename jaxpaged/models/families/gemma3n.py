@@ -39,10 +39,14 @@ def names(config: ModelConfig) -> Names:
         f"altup_{ours}": tuple(f"model.{theirs}.{i}" for i in range(count))
         for ours, theirs in (("begin", "altup_projections"), ("end", "altup_unembed_projections"))
     }
-    unused = ("k_proj.", "v_proj.", "k_norm.", "v_norm.")
+    return Names(table=table, ignored=unused(config))
+
+
+def unused(config: ModelConfig) -> tuple[str, ...]:
+    """Return the beginnings of the names of K and V in layers that share another's."""
+    names = ("k_proj.", "v_proj.", "k_norm.", "v_norm.")
     shared = [layer for layer, kind in enumerate(config.layers) if kind.shares_kv is not None]
-    ignored = tuple(f"{LAYER.format(layer=layer)}.self_attn.{name}" for layer in shared for name in unused)
-    return Names(table=table, ignored=ignored)
+    return tuple(f"{LAYER.format(layer=layer)}.self_attn.{name}" for layer in shared for name in names)
 
 
 def read_gemma3n(f: Fields) -> ModelConfig:
@@ -94,21 +98,23 @@ def _layers(f: Fields, head_dim: int, num_layers: int) -> tuple[LayerKind, ...]:
     types = ["sliding_attention" if (i + 1) % WINDOWED else "full_attention" for i in range(num_layers)]
     sliding = LayerKind(rope=local, sliding_window=f.size("sliding_window", 512))
     kinds = f.layer_kinds(types, sliding=sliding, full=LayerKind(rope=everywhere))
-    first = num_layers - f.count("num_kv_shared_layers", 15)
-    sparsity = _sparsity(f, num_layers)
+    kinds, sparsity = sharing(kinds, f.count("num_kv_shared_layers", 15)), _sparsity(f, num_layers)
+    return tuple(dataclasses.replace(kind, sparsity=sparsity[layer]) for layer, kind in enumerate(kinds))
+
+
+def sharing(kinds: tuple[LayerKind, ...], num_shared: int) -> tuple[LayerKind, ...]:
+    """Let the last `num_shared` layers see K and V of the last layer before them that is of their kind."""
+    first = len(kinds) - num_shared
 
     def source(layer: int) -> int | None:
         if not 0 < first <= layer:
             return None
         same = [i for i in range(first) if kinds[i] == kinds[layer]]
         rule = f"so few that a layer like layer {layer} is left with K and V of its own"
-        check("model config: num_kv_shared_layers", num_layers - first, rule, len(same) > 0)
+        check("model config: num_kv_shared_layers", num_shared, rule, len(same) > 0)
         return same[-1]
 
-    return tuple(
-        dataclasses.replace(kind, shares_kv=source(layer), sparsity=sparsity[layer])
-        for layer, kind in enumerate(kinds)
-    )
+    return tuple(dataclasses.replace(kind, shares_kv=source(layer)) for layer, kind in enumerate(kinds))
 
 
 def _sparsity(f: Fields, num_layers: int) -> list[float]:

@@ -3,11 +3,12 @@
 import dataclasses
 
 from jaxpaged.checks import InputError, check, is_int, shown
-from jaxpaged.models.config import Experts, LayerKind, ModelConfig, Temperature
+from jaxpaged.models.config import Experts, LayerKind, ModelConfig
 from jaxpaged.models.families import llama
 from jaxpaged.models.families.family import Family
 from jaxpaged.models.fields import Fields
 from jaxpaged.models.names import TRANSPOSED, Names
+from jaxpaged.models.ropes import Temperature
 
 MLP = f"{llama.LAYER}.feed_forward"
 EXPERT = f"{MLP}.experts.{{expert}}"

@@ -5,11 +5,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxpaged.checks import check
-from jaxpaged.models.config import LayerKind, ModelConfig, Rope, uniform
+from jaxpaged.models.config import LayerKind, ModelConfig, uniform
 from jaxpaged.models.families import llama
 from jaxpaged.models.families.family import Family, Gguf
 from jaxpaged.models.fields import Fields
 from jaxpaged.models.names import Names
+from jaxpaged.models.ropes import Rope
 
 PAIRED = Names(table=llama.TABLE, forms=llama.PAIRS | llama.PAIRED_NORMS)  # whose RoPE turns neighbours
 UNGATED = Names(table=llama.TABLE | {"up": f"{llama.LAYER}.mlp.up_proj"})

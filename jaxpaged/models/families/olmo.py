@@ -3,12 +3,13 @@
 from collections.abc import Mapping
 
 from jaxpaged.checks import InputError, shown
-from jaxpaged.models.config import Experts, LayerKind, ModelConfig, Rope, uniform
+from jaxpaged.models.config import Experts, LayerKind, ModelConfig, uniform
 from jaxpaged.models.families import llama
 from jaxpaged.models.families.family import Family, Gguf
 from jaxpaged.models.families.qwen import MOE_NAMES
 from jaxpaged.models.fields import Fields
 from jaxpaged.models.names import Names
+from jaxpaged.models.ropes import Rope
 
 NAMES = Names(
     table=llama.TABLE

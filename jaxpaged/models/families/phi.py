@@ -3,11 +3,12 @@
 import dataclasses
 
 from jaxpaged.checks import check
-from jaxpaged.models.config import Experts, LongScaling, ModelConfig, Rope, uniform
+from jaxpaged.models.config import Experts, ModelConfig, uniform
 from jaxpaged.models.families import llama, mixtral
 from jaxpaged.models.families.family import Family
 from jaxpaged.models.fields import Fields
 from jaxpaged.models.names import Names
+from jaxpaged.models.ropes import LongScaling, Rope
 
 NAMES = Names(
     table=llama.TABLE

@@ -12,6 +12,8 @@ from jaxpaged.checks import InputError, shown
 from jaxpaged.models.families import qwen
 from jaxpaged.models.families.family import Family
 from jaxpaged.models.families.gemma import GEMMA3
+from jaxpaged.models.families.gemma3n import GEMMA3N
+from jaxpaged.models.families.gemma4 import GEMMA4
 from jaxpaged.models.families.llama import LLAMA, MISTRAL
 from jaxpaged.models.families.llama4 import LLAMA4
 from jaxpaged.models.names import Names
@@ -25,6 +27,7 @@ FIRST_OUTSIDE = 5
 VISION = (
     *("vision_tower.", "vision_model.", "multi_modal_projector.", "visual."),
     *("model.vision_tower.", "model.multi_modal_projector.", "model.visual."),
+    *("model.audio_tower.", "model.embed_vision.", "model.embed_audio."),
 )
 
 
@@ -142,6 +145,18 @@ WRAPPERS = (
         texts=_texts(GEMMA3),
         is_tied=True,
         gguf="gemma3",
+    ),
+    Wrapper(
+        model_type="gemma3n",
+        models="Gemma 3n E2B and E4B: the text part",
+        texts=_texts(GEMMA3N),
+        is_tied=True,
+    ),
+    Wrapper(
+        model_type="gemma4",
+        models="Gemma 4 E2B, E4B and 31B: the text part",
+        texts=_texts(GEMMA4),
+        is_tied=True,
     ),
     Wrapper(
         model_type="mistral3",

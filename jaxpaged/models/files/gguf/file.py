@@ -17,7 +17,7 @@ import gguf
 import numpy as np
 
 from jaxpaged.checks import InputError, check
-from jaxpaged.models.config import LayerKind, LinearScaling, LongScaling, ModelConfig
+from jaxpaged.models.config import LayerKind, ModelConfig
 from jaxpaged.models.families import ARCHITECTURES, of_architecture
 from jaxpaged.models.families.family import Family, Gguf, Metadata, rope_scaling
 from jaxpaged.models.fields import Fields
@@ -27,6 +27,7 @@ from jaxpaged.models.files.gguf.reader import TOKENS, GgufFile, field, read_head
 from jaxpaged.models.names import Names
 from jaxpaged.models.quantised.codes import CodedRows, CodeFormat, TensorSlice
 from jaxpaged.models.quantised.on_load import EXPERTS, FromFile
+from jaxpaged.models.ropes import LinearScaling, LongScaling
 
 BLOCK = "blk.{layer}"
 TABLE: dict[str, str | tuple[str, ...]] = {

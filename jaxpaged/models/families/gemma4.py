@@ -1,0 +1,205 @@
+"""Gemma 4, the text part: heads of two widths, inputs of each layer, and last layers that share K and V.
+
+Layers that see all tokens have wider heads, and maybe fewer of them for keys and values. The decoder has one
+width for all: that of the widest layer. Weights of the others are padded when they are read.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxpaged.checks import InputError, check, checked_int, shown
+from jaxpaged.models.config import InputTable, LayerKind, ModelConfig
+from jaxpaged.models.families import gemma, gemma3n, llama
+from jaxpaged.models.families.family import Family
+from jaxpaged.models.fields import Fields
+from jaxpaged.models.names import FormOfLayers, Names, Pieces, Stored
+from jaxpaged.models.ropes import ProportionalScaling, Rope
+
+LAYER = llama.LAYER
+TABLE = gemma3n.TABLE | {"layer_scale": f"{LAYER}.layer_scalar"}
+FULL, SLIDING = "full_attention", "sliding_attention"
+PATTERN = 6  # the last of so many layers sees all tokens
+GLOBAL_PART = 0.25  # share of coordinates that turn where all tokens are seen
+
+
+def names(config: ModelConfig) -> Names:
+    """Return the names. K and V of layers that share them are ignored."""
+    return Names(table=TABLE, ignored=gemma3n.unused(config), of_layers=PADDED)
+
+
+def read_gemma4(f: Fields) -> ModelConfig:
+    for name, value in (("attention_bias", False), ("enable_moe_block", False)):
+        f.only(name, value)
+    f.only("use_bidirectional_attention", "vision")  # of images; text is causal
+    types = _types(f)
+    same, wide = gemma.common(f), _wide(f, types)
+    shared = f.count("num_kv_shared_layers", 0)
+    doubled = f.flag("use_double_wide_mlp") and shared > 0
+    width, width_of_inputs = same["intermediate_size"], f.count("hidden_size_per_layer_input", 256)
+    vocab_of_inputs = f.size("vocab_size_per_layer_input", 262144)
+    its = {"head_dim": same["head_dim"], "num_kv_heads": same["num_kv_heads"]}
+    most = {name: max(its[name], wide[name]) for name in its}
+    kinds = {
+        SLIDING: _kind(its, most, rope=_rope(f, SLIDING, its["head_dim"])),
+        FULL: _kind(wide, most, rope=_rope(f, FULL, wide["head_dim"])),
+    }
+    sliding = dataclasses.replace(kinds[SLIDING], sliding_window=f.size("sliding_window", 512))
+    full = dataclasses.replace(kinds[FULL], v_is_k=f.flag("attention_k_eq_v"))
+    layers = gemma3n.sharing(f.layer_kinds(types, sliding=sliding, full=full), shared)
+    if doubled:
+        layers = tuple(
+            dataclasses.replace(kind, intermediate_size=width) if kind.shares_kv is None else kind
+            for kind in layers
+        )
+    return ModelConfig(
+        **same | most | {"norm_offset": 0.0, "intermediate_size": width * (2 if doubled else 1)},
+        norm_place="both",
+        qk_norm="head",
+        v_norm=True,
+        attention_scale=1.0,
+        logit_soft_cap=f.get("final_logit_softcapping"),
+        layer_inputs=InputTable(width=width_of_inputs, vocab_size=vocab_of_inputs)
+        if width_of_inputs
+        else None,
+        layer_scale=True,
+        layers=layers,
+    )
+
+
+def _types(f: Fields) -> list[Any]:
+    """Return the layers' types as the file says them, or by default; the last layer sees all tokens."""
+    num_layers = f.size("num_hidden_layers")
+    types = [SLIDING if (i + 1) % PATTERN else FULL for i in range(num_layers)]
+    given = f.get("layer_types", types)
+    check("model config: layer_types", given, f"a list of {num_layers}", isinstance(given, list))
+    last = given[-1] if given else None
+    check("model config: layer_types", last, f"{FULL!r} for the last layer", last == FULL or given is types)
+    return [*types[:-1], FULL]
+
+
+def _wide(f: Fields, types: Sequence[Any]) -> dict[str, int]:
+    """Read `head_dim` and `num_kv_heads` of the layers that see all tokens: by name, or layer by layer."""
+    types, kv_heads = f.get("layer_types", types), f.size("num_key_value_heads")
+    its_own = f.get("num_global_key_value_heads") if f.flag("attention_k_eq_v") else None
+    default = {"head_dim": f.size("global_head_dim", 512), "num_key_value_heads": its_own or kv_heads}
+    given = f.get("per_layer_config")
+    if given is not None:
+        numbers = {str(i) for i, each in enumerate(types) if each == FULL}
+        rule = f"a JSON object with the same head_dim and num_key_value_heads for each {FULL} layer"
+        ok = isinstance(given, Mapping) and set(given) == numbers and bool(numbers)
+        each = list(given.values()) if ok else []
+        ok = ok and all(isinstance(one, Mapping) and set(one) <= set(default) for one in each)
+        check("model config: per_layer_config", given, rule, ok and all(one == each[0] for one in each))
+        default = {"head_dim": f.size("head_dim", 256), "num_key_value_heads": kv_heads, **each[0]}
+    sizes = {
+        name: checked_int(f"model config: {name} of {FULL} layers", value, "an int >= 1", 1)
+        for name, value in default.items()
+    }
+    return {"head_dim": sizes["head_dim"], "num_kv_heads": sizes["num_key_value_heads"]}
+
+
+def _kind(sizes: Mapping[str, int], most: Mapping[str, int], *, rope: Rope) -> LayerKind:
+    """Return a kind of layer, with the sizes in which it has less than others."""
+    less = {name: size if size < most[name] else None for name, size in sizes.items()}
+    return LayerKind(rope=rope, head_dim=less["head_dim"], num_kv_heads=less["num_kv_heads"])
+
+
+def _rope(f: Fields, kind: str, head_dim: int) -> Rope:
+    """Read the RoPE of layers of a type. A proportional one turns some pairs of all coordinates."""
+    given = f.get("rope_parameters") or {}
+    said = given.get(kind) if isinstance(given, Mapping) else None
+    name = f"rope_parameters.{kind}"
+    if given and not isinstance(said, Mapping):
+        raise InputError(f"model config: {name}={shown(said)} must be a JSON object")
+    default: dict[str, Any] = {"rope_theta": gemma.LOCAL_THETA}
+    if kind == FULL:
+        proportional = {"rope_type": "proportional", "partial_rotary_factor": GLOBAL_PART}
+        default = {"rope_theta": gemma.GLOBAL_THETA, **({} if said else proportional)}
+    its = Fields(said or {}, default)
+    if its.get("rope_type", "default") != "proportional":
+        return f.rope_of(name, said or {}, default, head_dim)
+    part, factor = its.positive("partial_rotary_factor", 1.0), its.positive("factor", 1.0)
+    check(f"model config: {name}.partial_rotary_factor", part, "a number in (0, 1]", part <= 1)
+    pairs = int(part * head_dim // 2)
+    return Rope(
+        theta=its.positive("rope_theta"),
+        dim=head_dim,
+        scaling=ProportionalScaling(num_pairs=pairs, factor=factor),
+    )
+
+
+def _axes(config: ModelConfig, role: str, layer: int) -> list[list[tuple[int, int, int, int]]]:
+    """Return how a role's tensors differ in a layer: for each of them (axis, units, size, full size).
+
+    Along the axis lie so many units, such as heads, each of a size in the file and a full size in the
+    decoder.
+    """
+    c, kind = config, config.layers[layer]
+    kv_heads, head_dim = c.heads_of(layer)
+    stem, _, ending = role.rpartition(".")
+    mlp = (1, kind.intermediate_size or c.intermediate_size, c.intermediate_size)
+    q, kv = (c.num_q_heads, head_dim, c.head_dim), (kv_heads, head_dim, c.head_dim)
+    if ending != "weight":
+        return []
+    return {
+        "qkv": [[(0, *q)], [(0, *kv)], [(0, *kv)]],
+        "q": [[(0, *q)]],
+        "o": [[(1, *q)]],
+        "q_norm": [[(0, 1, head_dim, c.head_dim)]],
+        "k_norm": [[(0, 1, head_dim, c.head_dim)]],
+        "gate_up": [[(0, *mlp)]] * 2,
+        "down": [[(1, *mlp)]],
+    }.get(stem, [])
+
+
+def _stored(config: ModelConfig, role: str, layer: int, tensors: Stored) -> Stored:
+    """Return a layer's tensors as they are in the file. Values may be the keys' product."""
+    found = list(tensors)
+    for i, axes in enumerate(_axes(config, role, layer)):
+        name, shape = found[i]
+        for axis, units, size, _ in axes:
+            shape = (*shape[:axis], units * size, *shape[axis + 1 :])
+        found[i] = name, shape
+    if role == "qkv.weight" and config.layers[layer].v_is_k:
+        found[2] = found[1]
+    return found
+
+
+def _restored(config: ModelConfig, role: str, layer: int, pieces: Pieces) -> Pieces:
+    """Return a layer's pieces as wide as the widest layer's: padded with zeros, KV heads repeated."""
+    found = list(pieces)
+    for i, axes in enumerate(_axes(config, role, layer)):
+        for axis, units, size, full in axes:
+            found[i] = _padded(found[i], axis, units, size, full)
+    times = config.num_kv_heads // config.heads_of(layer)[0]
+    if role == "qkv.weight" and times > 1:
+        found[1:] = [_repeated(piece, config.head_dim, times) for piece in found[1:]]
+    return found
+
+
+def _padded(x: np.ndarray, axis: int, units: int, size: int, full: int) -> np.ndarray:
+    if size == full:
+        return x
+    before, behind = x.shape[:axis], x.shape[axis + 1 :]
+    x = x.reshape(*before, units, size, *behind)
+    pad = [(0, 0)] * x.ndim
+    pad[axis + 1] = (0, full - size)
+    return np.pad(x, pad).reshape(*before, units * full, *behind)
+
+
+def _repeated(x: np.ndarray, head_dim: int, times: int) -> np.ndarray:
+    rest = x.shape[1:]
+    return np.repeat(x.reshape(-1, head_dim, *rest), times, axis=0).reshape(-1, *rest)
+
+
+PADDED = FormOfLayers(_stored, _restored)
+GEMMA4 = Family(
+    model_type="gemma4_text",
+    models="Gemma 4 E2B, E4B and 31B, text only",
+    read=read_gemma4,
+    names=names,
+    defaults={"tie_word_embeddings": True, "head_dim": 256, "max_position_embeddings": 131072},
+)
