@@ -68,7 +68,7 @@ ALLOWED = {
     "jaxpaged/inputs.py": {"jaxpaged/checks.py"},
     "jaxpaged/untrusted.py": {"jaxpaged/checks.py"},
     "jaxpaged/text": {"jaxpaged/checks.py", "jaxpaged/text/limits.py"},
-    "jaxpaged/grammar": {"jaxpaged/text", *GROUND},
+    "jaxpaged/grammar": {"jaxpaged/disk_cache.py", "jaxpaged/text", *GROUND},
     "jaxpaged/routing.py": {"jaxpaged/checks.py"},
     "jaxpaged/sampling.py": {
         "jaxpaged/arithmetic.py",
