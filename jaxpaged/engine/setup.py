@@ -73,9 +73,9 @@ class Setup:
             raise InputError(f"kv_layout={self.layout}: {rule}")
         self._check_loop_over_layers()
         _ = self.shards
-        parts = self.layout, self.attention, self.sampler, self.policy
+        names = " ".join(str(getattr(part, "name", part)) for part in self._parts)
         if self.has_outsiders:
-            trace_anew_if_changed(" ".join(str(getattr(part, "name", part)) for part in parts), *parts)
+            trace_anew_if_changed(names, *self._parts)
 
     @functools.cached_property
     def dtype(self) -> jnp.dtype:
@@ -146,10 +146,15 @@ class Setup:
         is_ours = self.sampler is None and not isinstance(self.attention, Attention) and not self.kinds
         return not (is_ours and layouts.is_ours(self.layout) and self.policy in eviction.OURS)
 
+    @property
+    def _parts(self) -> tuple[object, ...]:
+        """Parts that may be from outside."""
+        return self.layout, self.attention, self.sampler, self.policy, *dict.fromkeys(self.kinds)
+
     @functools.cached_property
     def code_digest(self) -> str | None:
         """Digest of the code of all parts that may be from outside; None if one cannot be described."""
-        return digest_of(self.layout, self.attention, self.sampler, self.policy, *dict.fromkeys(self.kinds))
+        return digest_of(*self._parts)
 
     @functools.cached_property
     def max_model_len(self) -> int:
