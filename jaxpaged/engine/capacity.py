@@ -102,12 +102,12 @@ def budget(setup: Setup, bytes_to_load: int) -> Budget:
 
 
 def bytes_per_block(setup: Setup) -> int:
-    """Return the bytes of one block: K and V in all layers of the widest group."""
+    """Return the bytes of one block: K and V in all places of the widest group."""
     return sizing.bytes_per_block(
         block_size=setup.config.block_size,
         num_layers=setup.grouping.width,
-        num_kv_heads=setup.model_config.num_kv_heads,
-        head_dim=setup.model_config.head_dim,
+        num_kv_heads=setup.cache_heads[0],
+        head_dim=setup.cache_heads[1],
         dtype=setup.dtype,
         layout=setup.layout,
     )

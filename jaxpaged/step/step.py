@@ -263,7 +263,7 @@ def compute(
         block_table.slot_mapping(tables, row, positions, valid, group).reshape(-1)
         for group in range(tables.num_groups)
     ]
-    is_one = tables.num_groups == 1
+    is_one = tables.num_groups == 1 and not config.grouping.weights
     batch = PassBatch(
         slot_mapping=slots_by_group[0] if is_one else jnp.stack(slots_by_group),
         block_tables=tables.block_tables,
