@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import random
 from typing import Any
 
 import jax
@@ -197,6 +198,7 @@ class Event:
 @st.composite
 def workloads(draw: st.DrawFn, setting: Setting, *, priorities: bool = False) -> list[Event]:
     """Draw up to 24 prompts with up to 4 answers each over some 50 steps; many prompts begin alike."""
+    state = random.getstate()  # beartype draws from it where types are checked, which hypothesis refuses
     arrival = 1
     events = []
     seen: list[tuple[int, ...]] = []
@@ -258,6 +260,7 @@ def workloads(draw: st.DrawFn, setting: Setting, *, priorities: bool = False) ->
         events += [Event()] * draw(st.integers(0, 8))
         if draw(st.booleans()):
             events.append(Event(abort=draw(st.integers(max(arrival - 6, 1), arrival - 1))))
+    random.setstate(state)
     return events
 
 
