@@ -13,6 +13,7 @@ from absl import app, flags
 from benchmarks import record
 from jaxpaged import lab
 from jaxpaged.config import EngineConfig
+from jaxpaged.lab import decoders
 from jaxpaged.lab.combination import Combination
 from jaxpaged.lab.serving import replay, roofline
 
@@ -56,7 +57,7 @@ def main(argv: list[str]) -> None:
 def _served(trace: lab.Trace, tokens: int) -> dict[str, object]:
     """Return what serving a trace with each policy gives: a model, not a measurement."""
     caches = [Combination(policy, trace.block_size, tokens) for policy in _SERVED.value]
-    peak, decoder = roofline.GPUS["h100"], roofline.LLAMA_8B
+    peak, decoder = roofline.GPUS["h100"], decoders.LLAMA_8B
     config = EngineConfig(max_num_seqs=64, max_num_batched_tokens=64 + 2048)
     served = replay.serve(trace, caches, peak, config, decoder)
     lines = {each.combination.policy: each.line() for each in served}

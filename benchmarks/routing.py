@@ -17,7 +17,7 @@ from absl import app, flags
 from benchmarks import record
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine import machine
-from jaxpaged.lab import traces
+from jaxpaged.lab import decoders, traces
 from jaxpaged.lab.combination import Combination
 from jaxpaged.lab.serving import replay, roofline
 from jaxpaged.lab.traces import Trace
@@ -41,7 +41,7 @@ DECODER = "Llama 3.1 8B"
 class Estimate:
     """Unanswered requests of the replicas: prompts run one after the other, then all decode together."""
 
-    def __init__(self, num_replicas: int, peak: roofline.Roofline, decoder: roofline.Decoder) -> None:
+    def __init__(self, num_replicas: int, peak: roofline.Roofline, decoder: decoders.Decoder) -> None:
         self._prompt_token_s = 2 * decoder.num_params / peak.flops
         self._token_s = 2 * 2 * decoder.num_params / peak.bytes  # weights, and as much again of K and V
         self._busy_until = [0.0] * num_replicas  # with prompts
@@ -105,7 +105,7 @@ def served(
     for replica in sorted(set(chosen)):
         own = np.flatnonzero(np.array(chosen) == replica)
         [result] = replay.serve(
-            part_of(trace, own), [cache], peak, config, roofline.DECODERS[DECODER], warmup=0.0
+            part_of(trace, own), [cache], peak, config, decoders.DECODERS[DECODER], warmup=0.0
         )
         if result.is_refused.any():
             raise RuntimeError(f"cache_tokens={cache.cache_tokens} must be larger: a prompt does not fit")
@@ -129,7 +129,7 @@ def main(argv: list[str]) -> None:
     machine.keep_on_disk()
     trace = traces.read(_TRACE.value).first(_REQUESTS.value)
     trace = dataclasses.replace(trace, arrival_s=trace.arrival_s / _SPEED.value)
-    peak, decoder = roofline.named(_GPU.value), roofline.DECODERS[DECODER]
+    peak, decoder = roofline.named(_GPU.value), decoders.DECODERS[DECODER]
     cache_tokens = _CACHE_TOKENS.value or roofline.cache_tokens(peak, decoder)
     num, cache = _REPLICAS.value, Combination("lru", trace.block_size, cache_tokens)
     router = Router[int](cache_tokens // trace.block_size, _MAX_LEAD.value)

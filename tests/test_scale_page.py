@@ -7,6 +7,7 @@ import pytest
 
 from benchmarks import scale
 from benchmarks.scale import LLAMA_70B, Group
+from jaxpaged.lab import decoders
 from jaxpaged.lab.serving import roofline
 
 PAGE = Path(__file__).parents[1] / "docs/research/scale.md"
@@ -19,7 +20,7 @@ def test_the_page_has_the_tables_of_the_model(name):
 
 def test_the_simulators_group_takes_as_long():
     """`jaxpaged lab --serve N --gpu 8xh200 --decoder "Llama 3.1 70B"` moves its clock so."""
-    group, peak, decoder = Group(LLAMA_70B, 8), roofline.GPUS["8xh200"], roofline.LLAMA_70B
+    group, peak, decoder = Group(LLAMA_70B, 8), roofline.GPUS["8xh200"], decoders.LLAMA_70B
     for num_rows, context in ((1, 2000), (256, 2176), (1024, 100)):
         rows = jnp.full(num_rows, context)
         found = roofline.seconds_of_step(jnp.ones_like(rows), rows, peak, decoder)

@@ -7,13 +7,14 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
-from jaxpaged.checks import InputError, check, checked_choice, checked_int, checked_number
+from jaxpaged.checks import InputError, check, checked_int, checked_number
 from jaxpaged.commands.parser import Commands, require
 from jaxpaged.config import EngineConfig, EvictionPolicy
 from jaxpaged.contracts import versions
 from jaxpaged.lab.combination import UNBOUNDED, Combination, default_cache_tokens
 
 if TYPE_CHECKING:
+    from jaxpaged.lab.decoders import Decoder
     from jaxpaged.lab.serving.replay import Served
     from jaxpaged.lab.sweep import Result
     from jaxpaged.lab.traces import Trace
@@ -23,6 +24,7 @@ MOST_WARMUP = 1 - 1e-9
 SERVED = 1000  # requests, with --out
 DECODER = "Llama 3.1 8B"
 PROMPT_TOKENS = 2048  # prompt tokens computed in one step
+NARROW, WIDE = 12, 23  # columns of a policy's name, without and with its tables
 
 
 def add_lab(commands: Commands) -> None:
@@ -97,7 +99,16 @@ def add_lab(commands: Commands) -> None:
         "--gpu", default="h100", help="GPU of the model: a100, h100 (default), h200, b200 or 8xh200"
     )
     serving.add_argument(
-        "--decoder", default=DECODER, help=f'language model: "{DECODER}" (default) or "Llama 3.1 70B"'
+        "--decoder",
+        default=DECODER,
+        help=f'language model: "{DECODER}" (default), "Llama 3.1 70B", command-r7b, '
+        "gemma-3-27b, gpt-oss-20b, llama-4-scout, or a local config.json. Where layers read different "
+        "tokens, each cache comes with block tables by kind of layer, and with one for all",
+    )
+    serving.add_argument(
+        "--layer-kind",
+        metavar="MODULE:NAME",
+        help="kind of the decoder's layers that would read everything: one of yours",
     )
     serving.add_argument(
         "--max-num-seqs", type=int, default=64, help="sequences that run together (default 64)"
@@ -120,13 +131,16 @@ def run(args: argparse.Namespace) -> None:
 
     from tqdm import tqdm
 
+    from jaxpaged.contracts import layer_kinds
     from jaxpaged.engine import machine
-    from jaxpaged.lab import belady, sweep, traces
+    from jaxpaged.lab import belady, decoders, sweep, traces
     from jaxpaged.lab.serving import replay, roofline
     from jaxpaged.memory import eviction
 
     peak = roofline.named(args.gpu)
-    decoder = roofline.DECODERS[checked_choice("decoder", args.decoder, roofline.DECODERS)]
+    decoder = decoders.named(args.decoder)
+    if args.layer_kind is not None:
+        decoder = decoders.with_kinds(decoder, layer_kinds.named(args.layer_kind))
     num_tokens = args.max_num_batched_tokens
     if num_tokens is None:
         num_tokens = args.max_num_seqs + PROMPT_TOKENS
@@ -142,9 +156,10 @@ def run(args: argparse.Namespace) -> None:
         trace = trace.first(args.requests)
     block_sizes = [_size("block_size", text, 1) for text in args.block_size or [str(trace.block_size)]]
     combinations = [
-        Combination(policy, block_size, tokens)
+        Combination(policy, block_size, tokens, one_table)
         for block_size in block_sizes
         for policy in args.policies
+        for one_table in _tables(policy, decoder)
         for tokens in _cache_tokens(args.cache_tokens, int(trace.input_lens.sum()), block_size)
     ]
     served = trace.first(num_served)
@@ -157,7 +172,7 @@ def run(args: argparse.Namespace) -> None:
     machine.keep_on_disk()
     total = trace.num_requests * len(combinations) + served.num_requests * len(in_engine)
     if not args.json:
-        print(_headline(trace, bool(in_engine)))
+        print(_headline(trace, bool(in_engine), decoder.has_groups))
     results: list[Result] = []
     caches: list[Served] = []
     with tqdm(total=total, unit=" requests", disable=None, leave=False) as bar:
@@ -167,6 +182,7 @@ def run(args: argparse.Namespace) -> None:
             warmup=args.warmup,
             partial=args.partial_blocks,
             resident=args.resident,
+            decoder=decoder,
             progress=bar.update,
         )
         serving = replay.serve(
@@ -178,7 +194,8 @@ def run(args: argparse.Namespace) -> None:
             if is_served:
                 caches.append(next(serving))
             with tqdm.external_write_mode():
-                print(_line(result, caches[-1] if is_served else None, args.json), flush=True)
+                served_by = caches[-1] if is_served else None
+                print(_line(result, served_by, args.json, decoder.has_groups), flush=True)
     if args.table is not None:
         _write_table(args.table, results)
     if args.out is not None:
@@ -223,9 +240,17 @@ def _cache_tokens(texts: list[str] | None, num_tokens: int, block_size: int) -> 
     return [None if text == UNBOUNDED else _size("cache_tokens", text, block_size) for text in texts]
 
 
-def _headline(trace: "Trace", is_served: bool) -> str:
+def _tables(policy: str, decoder: "Decoder") -> tuple[bool, ...]:
+    """Return whether there is one block table, for each cache of a policy: both, if layers differ."""
+    if not decoder.has_groups:
+        return (False,)
+    return (True,) if policy == "belady" else (False, True)
+
+
+def _headline(trace: "Trace", is_served: bool, has_groups: bool) -> str:
     known = f"content known in blocks of {trace.block_size} tokens"
-    columns = f"{'policy':<12} {'block size':>10} {'cache tokens':>14} {'hit rate':>9}"
+    width = WIDE if has_groups else NARROW
+    columns = f"{'policy':<{width}} {'block size':>10} {'cache tokens':>14} {'hit rate':>9}"
     if is_served:
         columns += f" {'preemptions':>12} {'queue p50, s':>13} {'TTFT p50, s':>12} {'TPOT p50, ms':>13}"
     return (
@@ -235,12 +260,13 @@ def _headline(trace: "Trace", is_served: bool) -> str:
     )
 
 
-def _line(result: "Result", served: "Served | None", as_json: bool) -> str:
+def _line(result: "Result", served: "Served | None", as_json: bool, has_groups: bool) -> str:
     """Return a line of output for a combination."""
     if as_json:
         return json.dumps(result.line() | ({} if served is None else {"served": served.line()}))
     each = result.combination
-    row = f"{each.policy:<12} {each.block_size:>10} {each.size:>14} {result.hit_rate:>9.4f}"
+    width = WIDE if has_groups else NARROW
+    row = f"{each.label:<{width}} {each.block_size:>10} {each.size:>14} {result.hit_rate:>9.4f}"
     if served is None:
         return row
     line = served.line()

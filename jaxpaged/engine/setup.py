@@ -16,7 +16,7 @@ from jaxpaged.config import AUTO, PREFILL_TILE, EngineConfig
 from jaxpaged.contracts import attentions, layer_kinds, samplers
 from jaxpaged.contracts.attentions import Attention
 from jaxpaged.contracts.samplers import Sampler
-from jaxpaged.memory import eviction
+from jaxpaged.memory import eviction, kv_cache
 from jaxpaged.memory.cache_specs import FULL, CacheSpec, together
 from jaxpaged.memory.grouping import Grouping, grouping_of, one_group
 from jaxpaged.memory.policies import Policy
@@ -73,9 +73,9 @@ class Setup:
             raise InputError(f"kv_layout={self.layout}: {rule}")
         self._check_loop_over_layers()
         _ = self.shards
-        parts = self.layout, self.attention, self.sampler, self.policy
+        names = " ".join(str(getattr(part, "name", part)) for part in self._parts)
         if self.has_outsiders:
-            trace_anew_if_changed(" ".join(str(getattr(part, "name", part)) for part in parts), *parts)
+            trace_anew_if_changed(names, *self._parts)
 
     @functools.cached_property
     def dtype(self) -> jnp.dtype:
@@ -146,10 +146,15 @@ class Setup:
         is_ours = self.sampler is None and not isinstance(self.attention, Attention) and not self.kinds
         return not (is_ours and layouts.is_ours(self.layout) and self.policy in eviction.OURS)
 
+    @property
+    def _parts(self) -> tuple[object, ...]:
+        """Parts that may be from outside."""
+        return self.layout, self.attention, self.sampler, self.policy, *dict.fromkeys(self.kinds)
+
     @functools.cached_property
     def code_digest(self) -> str | None:
         """Digest of the code of all parts that may be from outside; None if one cannot be described."""
-        return digest_of(self.layout, self.attention, self.sampler, self.policy, *dict.fromkeys(self.kinds))
+        return digest_of(*self._parts)
 
     @functools.cached_property
     def max_model_len(self) -> int:
@@ -178,10 +183,26 @@ class Setup:
     @functools.cached_property
     def grouping(self) -> Grouping:
         """Layers that share a block table."""
-        specs = self.whole.cache_specs
+        specs, c = self.whole.cache_specs, self.model_config
+        weights = c.kv_weights if self.cache_heads != (c.num_kv_heads, c.head_dim) else ()
         if self.config.disable_hybrid_kv_cache_manager:
-            return one_group(together(specs), len(specs))
-        return grouping_of(specs)
+            return one_group(together(specs), len(specs), weights)
+        return grouping_of(specs, weights)
+
+    @functools.cached_property
+    def cache_heads(self) -> tuple[int, int]:
+        """KV heads, and their width, for which the cache's places are made.
+
+        Where layers differ, these are the narrowest layer's, and a wider one takes several places. Layouts
+        with scales, shards and attention from outside have places for the widest heads in all layers.
+        """
+        c, config = self.model_config, self.config
+        padded = c.num_kv_heads, c.head_dim
+        narrowest, *wider = c.heads_by_size
+        if not wider or self.shards or isinstance(self.attention, Attention):
+            return padded
+        one = self.layout, config.block_size, self.dtype, narrowest
+        return narrowest if all(kv_cache.is_divisible(*one, heads) for heads in wider) else padded
 
     def step_config(self, num_blocks: int) -> StepConfig:
         """Return the constants of the compiled step over a pool of `num_blocks` blocks."""

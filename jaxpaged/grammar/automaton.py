@@ -64,7 +64,7 @@ def automaton_of(
     is_eos[list(eos_ids)] = True
     unused = np.bincount(column_of[~is_eos], minlength=steps.shape[1]) == 0
     steps = np.where(unused[None], NOT_ALLOWED, steps)
-    kept = _useful(steps, accepting, start)
+    kept = useful_states(steps, accepting, start)
     if not kept[start]:
         return None
     numbers = np.full(len(steps) + 1, NOT_ALLOWED, np.int32)  # the last one is that of `NOT_ALLOWED`
@@ -82,13 +82,13 @@ def automaton_of(
         token_class=token_class.astype(np.int32),
         next_state=np.ascontiguousarray(next_state, np.int32),
         mask_of=mask_of.reshape(-1).astype(np.int32),
-        masks=rows[:, token_class],
+        masks=np.ascontiguousarray(rows[:, token_class]),
         accepting=accepting,
         start=int(numbers[start]),
     )
 
 
-def _useful(steps: Int[np.ndarray, "S K"], accepting: Bool[np.ndarray, "S"], start: int) -> np.ndarray:
+def useful_states(steps: Int[np.ndarray, "S K"], accepting: Bool[np.ndarray, "S"], start: int) -> np.ndarray:
     """Return which states can be reached from the start and can reach an end: bool [S]."""
     num_states = len(steps)
     from_state, column = np.nonzero(steps >= 0)

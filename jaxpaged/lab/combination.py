@@ -11,7 +11,14 @@ class Combination:
 
     policy: str
     block_size: int  # tokens
-    cache_tokens: int | None  # None: nothing is ever evicted
+    # Memory, as the tokens that one block table of all layers holds in it. None: nothing is ever evicted.
+    cache_tokens: int | None
+    one_table: bool = False  # whether all layers share a block table though they read different tokens
+
+    @property
+    def label(self) -> str:
+        """The policy, and whether there is one table for several kinds of layers."""
+        return f"{self.policy}, one table" if self.one_table else self.policy
 
     @property
     def size(self) -> str:

@@ -7,16 +7,19 @@ block holds is not looked at, only whether it is the same.
 """
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Int
 
-from jaxpaged.memory import block_pool, block_table, prefix_cache
+from jaxpaged.memory import block_pool, block_table, group_content, prefix_cache
 from jaxpaged.memory.block_pool import BlockPool
 from jaxpaged.memory.block_table import BlockTables
+from jaxpaged.memory.cache_specs import CacheSpec
 from jaxpaged.memory.entries import CHUNK, after_reading, in_chunks
 from jaxpaged.memory.policies import Policy, sized
 from jaxpaged.memory.ranked_queue import RankedQueue
@@ -52,19 +55,28 @@ class Cache:
     status: Int[Array, ""]  # `Status` bits of all that was done: anything but OK is a bug
 
 
-@functools.partial(jax.jit, static_argnames=("policy", "num_blocks", "max_blocks", "num_rows"))
+@functools.partial(jax.jit, static_argnames=("policy", "num_blocks", "max_blocks", "num_rows", "kinds"))
 def create(
-    num_usable: Int[Array, ""], *, policy: Policy, num_blocks: int, max_blocks: int, num_rows: int
+    num_usable: Int[Array, ""],
+    *,
+    policy: Policy,
+    num_blocks: int,
+    max_blocks: int,
+    num_rows: int,
+    kinds: tuple[CacheSpec, ...] = (),
 ) -> Cache:
     """Create an empty cache of `num_usable` blocks, at most `num_blocks - 1`, for prompts of up to
     `max_blocks`.
 
     The arrays are of `num_blocks`, whatever is usable: so caches of all sizes share one program. The last
-    `num_rows` requests hold their blocks at the same time.
+    `num_rows` requests hold their blocks at the same time. `kinds` are what the groups of layers read, in
+    blocks; empty: there is one, which reads everything.
     """
     pool, status = limited_pool(num_usable, policy, num_blocks, 1)
+    first_blocks = tuple(kind.first_tokens for kind in kinds)
+    sizes = max(len(kinds), 1), first_blocks if any(first_blocks) else ()
     return Cache(
-        block_table.create(pool, num_rows, max_blocks, 1),
+        block_table.create(pool, num_rows, max_blocks, 1, *sizes),
         jnp.int32(0),
         jnp.zeros(num_blocks, jnp.int32),
         jnp.zeros(LIFETIMES, jnp.int32),
@@ -83,21 +95,46 @@ def limited_pool(
     return replace(pool, prefix_cache=prefix_cache.create(num_blocks, block_size)), info.status
 
 
-@functools.partial(jax.jit, donate_argnames="cache")
+def most_held[T: (np.ndarray, Array)](num_blocks: T, kinds: Sequence[CacheSpec], step_blocks: int) -> T:
+    """Return how many blocks a prompt of so many holds at most at any time, in all groups."""
+    total = num_blocks * 0
+    for kind in kinds:
+        most = kind.most_kept(step_blocks)
+        total += num_blocks if most is None else (num_blocks).clip(max=most + kind.first_tokens)
+    return total
+
+
+@functools.partial(jax.jit, donate_argnames="cache", static_argnames=("kinds", "step_blocks"))
 def replay(
-    cache: Cache, symbols: Int[Array, " total"], next_use: Int[Array, " total"] | None, requests: Requests
+    cache: Cache,
+    symbols: Int[Array, " total"],
+    next_use: Int[Array, " total"] | None,
+    requests: Requests,
+    *,
+    kinds: tuple[CacheSpec, ...] = (),
+    step_blocks: int = CHUNK,
 ) -> tuple[Cache, Int[Array, " n"]]:
     """Let the requests go through, and say how many blocks each has hit. The cache is donated.
 
     Each takes the row of the one that has been there for longest; where blocks are short, those after it go
-    early, too. `next_use`, of each symbol, is for policies that know the future.
+    early, too. `next_use`, of each symbol, is for policies that know the future. With `kinds`, as in
+    `create`, a prompt comes in steps of `step_blocks`, and after each what no layer reads any more is given
+    back.
     """
 
-    return lax.scan(lambda cache, request: _send(cache, symbols, next_use, request), cache, requests)
+    def send(cache: Cache, request: Requests) -> tuple[Cache, Int[Array, ""]]:
+        return _send(cache, symbols, next_use, request, kinds, step_blocks)
+
+    return lax.scan(send, cache, requests)
 
 
 def _send(
-    cache: Cache, symbols: Int[Array, " total"], next_use: Int[Array, " total"] | None, request: Requests
+    cache: Cache,
+    symbols: Int[Array, " total"],
+    next_use: Int[Array, " total"] | None,
+    request: Requests,
+    kinds: tuple[CacheSpec, ...],
+    step_blocks: int,
 ) -> tuple[Cache, Int[Array, ""]]:
     tables, row = cache.tables, cache.next_row
     num_rows = tables.max_seqs
@@ -115,14 +152,21 @@ def _send(
         jnp.int32(NO_SALT),
         max_tokens=tables.max_blocks_per_seq + 1,
     )
+    if len(kinds) > 1:
+        hit = group_content.lookup(tables.pool.prefix_cache, hit, kinds)
     num_hits, chain = hit.chain.num_blocks, jax.tree.map(lambda leaf: leaf[None], hit.chain)
-    tables, adopted = block_table.adopt(tables, row[None], hit.block_ids[None], chain, jnp.ones(1, bool))
+    block_ids = hit.block_ids if len(kinds) > 1 else hit.block_ids[None]
+    tables, adopted = block_table.adopt(tables, row[None], block_ids, chain, jnp.ones(1, bool))
+    need = request.num_held - num_hits
+    if kinds:
+        tables, _ = block_table.slide_windows(tables, is_row, kinds)
+        need = most_held(request.num_held, kinds, step_blocks) - tables.num_held[row]
     type Carry = tuple[BlockTables, Int[Array, ""]]
     type Leaving = tuple[Int[Array, ""], BlockTables, Int[Array, ""]]
 
     def is_short(carry: Leaving) -> Bool[Array, ""]:
         after, tables, _ = carry
-        return (after < num_rows) & (request.num_held - num_hits > tables.pool.num_free)
+        return (after < num_rows) & (need > tables.pool.num_free)
 
     def go_early(carry: Leaving) -> Leaving:
         after, tables, status = carry
@@ -156,8 +200,22 @@ def _send(
         tables, info = block_table.cache_full_blocks(tables, symbols_at, num_tokens, max_blocks=CHUNK)
         return tables, status | info.status
 
-    tables, status = lax.while_loop(wants_blocks, take, (tables, status))
-    tables, status = lax.while_loop(is_unfindable, publish, (tables, status))
+    def compute(carry: Carry) -> Carry:
+        """Compute a step of the prompt: take, make findable, and give back what no layer reads."""
+        tables, status = carry
+        count = jnp.where(is_row, jnp.minimum(request.num_held - tables.seq_lens[row], step_blocks), 0)
+        tables, info = block_table.append(tables, count, max_new_blocks=step_blocks * len(kinds))
+        num_tokens = jnp.where(is_row, jnp.minimum(tables.seq_lens[row], request.num_findable), 0)
+        num_tokens = jnp.maximum(num_tokens, jnp.where(is_row, tables.chains.num_blocks[row], 0))
+        tables, cached = block_table.cache_full_blocks(tables, symbols_at, num_tokens, max_blocks=step_blocks)
+        tables, slid = block_table.slide_windows(tables, is_row, kinds)
+        return tables, status | info.status | cached.status | slid.status
+
+    if kinds:
+        tables, status = lax.while_loop(wants_blocks, compute, (tables, status))
+    else:
+        tables, status = lax.while_loop(wants_blocks, take, (tables, status))
+        tables, status = lax.while_loop(is_unfindable, publish, (tables, status))
     if next_use is not None:
         tables = _foresee(tables, row, next_use, request)
     since, lifetimes = _age(cache, tables, row, num_hits, request)
@@ -173,7 +231,7 @@ def _age(
     def note(_: Array, k: Array, used: Array, ages: Ages) -> Ages:
         since, lifetimes = ages
         place = num_hits + k
-        block_id = jnp.where(used, tables.block_tables[row, place], 0)
+        block_id = jnp.where(used, tables.block_tables[tables.line_of(row), place], 0)
         old, now = since[block_id], request.arrival_ms + 1
         bits = LIFETIMES - lax.clz(now - old)
         lifetimes = lifetimes.at[jnp.where(used & (old > 0), bits, LIFETIMES)].add(1, mode="drop")

@@ -15,13 +15,13 @@ from matplotlib.axes import Axes
 
 import jaxpaged
 from jaxpaged.checks import InputError
-from jaxpaged.lab import questions, report_figures
+from jaxpaged.lab import decoders, questions, report_figures
 from jaxpaged.lab.belady import BELADY
 from jaxpaged.lab.combination import Combination
 from jaxpaged.lab.questions import Reuse
 from jaxpaged.lab.report_figures import MOMENTS, SMALL, Figures, figure
 from jaxpaged.lab.serving.replay import Serving, percentiles
-from jaxpaged.lab.serving.roofline import DECODERS, GPUS, cache_tokens
+from jaxpaged.lab.serving.roofline import GPUS, cache_tokens
 from jaxpaged.lab.sweep import LIFETIME_EDGES_S, Result
 from jaxpaged.lab.traces import Trace
 
@@ -92,7 +92,7 @@ def numbers(
             "is": "a model, not a measurement",
             "gpu": serving.gpu,
             "decoder": serving.decoder,
-            "room_for_tokens": cache_tokens(GPUS[serving.gpu], DECODERS[serving.decoder]),
+            "room_for_tokens": cache_tokens(GPUS[serving.gpu], decoders.named(serving.decoder)),
             "max_num_seqs": serving.config.max_num_seqs,
             "max_num_batched_tokens": serving.config.max_num_batched_tokens,
             "num_requests": serving.num_requests,
@@ -190,7 +190,7 @@ def _page(
 
 def _serving(figures: Figures, serving: Serving) -> list[str]:
     config, caches = serving.config, serving.caches
-    room = cache_tokens(GPUS[serving.gpu], DECODERS[serving.decoder])
+    room = cache_tokens(GPUS[serving.gpu], decoders.named(serving.decoder))
     percentile = " / ".join(f"p{p}" for p in MIDDLE_AND_WORST)
 
     def times(name: str, scale: float) -> str:
@@ -247,7 +247,7 @@ def _by_policy(results: Sequence[Result]) -> dict[Combination, list[Result]]:
     """Group results by policy and block size, by the first combination of each."""
     groups: dict[tuple[str, int], list[Result]] = {}
     for result in results:
-        groups.setdefault((result.combination.policy, result.combination.block_size), []).append(result)
+        groups.setdefault((result.combination.label, result.combination.block_size), []).append(result)
     return {group[0].combination: group for group in groups.values()}
 
 
@@ -259,14 +259,14 @@ def _pivot[T](
     marks_most: bool = False,
 ) -> str:
     """Return a table with a line for each cache size, and a column for each policy and block size."""
-    columns = list(dict.fromkeys((each.policy, each.block_size) for each, _ in cells))
+    columns = list(dict.fromkeys((each.label, each.block_size) for each, _ in cells))
     by_size: dict[str, dict[tuple[str, int], T]] = {}
-    names = {(each.policy, each.block_size): figures.name(each) for each, _ in cells}
+    names = {(each.label, each.block_size): (each.policy, figures.name(each)) for each, _ in cells}
     for each, value in sorted(cells, key=lambda cell: cell[0].cache_tokens or np.inf):
-        by_size.setdefault(each.size, {})[each.policy, each.block_size] = value
+        by_size.setdefault(each.size, {})[each.label, each.block_size] = value
     head = "".join(
-        f'<th><i style="background:{figures.colours[policy]}"></i>{html.escape(names[policy, size])}</th>'
-        for policy, size in columns
+        f'<th><i style="background:{figures.colours[policy]}"></i>{html.escape(name)}</th>'
+        for policy, name in (names[column] for column in columns)
     )
     lines = []
     for size, line in by_size.items():

@@ -76,8 +76,8 @@ class Figures:
     def name(self, combination: Combination) -> str:
         """Return a policy's name, with the block size where there are several."""
         if len(self._line) == 1:
-            return combination.policy
-        return f"{combination.policy}, blocks of {combination.block_size}"
+            return combination.label
+        return f"{combination.label}, blocks of {combination.block_size}"
 
     def shade(self, combination: Combination) -> str:
         """Return a policy's colour, the lighter the smaller the cache is."""
@@ -90,12 +90,13 @@ class Figures:
         groups: dict[tuple[str, int], list[tuple[int, float, Combination]]] = {}
         for each, value in cells:
             if each.cache_tokens is not None:
-                group = groups.setdefault((each.policy, each.block_size), [])
+                group = groups.setdefault((each.label, each.block_size), [])
                 group.append((each.cache_tokens, value, each))
         for group in groups.values():
             sizes, values, (each, *_) = zip(*sorted(group, key=lambda its: its[0]), strict=True)
             style: Any = {"color": self.colours[each.policy], "linestyle": self._line[each.block_size]}
-            axis.plot(sizes, values, marker="o", label=self.name(each), markersize=3.5, **style)
+            marker = "s" if each.one_table else "o"
+            axis.plot(sizes, values, marker=marker, label=self.name(each), markersize=3.5, **style)
         if groups:
             axis.set_xscale("log", base=2)
             ticks(axis.xaxis, self.cache_sizes[:: -(-len(self.cache_sizes) // 8)], plain)

@@ -14,13 +14,18 @@ from jaxpaged.arithmetic import next_power_of_two
 from jaxpaged.checks import INT32_MAX, InputError
 from jaxpaged.lab import belady, loop
 from jaxpaged.lab.combination import Combination
+from jaxpaged.lab.decoders import LLAMA_8B, Decoder, InBlocks, blocks_in
 from jaxpaged.lab.threads import Programs, side_by_side
 from jaxpaged.lab.traces import Blocks, Trace, blocks
+from jaxpaged.memory.cache_specs import FULL, CacheSpec
+from jaxpaged.memory.entries import CHUNK
 from jaxpaged.memory.greedy_dual import ATTENTION_TOKENS
+from jaxpaged.memory.grouping import Grouping
 from jaxpaged.memory.policies import Policy, sized
 from jaxpaged.status import Status, raise_if_error
 
 LIFETIME_EDGES_S = 2.0 ** np.arange(loop.LIFETIMES) / 1000
+STEP_TOKENS = 2048  # of a prompt that are computed at once, where layers read different tokens
 REQUESTS_A_CALL = 256  # requests in one compiled call; progress is reported between calls
 NUM_WAITING = 16  # requests that wait while one is served, for a policy that asks
 
@@ -85,13 +90,15 @@ def sweep(
     warmup: float = 0.5,
     partial: bool = False,
     resident: int = 1,
+    decoder: Decoder = LLAMA_8B,
     progress: Callable[[int], object] = lambda num_requests: None,
 ) -> Iterator[Result]:
     """Send the trace through each cache, several at a time, and give the results in order.
 
     `warmup` is the share of the requests, the first ones, that fill the cache and are not counted; `partial`
     as in `traces.blocks`; the last `resident` requests hold their blocks at the same time; `progress` gets
-    how many requests have gone through, from several threads.
+    how many requests have gone through, from several threads. Of the decoder only what its layers read
+    counts: where they differ, each kind has a block table, but in combinations with `one_table`.
     Raises `InputError`.
     """
     num_counted = trace.num_requests - int(trace.num_requests * warmup)
@@ -99,7 +106,7 @@ def sweep(
         raise InputError(f"warmup={warmup} must leave some of the {trace.num_requests} requests to count")
     belady.trace_anew(each.policy for each in combinations)
     for block_size, group in itertools.groupby(combinations, lambda each: each.block_size):
-        cut = BlockTrace(trace, blocks(trace, block_size, partial=partial), [*group], resident)
+        cut = BlockTrace(trace, blocks(trace, block_size, partial=partial), [*group], resident, decoder)
         send = functools.partial(cut.send, num_counted=num_counted, progress=progress)
         yield from side_by_side(send, cut.group)
 
@@ -107,10 +114,17 @@ def sweep(
 class BlockTrace:
     """Trace divided into blocks of one size, on the device: its caches have one program for each policy."""
 
-    def __init__(self, trace: Trace, blocks: Blocks, group: Sequence[Combination], resident: int) -> None:
+    def __init__(
+        self,
+        trace: Trace,
+        blocks: Blocks,
+        group: Sequence[Combination],
+        resident: int,
+        decoder: Decoder = LLAMA_8B,
+    ) -> None:
         self.trace, self.blocks, self.group, self.resident = trace, blocks, group, resident
-        self.programs = Programs()
-        # No more than this is ever held or findable: as good as without end.
+        self.decoder, self.programs = decoder, Programs()
+        # No more than this is ever held or findable: as good as without end. It is of one group.
         self.enough = blocks.num_distinct + resident * int(blocks.num_held.max())
         # Sizes are rounded up, so that few programs serve all traces and block sizes.
         self.num_blocks = next_power_of_two(1 + max(self.usable(each) for each in group))
@@ -123,10 +137,34 @@ class BlockTrace:
         if any(each.policy == belady.BELADY.name for each in group):
             self.next_use = jnp.asarray(np.pad(belady.next_use(blocks), (0, padding)))
 
+    def grouping(self, combination: Combination) -> Grouping:
+        return self.decoder.grouping(one_table=combination.one_table)
+
+    def kinds(self, combination: Combination) -> tuple[CacheSpec, ...]:
+        """Return what each group reads, in blocks; empty if all layers read everything."""
+        specs = self.grouping(combination).specs
+        return () if specs == (FULL,) else tuple(InBlocks(spec, self.blocks.block_size) for spec in specs)
+
     def usable(self, combination: Combination) -> int:
+        grouping, size = self.grouping(combination), self.blocks.block_size
+        enough = self.enough * grouping.num_groups
         if combination.cache_tokens is None:
-            return self.enough
-        return min(combination.cache_tokens // self.blocks.block_size, self.enough)
+            return enough
+        return min(blocks_in(combination.cache_tokens, size, self.decoder, grouping), enough)
+
+    def holds(self, combination: Combination) -> int:
+        """Return how many blocks a prompt may have for the cache to hold what its groups need at once."""
+        usable, kinds = self.usable(combination), self.kinds(combination)
+        if not kinds:
+            return usable
+        count = np.arange(int(self.blocks.num_held.max()) + 1)
+        need = loop.most_held(count, kinds, self.step_blocks)
+        return int(np.searchsorted(need, usable, side="right")) - 1
+
+    @property
+    def step_blocks(self) -> int:
+        """Blocks of a prompt that are computed at once."""
+        return min(max(STEP_TOKENS // self.blocks.block_size, 1), CHUNK)
 
     def policy(self, combination: Combination) -> Policy:
         """Return a combination's policy, for blocks of this size."""
@@ -140,21 +178,30 @@ class BlockTrace:
             num_blocks=self.num_blocks,
             max_blocks=self.max_blocks,
             num_rows=self.resident,
+            kinds=self.kinds(combination),
         )
 
     def send(self, combination: Combination, num_counted: int, progress: Callable[[int], object]) -> Result:
         usable, cache = self.usable(combination), self.create(combination)
         next_use = self.next_use if combination.policy == belady.BELADY.name else None
         hits = []
-        asks = self.policy(combination).note_waiting is not None
-        for requests, count in self.calls(usable, num_waiting=NUM_WAITING if asks else 0):
+        asks, kinds = self.policy(combination).note_waiting is not None, self.kinds(combination)
+        if kinds and next_use is not None:
+            raise InputError("policy='belady' must be of one block table, for layers that read everything")
+        held = self.holds(combination)
+        for requests, count in self.calls(held, num_waiting=NUM_WAITING if asks else 0):
             arguments = cache, self.symbols, next_use, requests
-            cache, hit = self.programs.call(combination.policy, loop.replay, *arguments)
+            if kinds:
+                name = combination.policy, "kinds"
+                options = {"kinds": kinds, "step_blocks": self.step_blocks}
+                cache, hit = self.programs.call(name, loop.replay, *arguments, **options)
+            else:
+                cache, hit = self.programs.call(combination.policy, loop.replay, *arguments)
             hits.append(np.asarray(hit)[:count])
             progress(count)
         raise_if_error(Status(int(cache.status)))
         hit_tokens = self.blocks.hit_tokens(np.concatenate(hits), self.trace.input_lens)
-        oversized = int((self.blocks.num_held > usable).sum())
+        oversized = int((self.blocks.num_held > held).sum())
         lifetimes = np.asarray(cache.lifetimes)
         return Result(
             combination, usable, hit_tokens, self.trace.input_lens, num_counted, lifetimes, oversized

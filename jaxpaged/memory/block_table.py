@@ -262,7 +262,7 @@ def free_rows(tables: BlockTables, rows: Bool[Array, " max_seqs"]) -> tuple[Bloc
     def free() -> tuple[BlockTables, FreeInfo]:
         held = tables.each_line(tables.num_blocks) - tables.num_skipped
         counts = jnp.where(tables.each_line(rows), held, 0)
-        freed, info = _release(tables, jnp.zeros_like(counts), counts)
+        freed, info = _release(tables, tables.num_skipped, counts)
         return _clear(freed, rows & (info.status == Status.OK)), info
 
     return lax.cond(jnp.any(rows), free, lambda: (tables, FreeInfo(jnp.int32(0), jnp.int32(Status.OK))))
@@ -285,10 +285,10 @@ def truncate(tables: BlockTables, num_tokens: Int[Array, " max_seqs"]) -> tuple[
     if tables.first_blocks:
         gap_end = jnp.where(gap_end > 0, gap_end + tables.num_first, 0)
     too_few = jnp.any((lens < gap_end * tables.block_size) & (lens != 0))
-    kept = jnp.where(lens == 0, 0, cdiv(lens, tables.block_size) - tables.num_skipped)
-    counts = jnp.where(too_few, 0, tables.each_line(tables.num_blocks) - tables.num_skipped - kept)
+    left = jnp.where(lens == 0, tables.num_skipped, cdiv(lens, tables.block_size))
+    counts = jnp.where(too_few, 0, tables.each_line(tables.num_blocks) - left)
     before = tables
-    tables, info = _release(tables, kept, counts)
+    tables, info = _release(tables, left, counts)
     status = info.status | flag(too_few, Status.TOO_FEW_TOKENS)
     ok = status == Status.OK
     tables = replace(tables, seq_lens=jnp.where(ok, seq_lens, before.seq_lens))
@@ -312,9 +312,13 @@ def slide_window(
     Status: TOO_FEW_TOKENS (a row has not so many).
     """
     too_few = jnp.any(num_skipped_tokens > tables.each_line(tables.seq_lens))
-    num_skipped = jnp.maximum(num_skipped_tokens // tables.block_size - tables.num_first, tables.num_skipped)
+    out_of_reach = num_skipped_tokens // tables.block_size
+    if tables.first_blocks:
+        out_of_reach -= tables.num_first
+    num_skipped = jnp.maximum(out_of_reach, tables.num_skipped)
     counts = jnp.where(too_few, 0, num_skipped - tables.num_skipped)
-    tables, info = _release(tables, tables.num_first, counts)
+    first = tables.num_skipped + tables.num_first if tables.first_blocks else tables.num_skipped
+    tables, info = _release(tables, first, counts)
     status = info.status | flag(too_few, Status.TOO_FEW_TOKENS)
     num_skipped = jnp.where(status == Status.OK, num_skipped, tables.num_skipped)
     return replace(tables, num_skipped=num_skipped), replace(info, status=status)
@@ -349,9 +353,10 @@ def slot_mapping(
 def _release(
     tables: BlockTables, first: Int[Array, " num_lines"], counts: Int[Array, " num_lines"]
 ) -> tuple[BlockTables, FreeInfo]:
-    """Free `counts[i]` of the blocks that each line i holds, from its `first[i]`-th on.
+    """Free `counts[i]` of the blocks of each line i, from the `first[i]`-th on.
 
-    The null block takes their places.
+    The null block takes their places. Blocks are counted as if those out of reach came before all others (see
+    `BlockTables.places`).
 
     Refused is what tables that are broken already name too often; what goes before it is freed.
     """
@@ -360,7 +365,8 @@ def _release(
 
     def free_some(sweep: Sweep, row: Array, k: Array, used: Array, carry: Carry) -> Carry:
         tables, info = carry
-        col = tables.places(row, first[row] + (counts[row] - 1 - k if sweep.last_block_first else k))
+        col = first[row] + (counts[row] - 1 - k if sweep.last_block_first else k)
+        col = tables.places(row, col)
         pool, freed = block_pool.free(tables.pool, tables.block_tables[row, col], used, sweep)
         tables = replace(tables, pool=pool)
         if sweep is sweeps[-1]:  # earlier sweeps still look their blocks up by name

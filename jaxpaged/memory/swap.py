@@ -46,7 +46,7 @@ def swap_out(
     too_many = jnp.sum(counts) > size
     counts = jnp.where(in_use | too_many, 0, counts)
     row, k, used = number_through(counts, size)
-    col = source.places(row, k)
+    col = source.places(row, source.num_skipped[row] + k)
     ids = source.block_tables[row, col]
     index = jnp.arange(size, dtype=jnp.int32)
     first = index if source.pool.policy.unshares_in_swap else first_equal(ids, mask=used)

@@ -66,9 +66,14 @@ class BlockTables:
         return jnp.tile(jnp.asarray(self.first_blocks, jnp.int32), self.max_seqs)
 
     def places(self, lines: Int[Array, " n"], k: Int[Array, " n"]) -> Int[Array, " n"]:
-        """Return the places in their lines of the `k`-th blocks, from 0, that the lines hold."""
-        behind = self.num_skipped[lines] + k
-        return jnp.where(k < self.num_first[lines], k, behind) if self.first_blocks else behind
+        """Return the places in their lines of the `k`-th blocks.
+
+        Blocks are counted as if those out of reach came before all others, first blocks included.
+        """
+        if not self.first_blocks:
+            return k
+        held = k - self.num_skipped[lines]
+        return jnp.where(held < self.num_first[lines], held, k)
 
     def each_line(self, of_rows: Array) -> Array:
         """Return the values of rows for each of their lines, along the first axis."""

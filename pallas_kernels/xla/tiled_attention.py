@@ -177,7 +177,8 @@ def _blocks_seen(
         first_chunk, first_chunks = jnp.maximum(begin, 0) // chunk_len, -(-first_tokens // chunk_len)
         if first_chunks:
             first_chunk = jnp.maximum(first_chunk, first_chunks)
-        num_chunks = jnp.maximum(jnp.max(-(-seq_lens // chunk_len) - first_chunk), 0) + first_chunks
+        num_chunks = jnp.maximum(jnp.max(-(-seq_lens // chunk_len) - first_chunk), 0)
+        num_chunks = num_chunks + first_chunks if first_chunks else num_chunks
     padding = -block_tables.shape[1] % blocks_per_chunk
     blocks = jnp.pad(jnp.where(seen, block_tables, 0), ((0, 0), (0, padding)))
     return blocks, first_chunk, num_chunks

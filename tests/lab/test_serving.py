@@ -1,5 +1,6 @@
 """A trace served in modelled time: what the engine's oracle does, with a clock beside it in plain Python."""
 
+import collections
 import json
 import math
 
@@ -11,12 +12,13 @@ from jaxpaged import cli, config
 from jaxpaged.config import PREFILL_TILE
 from jaxpaged.lab import traces
 from jaxpaged.lab.combination import Combination
+from jaxpaged.lab.decoders import LLAMA_8B, Decoder
 from jaxpaged.lab.serving import replay
 from jaxpaged.lab.serving.loop import FINISHED, FIRST_TOKEN, STARTED
-from jaxpaged.lab.serving.roofline import LLAMA_8B, Decoder, Roofline, seconds_of_step
+from jaxpaged.lab.serving.roofline import Roofline, seconds_of_step
 from jaxpaged.step.state import Counter
-from reference.engine import Engine, cdiv
-from reference.engine_state import EngineConfig, Phase, Request
+from reference.engine import Engine
+from reference.engine_state import EngineConfig, Phase, Reach, Request
 from tests.lab.tracing import BLOCK, conversations, write
 
 # On which requests have to wait for each other, and a token more or less can be seen.
@@ -24,6 +26,7 @@ SLOW_GPU, SMALL_MODEL = Roofline(2e11, 5e9, 80e9), Decoder(1e6, 32, 32, 32, 128)
 BLOCK_SIZE = 16
 CONFIG = config.EngineConfig(max_num_seqs=4, max_num_batched_tokens=4 + 2 * PREFILL_TILE)
 NUM_REQUESTS = 40
+ONE_TABLE = (Reach(),)
 
 
 @pytest.fixture(scope="module")
@@ -45,15 +48,24 @@ def seconds_by_hand(lengths, peak, model):
     """Return the seconds of a step that computes these tokens, given as pairs of the first and last
     position.
     """
-    pairs = sum(place + 1 for start, end in lengths for place in range(start, end))
+    reaches = [reach_of(spec) for spec in model.specs] or [Reach()] * model.num_layers
+    pairs = num_read = 0
+    for reach, count in collections.Counter(reaches).items():
+        for start, end in lengths:
+            pairs += count * sum(len(reach.reads(place, place + 1)) for place in range(start, end))
+            num_read += count * len(reach.reads(start, end))
     flops = 2 * model.num_params * sum(end - start for start, end in lengths)
-    flops += 4 * model.num_layers * model.num_q_heads * model.head_dim * pairs
-    read = 2 * 2 * model.num_layers * model.num_kv_heads * model.head_dim * sum(end for _, end in lengths)
-    read += 2 * model.num_params
+    flops += 4 * model.num_q_heads * model.head_dim * pairs
+    read = 2 * 2 * model.num_kv_heads * model.head_dim * num_read + model.bytes_of_weights
     return max(flops / peak.flops, read / peak.bytes)
 
 
-def by_hand(trace, usable):
+def reach_of(spec):
+    """Return what a kind of layer reads as the oracle has it."""
+    return Reach(getattr(spec, "window", None), getattr(spec, "chunk", None), spec.first_tokens)
+
+
+def by_hand(trace, usable, model=SMALL_MODEL, reaches=ONE_TABLE):
     """Return moments, hit tokens and preemptions, and the numbers of held and of cached blocks after each
     step.
     """
@@ -66,10 +78,11 @@ def by_hand(trace, usable):
         block_size=BLOCK_SIZE,
         num_blocks=usable + 1,
         max_blocks_per_seq=usable,
+        reaches=reaches,
         watermark_blocks=int(0.01 * (usable + 1)),
     )
     engine = Scheduler(its_config, lambda tokens: 0)
-    coming = [r for r, length in enumerate(total_lens) if cdiv(length - 1, BLOCK_SIZE) <= usable]
+    coming = [r for r, length in enumerate(total_lens) if engine.blocks.most_held(length - 1) <= usable]
     moments = np.full((3, trace.num_requests), np.nan)
     hits = np.zeros(trace.num_requests, int)
     blocks, clock, num_preemptions = {}, 0.0, 0
@@ -92,7 +105,7 @@ def by_hand(trace, usable):
         ends = [row.num_tokens - 1 if row.phase is Phase.FINISHED else row.computed for row in rows]
         new = [step.num_new_tokens.get(row.index, 0) for row in rows]
         lengths = [(end - n, end) for end, n in zip(ends, new, strict=True) if n]
-        begin, clock = clock, clock + seconds_by_hand(lengths, SLOW_GPU, SMALL_MODEL)
+        begin, clock = clock, clock + seconds_by_hand(lengths, SLOW_GPU, model)
         num_preemptions += len(step.preempted)
         for row, before in zip(rows, num_tokens, strict=True):
             r = row.request.arrival

@@ -5,11 +5,14 @@ import importlib
 import shutil
 import sys
 
+import jax
 import pytest
 
-from jaxpaged import SamplingParams, disk_cache, replay
+from jaxpaged import SamplingParams, code_digest, disk_cache, replay
 from jaxpaged.api.async_llm import AsyncLLM
+from jaxpaged.config import EngineConfig
 from jaxpaged.engine import programs
+from jaxpaged.engine.setup import Setup
 from jaxpaged.lab import sweep, traces
 from jaxpaged.lab.combination import Combination
 from jaxpaged.replay import __main__ as replaying
@@ -126,9 +129,11 @@ def test_a_token_that_is_not_in_the_vocabulary_ends_the_engine_with_the_reason()
 
 
 OWN = """
+from dataclasses import dataclass
+
 import jax.numpy as jnp
 
-from jaxpaged.contracts import Ranking, sampler
+from jaxpaged.contracts import CacheSpec, Ranking, sampler
 
 
 def token():
@@ -146,6 +151,25 @@ def rank(queue, block_ids, is_first, now):
 RANKING = Ranking(rank, contract=1)
 
 
+def length():
+    return 9
+
+
+@dataclass(frozen=True)
+class Window(CacheSpec):
+    contract = 1
+
+    def first_read(self, num_tokens):
+        first = num_tokens + 1 - length()
+        return first * (first > 0)
+
+    def most_kept(self, num_in_flight):
+        return length() - 1 + num_in_flight
+
+
+WINDOW = Window()
+
+
 @sampler(contract=1)
 def own(logits, options, positions):
     return jnp.full(positions.shape, token(), jnp.int32)
@@ -158,6 +182,7 @@ def somebodys(tmp_path, monkeypatch):
     (tmp_path / "somebodys_parts.py").write_text(OWN)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "somebodys_parts", raising=False)
+    monkeypatch.setattr(code_digest, "_last", {})
     return importlib.import_module("somebodys_parts")
 
 
@@ -176,6 +201,23 @@ def test_a_kept_program_does_not_answer_for_code_that_was_changed(somebodys, tmp
     assert start() == ([7] * 4, 1)
     monkeypatch.setattr(somebodys, "token", lambda: 8)
     assert start() == ([8] * 4, 2)
+
+
+@pytest.mark.parametrize(
+    ("option", "part", "helper"), [("sampler", "own", "token"), ("layer_kind", "WINDOW", "length")]
+)
+def test_an_engine_traces_changed_parts_anew(somebodys, monkeypatch, option, part, helper):
+    cleared = []
+    monkeypatch.setattr(jax, "clear_caches", lambda: cleared.append(1))
+
+    def check():
+        config = EngineConfig(**tiny.DEFAULTS, **{option: f"somebodys_parts:{part}"})
+        Setup(config, tiny.CONFIG).check()
+        return len(cleared)
+
+    assert [check(), check()] == [0, 0]
+    monkeypatch.setattr(somebodys, helper, lambda: 8)
+    assert [check(), check()] == [1, 1]
 
 
 @slow

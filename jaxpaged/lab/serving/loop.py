@@ -11,9 +11,12 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxpaged.arithmetic import cdiv
+from jaxpaged.config import PREFILL_TILE
+from jaxpaged.lab.decoders import Decoder
 from jaxpaged.lab.loop import limited_pool
-from jaxpaged.lab.serving.roofline import Decoder, Roofline, seconds_of_step
+from jaxpaged.lab.serving.roofline import Roofline, seconds_of_step
 from jaxpaged.memory import block_pool, block_table, kv_cache
+from jaxpaged.memory.grouping import Grouping
 from jaxpaged.memory.policies import Policy
 from jaxpaged.models.constant import VOCAB_SIZE, ConstantModel
 from jaxpaged.step import scheduler
@@ -42,7 +45,8 @@ class Report:
 
 
 @functools.partial(
-    jax.jit, static_argnames=("policy", "num_blocks", "block_size", "num_rows", "max_model_len")
+    jax.jit,
+    static_argnames=("policy", "num_blocks", "block_size", "num_rows", "max_model_len", "grouping"),
 )
 def create(
     num_usable: Int[Array, ""],
@@ -52,12 +56,20 @@ def create(
     block_size: int,
     num_rows: int,
     max_model_len: int,
+    grouping: Grouping,
 ) -> EngineState:
     """Create an engine's state without requests and with `num_usable` blocks; the arrays are of
     `num_blocks`.
     """
     pool, status = limited_pool(num_usable, policy, num_blocks, block_size)
-    tables = block_table.create(pool, num_rows, cdiv(max_model_len, block_size), block_size)
+    tables = block_table.create(
+        pool,
+        num_rows,
+        cdiv(max_model_len, block_size),
+        block_size,
+        grouping.num_groups,
+        grouping.first_blocks(block_size),
+    )
     nothing = kv_cache.create(0, num_blocks, block_size, 1, 1, ConstantModel.dtype)  # no layers
     return replace(create_state(tables, nothing, max_model_len, VOCAB_SIZE), status=status)
 
@@ -109,7 +121,9 @@ def run(
         finishes = (rows.phase == Phase.FINISHED) & (former.phase != Phase.FINISHED)
         # A finished row holds no blocks any more: all of its tokens but the last were computed.
         seq_lens = jnp.where(finishes, rows.num_tokens - 1, state.tables.seq_lens)
-        end = clock + seconds_of_step(decision.plan.num_new_tokens, seq_lens, peak, decoder)
+        most_new = config.num_tiles * PREFILL_TILE + config.max_num_seqs
+        num_new = decision.plan.num_new_tokens
+        end = clock + seconds_of_step(num_new, seq_lens, peak, decoder, most_new=most_new)
         begins = (former.num_tokens == rows.prompt_lens) & (rows.num_tokens > rows.prompt_lens)
         happens = jnp.stack([decision.admitted, begins, finishes])
         when = jnp.where(happens, jnp.stack([clock, end, end])[:, None], NEVER)

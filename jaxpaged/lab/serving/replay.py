@@ -15,9 +15,10 @@ from jaxpaged.config import EngineConfig
 from jaxpaged.engine.setup import WATERMARK
 from jaxpaged.lab import belady
 from jaxpaged.lab.combination import Combination
+from jaxpaged.lab.decoders import Decoder, blocks_in
 from jaxpaged.lab.serving import loop
 from jaxpaged.lab.serving.loop import FINISHED, FIRST_TOKEN, STARTED
-from jaxpaged.lab.serving.roofline import Decoder, Roofline
+from jaxpaged.lab.serving.roofline import Roofline
 from jaxpaged.lab.threads import Programs, side_by_side
 from jaxpaged.lab.traces import Trace
 from jaxpaged.memory import eviction
@@ -173,12 +174,13 @@ class _Server:
         self.max_model_len = next_power_of_two(int(self.total_lens.max()))
         if self.max_model_len > INT32_MAX // self.num_rows:
             raise InputError(f"max_num_seqs={config.max_num_seqs} must be smaller, for prompts are so long")
-        self.num_blocks: dict[int, int] = {}  # by block size
+        self.num_blocks: dict[tuple[int, bool], int] = {}  # by block size, and whether there is one table
         for each in combinations:
             num_blocks = next_power_of_two(1 + self.usable(each))
             if num_blocks * each.block_size > INT32_MAX:
                 raise InputError(f"cache_tokens={each.size} must be smaller, or the trace shorter")
-            self.num_blocks[each.block_size] = max(num_blocks, self.num_blocks.get(each.block_size, 0))
+            kind = each.block_size, each.one_table
+            self.num_blocks[kind] = max(num_blocks, self.num_blocks.get(kind, 0))
         if trace.content is None:  # nothing is shared: each prompt is an id of its own, again and again
             content, self.first_ids = np.arange(trace.num_requests), np.arange(trace.num_requests)
             self.tokens_per_id = self.max_model_len
@@ -190,24 +192,29 @@ class _Server:
 
     def usable(self, combination: Combination) -> int:
         """Return the number of a cache's blocks: no more than all requests together could fill."""
-        enough = int(cdiv(self.total_lens, combination.block_size).sum())
+        grouping, size = self.decoder.grouping(one_table=combination.one_table), combination.block_size
+        enough = int(cdiv(self.total_lens, size).sum()) * grouping.num_groups
         if combination.cache_tokens is None:
             return enough
-        return min(combination.cache_tokens // combination.block_size, enough)
+        return min(blocks_in(combination.cache_tokens, size, self.decoder, grouping), enough)
 
     def serve(self, combination: Combination, num_counted: int, progress: Callable[[int], object]) -> Served:
         usable, arrival_s = self.usable(combination), self.trace.arrival_s
+        grouping = self.decoder.grouping(one_table=combination.one_table).of_step
+        config = replace(self.step_config, grouping=grouping)
         state = loop.create(
             usable,
             policy=eviction.named(combination.policy),
-            num_blocks=self.num_blocks[combination.block_size],
+            num_blocks=self.num_blocks[combination.block_size, combination.one_table],
             block_size=combination.block_size,
             num_rows=self.num_rows,
             max_model_len=self.max_model_len,
+            grouping=grouping,
         )
         watermark = np.int32(WATERMARK * (usable + 1))
         # The engine's door refuses others; an answer's last token is never written to the cache.
-        fits = cdiv(self.total_lens - 1, combination.block_size) <= usable
+        most_held = config.blocks_of(jnp.asarray(self.total_lens - 1, jnp.int32), combination.block_size)
+        fits = np.asarray(most_held) <= usable
         progress(int(np.count_nonzero(~fits)))
         log = _Log(usable, arrival_s[fits], self.trace.num_requests, self.num_rows)
         coming = np.flatnonzero(fits)[::-1].tolist()  # the next one last
@@ -219,14 +226,14 @@ class _Server:
             if (log.in_row != NOBODY).any():
                 until = arrival_s[coming[-1]] - log.clock_s if coming else np.inf
                 state, report = self.programs.call(
-                    (combination.policy, combination.block_size),
+                    (combination.policy, combination.block_size, combination.one_table),
                     loop.run,
                     state,
                     np.float32(until),
                     watermark,
                     self.peak,
                     self.decoder,
-                    config=self.step_config,
+                    config=config,
                 )
                 progress(log.note(jax.device_get(report)))
             elif coming:

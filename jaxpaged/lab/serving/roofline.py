@@ -8,6 +8,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxpaged.checks import checked_choice
+from jaxpaged.lab.decoders import Decoder, tokens_read
+from jaxpaged.memory.entries import number_through
 
 
 @jax.tree_util.register_dataclass
@@ -50,42 +52,22 @@ def named(gpu: str) -> Roofline:
     return GPUS[checked_choice("gpu", gpu, GPUS)]
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Decoder:
-    """A decoder's size, in bfloat16."""
-
-    num_params: float
-    num_layers: int
-    num_q_heads: int
-    num_kv_heads: int
-    head_dim: int
-
-    @property
-    def kv_bytes(self) -> int:
-        """Bytes of a token's K and V."""
-        return 2 * 2 * self.num_layers * self.num_kv_heads * self.head_dim
-
-    @property
-    def hidden_bytes(self) -> int:
-        """Bytes of a layer's output for a token; all query heads have the same width."""
-        return 2 * self.num_q_heads * self.head_dim
-
-
 def cache_tokens(gpu: Roofline, decoder: Decoder) -> int:
-    """Return how many tokens' K and V fit into memory beside the weights."""
-    return max(0, int((USED * gpu.memory - 2 * decoder.num_params) / decoder.kv_bytes))
-
-
-LLAMA_8B = Decoder(8.03e9, 32, 32, 8, 128)
-LLAMA_70B = Decoder(70.55e9, 80, 64, 8, 128)
-DECODERS = {"Llama 3.1 8B": LLAMA_8B, "Llama 3.1 70B": LLAMA_70B}
+    """Return how many tokens' K and V, in all layers, fit into memory beside the weights."""
+    return max(0, int((USED * gpu.memory - decoder.bytes_of_weights) / decoder.kv_bytes))
 
 
 def seconds_of_step(
-    num_new: Int[Array, " rows"], seq_lens: Int[Array, " rows"], peak: Roofline, decoder: Decoder
+    num_new: Int[Array, " rows"],
+    seq_lens: Int[Array, " rows"],
+    peak: Roofline,
+    decoder: Decoder,
+    *,
+    most_new: int = 0,
 ) -> Float[Array, ""]:
     """Return the seconds of one step, in which each row computes its last `num_new` of `seq_lens` tokens.
+
+    `most_new` bounds the new tokens of a step; it is for decoders whose layers do not all read everything.
 
     Each new token costs two operations a parameter, and attention over itself and all before it. Weights are
     read once, and so are K and V of each row that computes something. Whichever of the two takes longer hides
@@ -93,12 +75,32 @@ def seconds_of_step(
     nothing.
     """
     new, end = num_new.astype(jnp.float32), seq_lens.astype(jnp.float32)
-    num_pairs = jnp.sum(new * (2 * end - new + 1) / 2)  # pairs of a new token and a token that it sees
-    attention = 4 * decoder.num_layers * decoder.num_q_heads * decoder.head_dim * num_pairs
+    if decoder.specs:
+        num_pairs, num_read = _of_kinds(num_new, seq_lens, decoder, most_new)
+    else:
+        # Pairs of a new token and a token that it sees.
+        num_pairs = decoder.num_layers * jnp.sum(new * (2 * end - new + 1) / 2)
+        num_read = decoder.num_layers * jnp.sum(jnp.where(num_new > 0, end, 0))
+    attention = 4 * decoder.num_q_heads * decoder.head_dim * num_pairs
     flops = 2 * decoder.num_params * jnp.sum(new) + attention
-    num_read = jnp.sum(jnp.where(num_new > 0, end, 0))
-    alone = jnp.maximum(
-        flops / peak.flops, (2 * decoder.num_params + decoder.kv_bytes * num_read) / peak.bytes
-    )
+    read = decoder.bytes_of_weights + decoder.layer_bytes * num_read
+    alone = jnp.maximum(flops / peak.flops, read / peak.bytes)
     sent = 2 * (peak.num_gpus - 1) / peak.num_gpus * decoder.hidden_bytes * jnp.sum(new)
     return alone + 2 * decoder.num_layers * jnp.maximum(peak.latency, sent / peak.link)
+
+
+def _of_kinds(
+    num_new: Int[Array, " rows"], seq_lens: Int[Array, " rows"], decoder: Decoder, most_new: int
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """Return the pairs of a new token and one that it sees, and the tokens that are read, over all layers."""
+    if most_new < 1:
+        raise ValueError(f"{most_new=} must be at least 1 for a decoder with kinds of layers")
+    row, k, used = number_through(num_new, most_new)
+    start = seq_lens - num_new
+    num_pairs = num_read = jnp.float32(0)
+    for spec, count in decoder.counts.items():
+        seen = jnp.where(used, tokens_read(spec, start[row] + k + 1), 0)
+        num_pairs += count * jnp.sum(seen, dtype=jnp.float32)
+        read = jnp.where(num_new > 0, tokens_read(spec, start + 1) + num_new - 1, 0)
+        num_read += count * jnp.sum(read, dtype=jnp.float32)
+    return num_pairs, num_read

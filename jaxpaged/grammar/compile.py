@@ -1,0 +1,81 @@
+"""Compiler of constraints: each to the tables of its automaton.
+
+A constraint is a mapping with the fields of `StructuredOutputsParams`. This runs in a process of its own (see
+`jaxpaged.grammar.worker`), which stops what takes too long.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from jaxpaged.checks import shown
+from jaxpaged.grammar.automaton import TokenAutomaton
+from jaxpaged.grammar.machine import byte_machine
+from jaxpaged.grammar.nodes import Either, GrammarError, Limits, Node, NotRegularError, text
+from jaxpaged.grammar.regex import parse_regex
+from jaxpaged.grammar.schema import Style, read_schema, schema_node
+from jaxpaged.grammar.tables import token_automaton
+from jaxpaged.grammar.vocabulary import TokenBytes
+
+LEVELS = (4, 3, 2)  # of what is recursive, the first whose automaton is within the limits
+ANY_OBJECT = {"type": "object"}
+
+
+def compile_constraint(fields: Mapping[str, Any], tokens: TokenBytes, limits: Limits) -> TokenAutomaton:
+    """Return the automaton of a constraint.
+
+    What is recursive is followed to `LEVELS` levels. Raises `GrammarError`.
+    """
+    problem: GrammarError | None = None
+    for node in nodes_of(fields, limits):
+        try:
+            return token_automaton(byte_machine(node, limits), tokens, limits)
+        except GrammarError as error:
+            problem = problem or error
+        except RecursionError:
+            problem = problem or GrammarError("the grammar is nested too deep")
+    assert problem is not None
+    raise problem
+
+
+def nodes_of(fields: Mapping[str, Any], limits: Limits) -> Iterator[Node]:
+    """Yield the texts of a constraint: exactly, or for what is recursive, to fewer and fewer levels.
+
+    Raises `GrammarError`.
+    """
+    if (regex := fields.get("regex")) is not None:
+        _check_length("regex", regex, limits)
+        yield parse_regex(regex)
+    elif (choice := fields.get("choice")) is not None:
+        _check_length("choice", "".join(choice), limits)
+        yield Either(tuple(map(text, choice)))
+    elif (schema := fields.get("json")) is not None:
+        value = schema if isinstance(schema, str) else json.dumps(schema)
+        yield from _schema_nodes(read_schema(value, limits), fields)
+    elif fields.get("json_object"):
+        yield from _schema_nodes(ANY_OBJECT, fields)
+    else:
+        kind = next((name for name in ("grammar", "structural_tag") if fields.get(name) is not None), "")
+        raise NotRegularError(f"structured_outputs.{kind}={shown(fields.get(kind))} has no automaton")
+
+
+def _schema_nodes(schema: Any, fields: Mapping[str, Any]) -> Iterator[Node]:
+    space = fields.get("whitespace_pattern")
+    style = Style(
+        is_compact=bool(fields.get("disable_any_whitespace")),
+        space=None if space is None else parse_regex(space),
+        only_declared=bool(fields.get("disable_additional_properties")),
+    )
+    try:
+        yield schema_node(schema, style)
+        return
+    except NotRegularError as problem:
+        if not problem.is_recursive:
+            raise
+    for levels in LEVELS:
+        yield schema_node(schema, style, levels)
+
+
+def _check_length(name: str, value: str, limits: Limits) -> None:
+    if len(value) > limits.max_spec_chars:
+        raise GrammarError(f"{name} has {len(value)} characters, must have at most {limits.max_spec_chars}")

@@ -1,0 +1,180 @@
+"""JSON's numbers and strings as nodes: ranges of integers, lengths, patterns and formats of strings."""
+
+import json
+from typing import Any
+
+from jaxpaged.grammar.nodes import (
+    EMPTY,
+    MAX_POINT,
+    NOTHING,
+    Chars,
+    Either,
+    Members,
+    Node,
+    Ranges,
+    Repeat,
+    Then,
+    chars,
+    common,
+    optional,
+    others,
+    text,
+)
+from jaxpaged.grammar.regex import parse_regex
+
+DIGIT = chars("0123456789")
+HEX = chars("0123456789abcdefABCDEF")
+MAX_DIGITS = 18  # of an integer's bounds
+_NATURAL = Either((chars("0"), Then((chars("123456789"), Repeat(DIGIT)))))
+INTEGER = Then((optional(chars("-")), _NATURAL))
+_EXPONENT = Then((chars("eE"), optional(chars("+-")), Repeat(DIGIT, 1, 2)))
+NUMBER = Then((INTEGER, optional(Then((chars("."), Repeat(DIGIT, 1)))), optional(_EXPONENT)))
+
+# Characters that stand for themselves in a JSON string, and the short ways to write others.
+PLAIN: Ranges = others([(0, 0x1F), (ord('"'), ord('"')), (ord("\\"), ord("\\"))])
+SHORT = {8: "b", 9: "t", 10: "n", 12: "f", 13: "r", ord('"'): '"', ord("\\"): "\\"}
+_SURROGATE_HIGH = Then((chars("dD"), chars("89abAB"), HEX, HEX))
+_SURROGATE_LOW = Then((chars("dD"), chars("cdefCDEF"), HEX, HEX))
+_FOUR = Either(
+    (
+        Then((chars("0123456789abcefABCEF"), HEX, HEX, HEX)),
+        Then((chars("dD"), chars("01234567"), HEX, HEX)),
+        Then((_SURROGATE_HIGH, text("\\u"), _SURROGATE_LOW)),
+    )
+)
+# One character of a string in every way that JSON has; half of a pair of surrogates is none.
+CHARACTER = Either(
+    (Chars(PLAIN), Then((chars("\\"), Either((chars('"\\/bfnrt'), Then((chars("u"), _FOUR)))))))
+)
+
+_DAY = (
+    r"(?:\d{4}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12]\d|3[01])|(?:0[469]|11)-(?:0[1-9]|[12]\d|30)"
+    r"|02-(?:0[1-9]|1\d|2[0-8]))|(?:\d\d(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00)-02-29)"
+)
+_TIME = r"(?:[01]\d|2[0-3]):[0-5]\d:[0-5]\d(?:\.\d{1,9})?(?:Z|[+-](?:[01]\d|2[0-3]):[0-5]\d)"
+_BYTE = r"(?:25[0-5]|2[0-4]\d|1\d\d|[1-9]?\d)"
+FORMATS = {
+    "date": _DAY.replace(r"\d{4}", r"(?:000[1-9]|00[1-9]\d|0[1-9]\d\d|[1-9]\d{3})", 1).replace(
+        "[02468][048]|", "0[48]|[2468][048]|", 1
+    ),
+    "time": _TIME,
+    "uuid": r"[0-9a-fA-F]{8}-(?:[0-9a-fA-F]{4}-){3}[0-9a-fA-F]{12}",
+    "ipv4": rf"(?:{_BYTE}\.){{3}}{_BYTE}",
+}
+FORMATS["date-time"] = rf"(?:{FORMATS['date']})T{_TIME}"
+
+
+def string(least: int = 0, most: int | None = None) -> Node:
+    """Return JSON strings of `least` to `most` characters."""
+    return quoted(Repeat(CHARACTER, least, most))
+
+
+def pattern_string(pattern: str, path: str) -> Node:
+    """Return JSON strings that contain a match of a pattern. Raises `GrammarError`."""
+    return quoted(encoded(parse_regex(pattern, is_search=True, path=path)))
+
+
+def format_string(name: str) -> Node:
+    """Return JSON strings of a format of `FORMATS`."""
+    return quoted(encoded(parse_regex(FORMATS[name])))
+
+
+def literal(value: Any) -> Node:
+    """Return the text of a JSON value, as `json.dumps` writes it; characters beyond ASCII as themselves."""
+    return text(json.dumps(value, ensure_ascii=False))
+
+
+def quoted(inside: Node) -> Node:
+    return Then((chars('"'), inside, chars('"')))
+
+
+def encoded(node: Node) -> Node:
+    """Return what is written between the quotes of a JSON string for each text of a node.
+
+    A character is written as itself where JSON lets it, and the shortest way where it does not.
+    """
+    match node:
+        case Chars(ranges):
+            ways: list[Node] = []
+            if plain := common(ranges, PLAIN):
+                ways.append(Chars(plain))
+            for low, high in common(ranges, others(PLAIN)):
+                ways += [text(_escape(point)) for point in range(low, high + 1)]
+            return ways[0] if len(ways) == 1 else Either(tuple(ways))
+        case Then(parts):
+            return Then(tuple(map(encoded, parts)))
+        case Either(parts):
+            return Either(tuple(map(encoded, parts)))
+        case Repeat(part, least, most):
+            return Repeat(encoded(part), least, most)
+        case Members(parts, comma, rest):
+            its = tuple((encoded(part), required) for part, required in parts)
+            return Members(its, encoded(comma), None if rest is None else encoded(rest))
+
+
+def other_string(names: list[str]) -> Node:
+    """Return JSON strings that are none of `names`, with characters written as `encoded` does."""
+
+    def behind(begun: list[str]) -> Node:
+        """Return what may be behind a beginning, of names whose ends these are; the end of the string too."""
+        first = {name[0] for name in begun if name}
+        other = Then((Chars(others((ord(letter), ord(letter)) for letter in first)), Repeat(any_char)))
+        ways: list[Node] = [other] if "" in begun else [EMPTY, other]
+        for letter in sorted(first):
+            left = [name[1:] for name in begun if name.startswith(letter)]
+            ways.append(Then((chars(letter), behind(left))))
+        return Either(tuple(ways))
+
+    any_char = Chars(((0, MAX_POINT),))
+    return quoted(encoded(behind(names)))
+
+
+def integer(least: int | None, most: int | None) -> Node:
+    """Return the integers from `least` to `most`, both included; None: without a bound."""
+    if least is None and most is None:
+        return INTEGER
+    ways = []
+    if most is None or most >= 0:
+        low = max(least or 0, 0)
+        ways += [_natural(low, most)] if most is None or low <= most else []
+    if least is None or least < 0:
+        low = 1 if most is None or most >= 0 else -most
+        high = None if least is None else -least
+        ways += [Then((chars("-"), _natural(low, high)))] if high is None or low <= high else []
+    return Either(tuple(ways)) if ways else NOTHING
+
+
+def _natural(least: int, most: int | None) -> Node:
+    ways = []
+    first = len(str(least))
+    last = first if most is None else len(str(most))
+    for length in range(first, last + 1):
+        low = max(least, 10 ** (length - 1) if length > 1 else 0)
+        high = 10**length - 1 if most is None else min(most, 10**length - 1)
+        ways.append(_between(str(low), str(high)))
+    if most is None:
+        ways.append(Then((chars("123456789"), Repeat(DIGIT, last, None))))
+    return Either(tuple(ways))
+
+
+def _between(low: str, high: str) -> Node:
+    """Return numbers of one length, from `low` to `high`."""
+    if not low:
+        return EMPTY
+    if low == "0" * len(low) and high == "9" * len(high):
+        return Repeat(DIGIT, len(low), len(low))
+    if low[0] == high[0]:
+        return Then((chars(low[0]), _between(low[1:], high[1:])))
+    nines, zeros = "9" * (len(low) - 1), "0" * (len(low) - 1)
+    ways = [
+        Then((chars(low[0]), _between(low[1:], nines))),
+        Then((chars(high[0]), _between(zeros, high[1:]))),
+    ]
+    if int(low[0]) + 1 < int(high[0]):
+        inner = Chars(((ord(low[0]) + 1, ord(high[0]) - 1),))
+        ways.append(Then((inner, Repeat(DIGIT, len(zeros), len(zeros)))))
+    return Either(tuple(ways))
+
+
+def _escape(point: int) -> str:
+    return "\\" + SHORT[point] if point in SHORT else f"\\u{point:04x}"

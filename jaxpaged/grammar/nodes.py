@@ -1,0 +1,129 @@
+"""Regular languages of text, as trees of nodes, and the errors and limits of all that compiles them."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from jaxpaged.checks import InputError
+
+MAX_POINT = 0x10FFFF
+Ranges = tuple[tuple[int, int], ...]  # of code points, first and last, in order and apart
+
+
+class GrammarError(InputError):
+    """A grammar that cannot be met, is too large, or has what is not supported.
+
+    `path` says where in a schema, as `#/properties/name`; it is "" elsewhere.
+    """
+
+    def __init__(self, sentence: str, path: str = "") -> None:
+        super().__init__(sentence)
+        self.path = path
+
+
+class NotRegularError(GrammarError):
+    """A part of a schema that has no automaton of ours; llguidance may follow it.
+
+    `is_recursive`: it has one to any depth, as values inside values have.
+    """
+
+    def __init__(self, sentence: str, path: str = "", *, is_recursive: bool = False) -> None:
+        super().__init__(sentence, path)
+        self.is_recursive = is_recursive
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds of what is compiled for one grammar."""
+
+    max_states: int = 4096  # of an automaton
+    max_table_bytes: int = 64 * 2**20
+    max_spec_chars: int = 2**18
+    cpu_seconds: int = 5  # of processor time
+    memory_bytes: int = 512 * 2**20
+
+
+@dataclass(frozen=True)
+class Chars:
+    """One character of some ranges of code points."""
+
+    ranges: Ranges
+
+
+@dataclass(frozen=True)
+class Then:
+    """Parts one behind another; with no parts, the empty text."""
+
+    parts: "tuple[Node, ...]"
+
+
+@dataclass(frozen=True)
+class Either:
+    """One of some parts; with no parts, no text at all."""
+
+    parts: "tuple[Node, ...]"
+
+
+@dataclass(frozen=True)
+class Repeat:
+    """A part from `least` to `most` times in a row; None: any number of times."""
+
+    part: "Node"
+    least: int = 0
+    most: int | None = None
+
+
+@dataclass(frozen=True)
+class Members:
+    """Parts in order, with `comma` between those that are there.
+
+    A part with False may be missing. `rest` may follow any number of times.
+    """
+
+    parts: "tuple[tuple[Node, bool], ...]"
+    comma: "Node"
+    rest: "Node | None" = None
+
+
+Node = Chars | Then | Either | Repeat | Members
+EMPTY = Then(())
+NOTHING = Either(())
+
+
+def chars(letters: str) -> Chars:
+    """Return one character of these."""
+    return Chars(joined((ord(letter), ord(letter)) for letter in letters))
+
+
+def text(value: str) -> Node:
+    """Return one text."""
+    return Then(tuple(Chars(((ord(letter), ord(letter)),)) for letter in value))
+
+
+def optional(part: Node) -> Node:
+    return Either((EMPTY, part))
+
+
+def joined(ranges: Iterable[tuple[int, int]]) -> Ranges:
+    """Return ranges in order, with those that touch made one."""
+    made: list[tuple[int, int]] = []
+    for low, high in sorted(ranges):
+        if made and low <= made[-1][1] + 1:
+            made[-1] = made[-1][0], max(made[-1][1], high)
+        elif low <= high:
+            made.append((low, high))
+    return tuple(made)
+
+
+def others(ranges: Iterable[tuple[int, int]]) -> Ranges:
+    """Return the ranges of all other code points."""
+    made, next_point = [], 0
+    for low, high in joined(ranges):
+        if low > next_point:
+            made.append((next_point, low - 1))
+        next_point = high + 1
+    return (*made, (next_point, MAX_POINT)) if next_point <= MAX_POINT else tuple(made)
+
+
+def common(one: Ranges, other: Ranges) -> Ranges:
+    """Return the ranges of code points that are in both."""
+    return others((*others(one), *others(other)))
