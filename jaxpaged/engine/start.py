@@ -293,6 +293,7 @@ def _created(
         first_blocks=setup.grouping.first_blocks(config.block_size),
         policy=setup.policy,
         lora=config.enable_lora,
+        arena_words=config.arena_words,
         mesh=mesh,
     )
 
