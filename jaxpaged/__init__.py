@@ -13,6 +13,7 @@ from jaxpaged.config import EngineConfig
 from jaxpaged.inputs import PromptType, TextPrompt, TokensPrompt
 from jaxpaged.lora import LoRARequest
 from jaxpaged.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
+from jaxpaged.structured_outputs import StructuredOutputsParams
 
 if TYPE_CHECKING:
     from jaxpaged.api.async_llm import AsyncLLM
@@ -56,6 +57,7 @@ __all__ = [
     "RequestOutputKind",
     "SamplingParams",
     "ScoringRequestOutput",
+    "StructuredOutputsParams",
     "TextPrompt",
     "TokensPrompt",
 ]

@@ -255,6 +255,12 @@ class EngineConfig:
         whole("a positive int, at most 512", 1, 512),
         flag=count("largest rank of an adapter (default 16)"),
     )
+    # MiB of the device's memory for the automata of structured outputs. 0: requests have none.
+    structured_outputs_mib: int = option(
+        0,
+        whole("an int in [0, 4096]", 0, 4096),
+        flag=count("MiB of the device's memory for structured outputs (default 0: requests have none)"),
+    )
     # Adapters kept in host memory. None: all that were used.
     max_cpu_loras: int | None = option(None, flag=count("adapters kept in host memory (default: all)"))
     # Rows of narrower decode passes, rising, each below max_num_seqs. A step takes the narrowest pass that
@@ -349,6 +355,11 @@ class EngineConfig:
         self._check_processes()
         self._set_int("max_cpu_loras", f"None or an int >= max_loras={self.max_loras}", self.max_loras)
         self._check_widths()
+
+    @property
+    def arena_words(self) -> int:
+        """Number of 32-bit words for the automata of structured outputs."""
+        return self.structured_outputs_mib * 2**18
 
     def _check_tokens_and_blocks(self) -> None:
         least = self.max_num_seqs + PREFILL_TILE

@@ -21,6 +21,7 @@ from jaxpaged.checks import (
     shown,
 )
 from jaxpaged.options import checks_of, choice, number, option, optional, whole
+from jaxpaged.structured_outputs import StructuredOutputsParams, structured_outputs
 from jaxpaged.vllm_names.judge import BEAM_NAMES, SAMPLING_NAMES, Names, without_neutral
 
 # The likeliest tokens that a step can tell of beside the chosen one: vLLM's default `max_logprobs`.
@@ -162,11 +163,13 @@ def _penalty_flag(default: float) -> Mapping[str, Any]:
 class SamplingParams:
     """Parameters by which one request's tokens are chosen.
 
-    The logits of a step are changed in this order: all but `allowed_token_ids` are barred, then `bad_words`,
-    and stop tokens until there are `min_tokens`; `logit_bias` is added; the penalties apply. Sampling draws
+    The logits of a step are changed in this order: what `structured_outputs` does not allow is barred, then
+    all but `allowed_token_ids`, then `bad_words`, and stop tokens until there are `min_tokens`; `logit_bias`
+    is added; the penalties apply. Where they would bar all that a structured output allows, they do not
+    count. Sampling draws
     from `softmax(logits / temperature)` after dropping what `min_p`, then `top_k`, then `top_p` exclude. The
     draw depends on `seed` and the token's position only, never on the rest of the batch. Log-probabilities
-    are those of the model's own logits, before any of this.
+    are those of the model's own logits, before any of this; of a structured output, among what it allows.
 
     Each field may be changed later. A value out of its range raises `InputError` when it is assigned, and
     values that contradict each other when a request is made of them. A request under way keeps those it was
@@ -293,6 +296,10 @@ class SamplingParams:
         None,
         optional(choice("left", "right")),
         field=Literal["left", "right"],
+    )
+    # What the answer's text must look like. None: anything.
+    structured_outputs: StructuredOutputsParams | None = option(
+        None, structured_outputs, field=dict[str, Any]
     )
     # Whether outputs have the answer's text.
     detokenize: bool = option(True, checked_bool)

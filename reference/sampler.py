@@ -6,9 +6,43 @@ ranks are those of the logits as the model gave them; `stopped` ends the text.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
+
+
+@dataclass(frozen=True)
+class TokenAutomaton:
+    """Automaton over tokens: what an answer may look like.
+
+    moves: for each state the tokens that may follow, each with the state that it leads to.
+    accepting: states at which the answer may end.
+    end_tokens: the tokens that end it there.
+    opens: the token behind which it begins; None: it begins with the answer.
+    """
+
+    moves: Sequence[Mapping[int, int]]
+    accepting: Collection[int]
+    end_tokens: Collection[int]
+    opens: int | None = None
+
+    def state(self, answer: Sequence[int]) -> int | None:
+        """Return the state behind an answer; -1 after its end; None before its beginning."""
+        state = 0 if self.opens is None else None
+        for token in answer:
+            if state is None:
+                state = 0 if token == self.opens else None
+            elif state >= 0:
+                state = self.moves[state].get(token, -1)
+        return state
+
+    def allowed(self, answer: Sequence[int]) -> set[int] | None:
+        """Return the tokens that may follow an answer; None: all."""
+        state = self.state(answer)
+        if state is None or state < 0:
+            return None
+        return {*self.moves[state], *(self.end_tokens if state in self.accepting else ())}
 
 
 def edited(
@@ -16,6 +50,7 @@ def edited(
     prompt: Sequence[int] = (),
     answer: Sequence[int] = (),
     *,
+    automaton: TokenAutomaton | None = None,
     allowed_token_ids: Sequence[int] | None = None,
     bad_words: Sequence[Sequence[int]] = (),
     min_tokens: int = 0,
@@ -28,9 +63,14 @@ def edited(
     """Return the logits of the token after `prompt` and `answer`, [vocab], in float64, with penalties and
     bans.
 
-    A bad word is a sequence of tokens: its last one is barred where the answer ends with those before.
+    A bad word is a sequence of tokens: its last one is barred where the answer ends with those before. Where
+    the other options would bar all that the automaton allows, they do not count.
     """
     result = logits.astype(np.float64)
+    fitting = None if automaton is None else automaton.allowed(answer)
+    if fitting is not None:
+        result[[token for token in range(len(result)) if token not in fitting]] = -np.inf
+    before_others = result.copy()
     if allowed_token_ids is not None:
         barred = np.ones(len(result), bool)
         barred[list(allowed_token_ids)] = False
@@ -47,7 +87,7 @@ def edited(
         result[token] = result[token] / repetition_penalty if more else result[token] * repetition_penalty
     for token, count in Counter(answer).items():
         result[token] -= frequency_penalty * count + presence_penalty
-    return result
+    return before_others if fitting is not None and result.max() == -np.inf else result
 
 
 def probabilities(

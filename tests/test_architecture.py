@@ -20,6 +20,7 @@ GROUND = {
     "jaxpaged/lora",
     "jaxpaged/options.py",
     "jaxpaged/sampling_params.py",
+    "jaxpaged/structured_outputs.py",
     "jaxpaged/status.py",
     "jaxpaged/text/limits.py",
     "jaxpaged/vllm_names",
@@ -44,6 +45,7 @@ STEP = {
 HANDOVER = {"jaxpaged/handover", *STEP}
 ENGINE = {
     "jaxpaged/engine",
+    "jaxpaged/grammar",
     LAYER_KINDS,
     "jaxpaged/code_digest.py",
     "jaxpaged/routing.py",
@@ -62,7 +64,13 @@ ALLOWED = {
     "jaxpaged/status.py": set(),
     "jaxpaged/options.py": {"jaxpaged/checks.py"},
     "jaxpaged/config.py": {"jaxpaged/checks.py", "jaxpaged/options.py", "jaxpaged/sampling_params.py"},
-    "jaxpaged/sampling_params.py": {"jaxpaged/checks.py", "jaxpaged/options.py", "jaxpaged/vllm_names"},
+    "jaxpaged/sampling_params.py": {
+        "jaxpaged/checks.py",
+        "jaxpaged/options.py",
+        "jaxpaged/structured_outputs.py",
+        "jaxpaged/vllm_names",
+    },
+    "jaxpaged/structured_outputs.py": {"jaxpaged/checks.py"},
     "jaxpaged/vllm_names": {"jaxpaged/checks.py"},
     "jaxpaged/lora": {"jaxpaged/checks.py"},
     "jaxpaged/inputs.py": {"jaxpaged/checks.py"},

@@ -115,7 +115,7 @@ def workplace(tmp_path, monkeypatch):
 
     def make_tiny(self, model="smollm2", **options):
         sizes = dict(tiny.DEFAULTS)
-        if options.get("enable_lora"):
+        if options.get("enable_lora") or options.get("structured_outputs_mib"):
             sizes |= tiny_lora.LORA
         if options.get("runner") == "pooling":
             sizes = {"dtype": "float32", "max_num_seqs": 4, "block_size": 8, "keep_programs": False}

@@ -6,7 +6,7 @@ import tarfile
 import numpy as np
 import pytest
 
-from jaxpaged import BeamSearchParams, InputError, SamplingParams
+from jaxpaged import BeamSearchParams, InputError, SamplingParams, StructuredOutputsParams
 from jaxpaged.api.arg_utils import OF_LLM
 from jaxpaged.api.model import engine_config
 from jaxpaged.batch.prompt_files import for_llm, of_row
@@ -151,7 +151,7 @@ def test_flags_are_taken_with_their_values_and_ours_are_left():
             {"best_of": 2},
             r"^best_of=2, an option of vLLM's up to \S+ \(the best of several answers\), is not ",
         ),
-        ({"structured_outputs": {}}, r"^structured_outputs={}, .* must be None$"),
+        ({"guided_decoding": {}}, r"^guided_decoding={}, .* must be None; use structured_outputs$"),
         ({"logits_processors": [print]}, r"^logits_processors=\[<built-in .* use logit_bias or bad_words$"),
         ({"extra_args": {"a": 1}}, "^extra_args={'a': 1}, an option of vLLM's since .* must be None or {}$"),
         ({"watermarking": True}, "^watermarking=True, .* must be None or False$"),
@@ -171,6 +171,9 @@ def test_a_line_of_json_has_the_same_names():
     assert asked.params == SamplingParams(max_tokens=7, temperature=0.5, seed=2**63)
     assert asked.priority == 0
     assert of_row({"prompt": "a", "max_tokens": None}, {"max_tokens": 3}).params.max_tokens is None
+    constraint = {"choice": ["a", "b"]}
+    asked = of_row({"prompt": "a", "structured_outputs": constraint}, {})
+    assert asked.params.structured_outputs == StructuredOutputsParams(**constraint)
     for option in ({"guided_json": {}}, {"response_format": {"type": "json_object"}}, {"suffix": "x"}):
         [name] = option
         with pytest.raises(InputError, match=f"^{name}="):

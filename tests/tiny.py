@@ -75,15 +75,23 @@ def reference_answer(prompt: tuple[int, ...], max_tokens: int) -> list[int]:
     return reference_model.generate(CONFIG, reference_weights(), list(prompt), max_tokens)
 
 
-def reference_greedy(prompt: list[int], params: SamplingParams) -> list[int]:
-    """Return the oracle's greedy answer under every option that changes logits, with no end token."""
+def reference_greedy(
+    prompt: list[int],
+    params: SamplingParams,
+    automaton: reference_sampler.TokenAutomaton | None = None,
+) -> list[int]:
+    """Return the oracle's greedy answer under every option that changes logits, with no end token but the
+    automaton's.
+    """
     same = ("presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens", "logit_bias")
     rules = {name: getattr(params, name) for name in (*same, "allowed_token_ids", "stop_token_ids")}
+    ends = () if automaton is None else automaton.end_tokens
+    rules |= {"automaton": automaton, "stop_token_ids": (*(params.stop_token_ids or ()), *ends)}
     answer: list[int] = []
     while len(answer) < (params.max_tokens or CONFIG.max_model_len - len(prompt)):
         logits = reference_sampler.edited(reference_logits((*prompt, *answer))[-1], prompt, answer, **rules)
         answer.append(reference_sampler.first_likeliest(logits))
-        if answer[-1] in (params.stop_token_ids or ()):
+        if answer[-1] in rules["stop_token_ids"]:
             break
     return answer
 
@@ -100,12 +108,14 @@ def prompts(lengths: list[int], seed: int = 0) -> list[list[int]]:
 
 # A pool in which four rows begin together and cannot all grow: someone must give way.
 SMALL = {"num_blocks": 1 + 16, "block_size": 8}
-# Such a pool, and one on the host; steps of one tile, and a length that is no multiple of anything.
+# Such a pool, and one on the host; steps of one tile, a length that is no multiple of anything, and room for
+# structured outputs.
 SWAP = SMALL | {
     "preemption_mode": "swap",
     "num_host_blocks": 12,
     "max_num_batched_tokens": 4 + 32,
     "max_model_len": 100,
+    "structured_outputs_mib": 1,
 }
 
 

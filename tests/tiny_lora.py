@@ -30,7 +30,7 @@ MODULES = {
     "mlp.down_proj": ("down", 0, MLP, HIDDEN),
 }
 RANK, ALPHA = 5, 10
-LORA = {"enable_lora": True, "max_loras": 3, "max_lora_rank": 8}
+LORA = {"enable_lora": True, "max_loras": 3, "max_lora_rank": 8, "structured_outputs_mib": 1}
 
 
 @functools.cache

@@ -26,6 +26,7 @@ from jaxpaged.sampling_params import SamplingParams
 # Text is cut into tokens at some two million characters a second: more than this in another thread.
 TOKENIZED_HERE = 4_000
 NUM_READERS = 4  # threads that do it
+NUM_COMPILERS = 4  # threads that wait for grammars
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +77,7 @@ class AsyncLLM:
         self.llm, self.engine = llm, llm.engine
         self._handles: dict[str, list[Handle]] = {}
         self._readers = ThreadPoolExecutor(NUM_READERS, "jaxpaged-reader")
+        self._compilers = ThreadPoolExecutor(NUM_COMPILERS, "jaxpaged-grammar")
 
     async def generate(
         self,
@@ -137,6 +139,10 @@ class AsyncLLM:
         params = with_cut(params, tokenization_kwargs)
         if self.engine.door.must_read(lora_request):
             await self.add_lora(lora_request)  # in another thread
+        if self.engine.door.must_compile(params):
+            await asyncio.get_running_loop().run_in_executor(
+                self._compilers, self.engine.door.compile_grammar, params
+            )
         admit = functools.partial(
             self.engine.door.admit, params=params, priority=priority, lora_request=lora_request
         )

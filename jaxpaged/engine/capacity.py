@@ -102,12 +102,12 @@ def budget(setup: Setup, bytes_to_load: int) -> Budget:
 
 
 def bytes_per_block(setup: Setup) -> int:
-    """Return the bytes of one block: K and V in all layers of the widest group."""
+    """Return the bytes of one block: K and V in all places of the widest group."""
     return sizing.bytes_per_block(
         block_size=setup.config.block_size,
         num_layers=setup.grouping.width,
-        num_kv_heads=setup.model_config.num_kv_heads,
-        head_dim=setup.model_config.head_dim,
+        num_kv_heads=setup.cache_heads[0],
+        head_dim=setup.cache_heads[1],
         dtype=setup.dtype,
         layout=setup.layout,
     )
@@ -130,7 +130,8 @@ def state_bytes(setup: Setup) -> tuple[int, int]:
             sizes = num_blocks, config.num_rows, width, config.block_size
             tables = create_tables(*sizes, prefix_caching=caching, num_groups=setup.grouping.num_groups)
             nothing = kv_cache.create(0, 0, 1, 1, 1, jnp.dtype("float32"))
-            return create_state(tables, nothing, max_len, setup.model_config.vocab_size)
+            vocab_size, words = setup.model_config.vocab_size, config.arena_words
+            return create_state(tables, nothing, max_len, vocab_size, arena_words=words)
 
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(jax.eval_shape(create)))
 

@@ -14,7 +14,9 @@ import numpy as np
 from jaxpaged.checks import InputError, check, check_salt, checked_int, is_int, is_int_type, shown
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine.adapters import Adapter, Adapters
+from jaxpaged.engine.arena import Grammar
 from jaxpaged.engine.dead_ends import dead_end
+from jaxpaged.engine.grammars import Grammars
 from jaxpaged.engine.request import Request, arrival_of
 from jaxpaged.lora import LoRARequest
 from jaxpaged.memory.sizing import CacheSize
@@ -92,6 +94,7 @@ class Door:
     tokenizer: Any = None  # for `bad_words`
     salts: Salts = dataclasses.field(default_factory=Salts)
     adapters: Adapters | None = None  # None: requests have none
+    grammars: Grammars | None = None  # None: requests have no structured outputs
 
     def admit(
         self,
@@ -175,6 +178,8 @@ class Door:
             edits=edits,
             max_num_tokens=max_num_tokens,
             adapter=adapter,
+            grammar=self.compile_grammar(params),
+            grammar_opens=self._opens(params),
         )
 
     def must_read(self, lora_request: LoRARequest | None) -> TypeGuard[LoRARequest]:
@@ -191,6 +196,31 @@ class Door:
         check("lora_request", lora_request, "None without enable_lora", self.adapters is not None)
         assert self.adapters is not None
         return self.adapters.get(lora_request)
+
+    def must_compile(self, params: SamplingParams) -> bool:
+        """Check whether a request's grammar would have to be compiled."""
+        asked = getattr(params, "structured_outputs", None)
+        return asked is not None and self.grammars is not None and not self.grammars.has(asked)
+
+    def compile_grammar(self, params: SamplingParams) -> Grammar | None:
+        """Return the grammar of a request, compiled if it has to be; None if it asks for none.
+
+        Raises `InputError`.
+        """
+        if params.structured_outputs is None:
+            return None
+        rule = "None without structured_outputs_mib, the device's memory for them, and a tokenizer"
+        check("structured_outputs", params.structured_outputs, rule, self.grammars is not None)
+        assert self.grammars is not None
+        return self.grammars.get(params.structured_outputs)
+
+    def _opens(self, params: SamplingParams) -> int | None:
+        asked = params.structured_outputs
+        if asked is None or asked.after_token_id is None:
+            return None
+        most = self.model_config.vocab_size
+        rule = f"a token id, an int in [0, {most})"
+        return checked_int("structured_outputs.after_token_id", asked.after_token_id, rule, 0, most - 1)
 
     def checked_prompt(self, prompt_token_ids: Any, cache_salt: str | None) -> np.ndarray:
         """Return the prompt as int32 if it and the salt could be a request's. Raises `InputError`."""

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import itertools
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ from flax import nnx
 from jaxpaged.checks import check
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine import capacity, machine, start
-from jaxpaged.engine.adapters import Adapter, OnDevice, beside
+from jaxpaged.engine.adapters import beside
 from jaxpaged.engine.door import Door, filled
 from jaxpaged.engine.host_rows import HostRow, HostRows
 from jaxpaged.engine.occupancy import Occupancy, occupancy
@@ -27,6 +27,7 @@ from jaxpaged.engine.pace import Pace
 from jaxpaged.engine.replicas import Replicas
 from jaxpaged.engine.request import Delta, Request
 from jaxpaged.engine.request_queue import Queued, RequestQueue
+from jaxpaged.engine.rooms import WRITTEN_BLOCKS, InUse, Rooms
 from jaxpaged.engine.setup import Setup
 from jaxpaged.engine.snapshot import Snapshot
 from jaxpaged.engine.start import Shapes
@@ -46,8 +47,9 @@ from jaxpaged.parallel.processes import Leader, Processes
 from jaxpaged.sampling_state import LogitRules, SamplingState
 from jaxpaged.status import raise_if_error
 from jaxpaged.step import loop
+from jaxpaged.step.automata import BLOCK_WORDS, GrammarRows
 from jaxpaged.step.report import Report
-from jaxpaged.step.state import Beams, Counter, EngineState, FinishReason, Rows, empty_rows, without_kv
+from jaxpaged.step.state import Beams, Counter, EngineState, Rows, empty_rows, without_kv
 
 # Requests submitted in one dispatch, and tokens written in one.
 SUBMIT_LINES = 8
@@ -64,10 +66,11 @@ class Run:
 
 
 # The dataclasses that calls to other processes have among their arrays.
-CALL_CLASSES = Rows, SamplingState, LogitRules, Beams
+CALL_CLASSES = Rows, SamplingState, LogitRules, Beams, GrammarRows
 # The driver's calls to its devices, of host arrays, which all processes of a model make.
 CALLS = SharedCalls(
-    "_forget_prefixes", "_abort_arrivals", "_dispatch", "_put_adapter", "_place", "_write_chunk"
+    *("_forget_prefixes", "_abort_arrivals", "_dispatch", "_put_adapter", "_place", "_write_chunk"),
+    "_write_automaton",
 )
 
 
@@ -98,7 +101,7 @@ class Driver:
         for implementation, count in quantised.implementations(nnx.state(model)).items():
             logging.info("products with quantised weights: %s for %d of them", implementation, count)
         adapters = beside(model, adapter_names, setup)
-        self._on_device = OnDevice(config.max_loras)
+        self._rooms = Rooms(config, self._put_adapter, self._write_automaton)
         self.graphdef, self.params = nnx.split(model)
         self.kept_run: Callable[..., tuple[EngineState, Report]] | None = None
         if size is None:
@@ -118,7 +121,8 @@ class Driver:
         self.rows = HostRows(num_rows)
         # What submitted requests are filled into, a line each.
         sizes = SUBMIT_LINES, 0, setup.model_config.vocab_size
-        self._empty_lines = empty_rows(*sizes, lora=config.enable_lora)
+        more = {"lora": config.enable_lora, "grammars": config.arena_words > 0}
+        self._empty_lines = empty_rows(*sizes, **more)
         self.first_run: list[int] = []  # requests that the last report was the first to see run
         self._unread: Run | None = None
         self.pace = Pace()
@@ -154,17 +158,7 @@ class Driver:
         for entry in in_rows:
             entry.is_aborted = True
         self._abort_rows(in_rows)
-        return [
-            Delta(
-                r.request_id,
-                [],
-                None if r.params.logprobs is None else [],
-                0,
-                FinishReason.ABORT,
-                index=r.index,
-            )
-            for r in gone
-        ]
+        return [Delta.aborted(request) for request in gone]
 
     def turn(self, max_steps: int | None = None) -> list[Delta]:
         """Dispatch the next run if there is anything to run, then read the report of the run before.
@@ -241,9 +235,11 @@ class Driver:
     def snapshot(self) -> Snapshot:
         """Copy the state of this engine to the host, and change nothing. Waits for the run under way.
 
-        Raises `InputError` with several replicas.
+        Raises `InputError` with several replicas, or with room for structured outputs.
         """
         check("data_parallel_size", self._replicas.size, "1 for a snapshot", self._replicas.size == 1)
+        arena = self.config.structured_outputs_mib
+        check("structured_outputs_mib", arena, "0 for a snapshot", arena == 0)
         values = jax.device_get(without_kv(self._state))
         queue = tuple(self.queue)
         return Snapshot(values, self.step_config, self.door.model_config.vocab_size, queue)
@@ -295,6 +291,8 @@ class Driver:
     def _run_nothing(self) -> None:
         if self.door.adapters is not None:
             self._put_adapter(self.door.adapters.nothing, 1)
+        if self.config.arena_words:
+            self._write_automaton(np.zeros((WRITTEN_BLOCKS, BLOCK_WORDS), np.uint32), 0, 0)
         self._submit([])
         self._abort_arrivals(np.zeros(len(self.rows), np.int32))
         scores = loop.recent_scores(self._state, mesh=self._mesh)
@@ -333,8 +331,8 @@ class Driver:
             return  # always so under first come, first served
         num_free = len(self.rows.free_rows)
         giving_way = {row for _, row in waiting}
-        staying = {entry.request.adapter for row, entry in self.rows.taken() if row not in giving_way}
-        would_run = self.queue.with_slots(lambda adapter: self._on_device.has_room(adapter, staying))
+        staying = InUse.of(entry.request for row, entry in self.rows.taken() if row not in giving_way)
+        would_run = self.queue.with_room(lambda request: self._rooms.has_room(request, staying))
         urgent = itertools.islice(would_run, num_free, None)
         pairs = zip(waiting, urgent, strict=False)
         self.recall([row for (order, row), queued in pairs if queued.request.order < order])
@@ -356,27 +354,20 @@ class Driver:
         if not self.queue:
             return
         free_rows = self._replicas.split(self.rows.free_rows)
-        in_use = {entry.request.adapter for _, entry in self.rows.taken()}
+        in_use = InUse.of(entry.request for _, entry in self.rows.taken())
         filled_rows: list[tuple[int, int, Queued]] = []
         taken = self.queue.take(
             most=lambda: max(map(len, free_rows)),
-            has_slot=lambda adapter: self._put_on_device(adapter, in_use),
+            has_room=lambda request: self._rooms.put(request, in_use),
         )
         for together in taken:
             first = together[0]
-            in_use.add(first.request.adapter)
+            in_use.add(first.request)
             its_rows = free_rows[self._replicas.choose(first.request, first.token_ids, free_rows)]
             head = its_rows[0]
             filled_rows += [(its_rows.pop(0), head, queued) for queued in together]
         for batch in itertools.batched(filled_rows, SUBMIT_LINES):
             self._submit(batch)
-
-    def _put_on_device(self, adapter: Adapter, in_use: Collection[Adapter | None]) -> bool:
-        """Load an adapter to the device if it is not there. False if adapters in use have all slots."""
-        number, is_new = self._on_device.find(adapter, in_use)
-        if number is not None and is_new:
-            self._put_adapter(adapter.arrays, number)
-        return number is not None
 
     @CALLS.shared
     def _put_adapter(self, arrays: Arrays, number: int) -> None:
@@ -386,6 +377,12 @@ class Driver:
         place = np.int32(number - 1)
         written = loop.put_adapter(self.graphdef, adapters, weights, arrays, place, mesh=self._mesh)
         self.params = nnx.merge_state(weights, written)
+
+    @CALLS.shared
+    def _write_automaton(self, blocks: np.ndarray, first: int, count: int) -> None:
+        place, mesh = (np.int32(first), np.int32(count)), self._mesh
+        arena = loop.write_automaton(self._state.arena, blocks, *place, mesh=mesh)
+        self._state = dataclasses.replace(self._state, arena=arena)
 
     def _submit(self, batch: Sequence[tuple[int, int, Queued]]) -> None:
         """Put requests, each with its row and the first row of those that come with it, into the state."""
@@ -400,9 +397,7 @@ class Driver:
             self.rows.take(row, queued.request, queued.answer)
             values = self.door.row_values(queued.request, len(token_ids))
             values["beams"]["head"] = head % self.config.num_rows  # a row of its replica
-            if self.config.enable_lora:
-                values["lora"] = self._on_device.number_of(queued.request.adapter)
-            lines.append(values)
+            lines.append(values | self._rooms.row_values(queued))
         self._write_tokens(np.concatenate(tokens, axis=1))
         self._place(filled(self._empty_lines, lines), self._replicas.local(rows))
 

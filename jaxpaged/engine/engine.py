@@ -17,6 +17,7 @@ from jaxpaged.checks import check
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine.door import RequestOptions
 from jaxpaged.engine.driver import Driver
+from jaxpaged.engine.grammars import grammars_of
 from jaxpaged.engine.handle import EngineDeadError, Handle, Sink, or_raise
 from jaxpaged.engine.occupancy import Occupancy
 from jaxpaged.engine.recording import Recorder
@@ -64,7 +65,9 @@ class Engine:
         if isinstance(processes, Follower):
             processes.follow(self._driver.follow)
         self.config, self.cache_size = config, self._driver.cache_size
-        self.door = dataclasses.replace(self._driver.door, tokenizer=tokenizer)
+        door = self._driver.door
+        grammars = grammars_of(config, door.model_config, tokenizer)
+        self.door = dataclasses.replace(door, tokenizer=tokenizer, grammars=grammars)
         self.tokenizer = tokenizer
         self._worker = _Worker(self._driver)
         self._close = weakref.finalize(self, self._worker.stop)

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxpaged.engine.adapters import Adapter
+from jaxpaged.engine.arena import Grammar
 from jaxpaged.sampling_params import BeamSearchParams, SamplingParams
 from jaxpaged.sampling_state import Edit
 from jaxpaged.step.state import FinishReason
@@ -29,6 +30,8 @@ class Request:
     max_num_tokens: int  # prompt and answer together
     index: int = 0  # which of the prompt's answers; the first one leads, and the others fork from it
     adapter: Adapter | None = None
+    grammar: Grammar | None = None  # of its structured output
+    grammar_opens: int | None = None  # token behind which the grammar begins; None: at the answer's beginning
     beams: BeamSearchParams | None = None  # of a beam search, of which it has a row: the first ones for beams
     request_id: int = 0  # rises from request to request, from 1 on; given to it when it is queued
 
@@ -38,6 +41,11 @@ class Request:
         order.
         """
         return self.request_id - self.index if self.index and self.beams is None else 0
+
+    @property
+    def needs_room(self) -> bool:
+        """Whether an adapter or a grammar of it must be on the device while it has a row."""
+        return self.adapter is not None or self.grammar is not None
 
     @property
     def group_size(self) -> int:
@@ -83,6 +91,12 @@ class Delta:
     text: str | None = None
     index: int = 0  # which of the prompt's answers
     beam: "Beam | None" = None  # of what a beam search has found
+
+    @classmethod
+    def aborted(cls, request: Request) -> "Delta":
+        """Return the last delta of a request that never had a row."""
+        scores: list[Score] | None = None if request.params.logprobs is None else []
+        return cls(request.request_id, [], scores, 0, FinishReason.ABORT, index=request.index)
 
     @property
     def logprobs(self) -> list[float] | None:

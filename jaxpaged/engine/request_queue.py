@@ -6,7 +6,6 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 
 import numpy as np
 
-from jaxpaged.engine.adapters import Adapter
 from jaxpaged.engine.request import Request
 
 
@@ -31,7 +30,7 @@ class RequestQueue:
 
     def __init__(self) -> None:
         self._heap: list[Queued] = []
-        self._waits_for_adapter = False  # the first request, while other adapters have all slots
+        self._waits_for_room = False  # the first request, while others' adapters or grammars take it
 
     def __len__(self) -> int:
         return len(self._heap)
@@ -59,36 +58,35 @@ class RequestQueue:
     @property
     def wants_a_row(self) -> bool:
         """Whether the first request would take a row as soon as one is free."""
-        return bool(self._heap) and not self._waits_for_adapter and self.first.group_size == 1
+        return bool(self._heap) and not self._waits_for_room and self.first.group_size == 1
 
-    def with_slots(self, has_slot: Callable[[Adapter], bool]) -> Iterator[Queued]:
+    def with_room(self, has_room: Callable[[Request], bool]) -> Iterator[Queued]:
         """Iterate over the requests that would get a row, in order, if there were enough rows.
 
-        `has_slot`: whether an adapter has a slot on the device, or would get one. One that has none lets only
-        requests without adapters overtake it.
+        `has_room`: whether a request's adapter and grammar have room on the device, or would get it. One that
+        has none lets only requests without either overtake it.
         """
         waits = False
         for queued in self:
-            adapter = queued.request.adapter
-            waits |= adapter is not None and not has_slot(adapter)
-            if adapter is None or not waits:
+            request = queued.request
+            waits |= request.needs_room and not has_room(request)
+            if not (request.needs_room and waits):
                 yield queued
 
-    def take(self, most: Callable[[], int], has_slot: Callable[[Adapter], bool]) -> Iterator[list[Queued]]:
+    def take(self, most: Callable[[], int], has_room: Callable[[Request], bool]) -> Iterator[list[Queued]]:
         """Remove the next requests and yield them: each with those that must come into rows with it.
 
-        It ends when the next ones are more than `most()`. A request whose adapter gets no slot is overtaken
-        by requests without adapters, and by no others.
+        It ends when the next ones are more than `most()`. A request whose adapter or grammar gets no room is
+        overtaken by requests without either, and by no others.
         """
         waiting: list[Queued] = []
         while self._heap and self.first.group_size <= most():
-            adapter = self.first.adapter
-            if adapter is not None and not has_slot(adapter):
-                waiting = [queued for queued in self._heap if queued.request.adapter is not None]
-                self._keep([queued for queued in self._heap if queued.request.adapter is None])
+            if self.first.needs_room and not has_room(self.first):
+                waiting = [queued for queued in self._heap if queued.request.needs_room]
+                self._keep([queued for queued in self._heap if not queued.request.needs_room])
                 continue
             yield [heapq.heappop(self._heap) for _ in range(self.first.group_size)]
-        self._waits_for_adapter = bool(waiting)
+        self._waits_for_room = bool(waiting)
         if waiting:
             self._keep(self._heap + waiting)
 

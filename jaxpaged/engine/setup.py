@@ -16,7 +16,7 @@ from jaxpaged.config import AUTO, PREFILL_TILE, EngineConfig
 from jaxpaged.contracts import attentions, layer_kinds, samplers
 from jaxpaged.contracts.attentions import Attention
 from jaxpaged.contracts.samplers import Sampler
-from jaxpaged.memory import eviction
+from jaxpaged.memory import eviction, kv_cache
 from jaxpaged.memory.cache_specs import FULL, CacheSpec, together
 from jaxpaged.memory.grouping import Grouping, grouping_of, one_group
 from jaxpaged.memory.policies import Policy
@@ -183,10 +183,26 @@ class Setup:
     @functools.cached_property
     def grouping(self) -> Grouping:
         """Layers that share a block table."""
-        specs = self.whole.cache_specs
+        specs, c = self.whole.cache_specs, self.model_config
+        weights = c.kv_weights if self.cache_heads != (c.num_kv_heads, c.head_dim) else ()
         if self.config.disable_hybrid_kv_cache_manager:
-            return one_group(together(specs), len(specs))
-        return grouping_of(specs)
+            return one_group(together(specs), len(specs), weights)
+        return grouping_of(specs, weights)
+
+    @functools.cached_property
+    def cache_heads(self) -> tuple[int, int]:
+        """KV heads, and their width, for which the cache's places are made.
+
+        Where layers differ, these are the narrowest layer's, and a wider one takes several places. Layouts
+        with scales, shards and attention from outside have places for the widest heads in all layers.
+        """
+        c, config = self.model_config, self.config
+        padded = c.num_kv_heads, c.head_dim
+        narrowest, *wider = c.heads_by_size
+        if not wider or self.shards or isinstance(self.attention, Attention):
+            return padded
+        one = self.layout, config.block_size, self.dtype, narrowest
+        return narrowest if all(kv_cache.is_divisible(*one, heads) for heads in wider) else padded
 
     def step_config(self, num_blocks: int) -> StepConfig:
         """Return the constants of the compiled step over a pool of `num_blocks` blocks."""

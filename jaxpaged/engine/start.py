@@ -281,7 +281,9 @@ def _created(
     config = setup.config
     return loop.create(
         jax.eval_shape(
-            lambda: model.create_cache(num_blocks, config.block_size, setup.layout, setup.grouping.width)
+            lambda: model.create_cache(
+                num_blocks, config.block_size, setup.layout, setup.grouping.width, setup.cache_heads
+            )
         ),
         num_rows=config.num_rows,
         max_model_len=setup.max_model_len,
@@ -291,6 +293,7 @@ def _created(
         first_blocks=setup.grouping.first_blocks(config.block_size),
         policy=setup.policy,
         lora=config.enable_lora,
+        arena_words=config.arena_words,
         mesh=mesh,
     )
 

@@ -19,21 +19,19 @@ def token_automaton(machine: ByteMachine, tokens: TokenBytes, limits: Limits) ->
     # A row for "not allowed", so that its steps lead to itself.
     steps = np.append(machine.steps, np.full_like(machine.steps[:1], NOT_ALLOWED), axis=0)
     steps = np.where(steps == NOT_ALLOWED, num_states, steps).astype(np.int32)
-    columns, tables = np.zeros((vocab_size, 0), np.int32), []
-    for first in range(0, num_states, STATES_AT_ONCE):
-        states = np.arange(first, min(first + STATES_AT_ONCE, num_states), dtype=np.int32)
+    chunks, class_of = [], np.zeros(vocab_size, np.int64)
+    for low in range(0, num_states, STATES_AT_ONCE):
+        states = np.arange(low, min(low + STATES_AT_ONCE, num_states), dtype=np.int32)
         column_of, table = _columns(states, steps, machine.kind_of, tokens)
-        tables.append(table)
-        columns = np.concatenate([columns, column_of[:, None]], axis=1)
-        # Few distinct ones are kept of what has been seen so far.
-        _, columns_first, inverse = np.unique(columns, axis=0, return_index=True, return_inverse=True)
-        if num_states * len(columns_first) * 4 > limits.max_table_bytes:
+        chunks.append((column_of, table))
+        # Classes of tokens that no state so far tells apart, and a token of each.
+        pairs = class_of * len(table) + column_of
+        _, member, class_of = np.unique(pairs, return_index=True, return_inverse=True)
+        if num_states * len(member) * 4 > limits.max_table_bytes:
             raise _too_large(limits)
-    inverse = inverse.reshape(-1)
-    distinct = columns[columns_first]
-    whole = np.concatenate([table[distinct[:, i]] for i, table in enumerate(tables)], axis=1).T
+    whole = np.concatenate([table[column_of[member]] for column_of, table in chunks], axis=1).T
     whole = np.where(whole == num_states, NOT_ALLOWED, whole)
-    made = automaton_of(whole, inverse, machine.accepting, tokens.eos_ids)
+    made = automaton_of(whole, class_of, machine.accepting, tokens.eos_ids)
     if made is None:
         raise GrammarError("the grammar cannot be met: the model's tokens write no text of it")
     if made.nbytes > limits.max_table_bytes:

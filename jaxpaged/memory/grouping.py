@@ -26,6 +26,7 @@ class Grouping:
 
     specs: tuple[CacheSpec, ...]  # of each group
     groups: tuple[tuple[int, ...], ...]
+    weights: tuple[int, ...] = ()  # places that each layer takes in a block; empty: one each
 
     @property
     def num_groups(self) -> int:
@@ -33,8 +34,10 @@ class Grouping:
 
     @property
     def width(self) -> int:
-        """Layers that a block has room for."""
-        return max(map(len, self.groups))
+        """Places for layers in a block: a multiple of those that the widest layer takes."""
+        if not self.weights:
+            return max(map(len, self.groups))
+        return _rounded_up(max(sum(self.weights[i] for i in group) for group in self.groups), self.weights)
 
     @property
     def num_layers(self) -> int:
@@ -48,7 +51,7 @@ class Grouping:
     @property
     def of_step(self) -> "Grouping":
         """Return what a step must know: not the layers of a single group, so models of any depth share it."""
-        return one_group(self.specs[0]) if self.num_groups == 1 else self
+        return one_group(self.specs[0]) if self.num_groups == 1 and not self.weights else self
 
     @property
     def group_of(self) -> tuple[int, ...]:
@@ -57,29 +60,39 @@ class Grouping:
 
     @property
     def place_of(self) -> tuple[int, ...]:
-        """Place of each layer in its group's blocks."""
-        return self._by_layer([(layer, j) for layers in self.groups for j, layer in enumerate(layers)])
+        """Place of each layer in its group's blocks, counted in places of its size; wide ones go first."""
+        if not self.weights:
+            return self._by_layer([(layer, j) for layers in self.groups for j, layer in enumerate(layers)])
+        pairs = []
+        for layers in self.groups:
+            first = 0
+            for layer in sorted(layers, key=lambda layer: -self.weights[layer]):
+                pairs.append((layer, first // self.weights[layer]))
+                first += self.weights[layer]
+        return self._by_layer(pairs)
 
     def _by_layer(self, pairs: Sequence[tuple[int, int]]) -> tuple[int, ...]:
         return tuple(value for _, value in sorted(pairs))
 
     def words(self) -> dict[str, Any]:
         """Return the grouping as JSON has it. Raises `InputError` for a specification from outside."""
-        return {"specs": [cache_specs.words(spec) for spec in self.specs], "groups": self.groups}
+        specs = [cache_specs.words(spec) for spec in self.specs]
+        return {"specs": specs, "groups": self.groups, **({"weights": self.weights} if self.weights else {})}
 
     @classmethod
     def of_words(cls, words: Mapping[str, Any]) -> "Grouping":
         """Return what `words` wrote."""
         specs = tuple(cache_specs.of_words(spec) for spec in words["specs"])
-        return cls(specs, tuple(tuple(layers) for layers in words["groups"]))
+        groups = tuple(tuple(layers) for layers in words["groups"])
+        return cls(specs, groups, tuple(words.get("weights", ())))
 
 
-def one_group(spec: CacheSpec = FULL, num_layers: int = 0) -> Grouping:
+def one_group(spec: CacheSpec = FULL, num_layers: int = 0, weights: Sequence[int] = ()) -> Grouping:
     """Return the grouping of layers that share one table; their number may be left open."""
-    return Grouping((spec,), (tuple(range(num_layers)),))
+    return Grouping((spec,), (tuple(range(num_layers)),), tuple(weights))
 
 
-def grouping_of(specs: Sequence[CacheSpec]) -> Grouping:
+def grouping_of(specs: Sequence[CacheSpec], weights: Sequence[int] = ()) -> Grouping:
     """Group layers by their specifications, given for each layer in the model's order.
 
     Layers of one kind make a bucket; the bucket that reads most leads. All groups are `size` layers wide or
@@ -88,23 +101,46 @@ def grouping_of(specs: Sequence[CacheSpec]) -> Grouping:
     equally good sizes the largest makes the fewest groups. Layer j of a bucket goes to group j modulo the
     bucket's number of groups, so that these are equally wide up to one layer.
 
+    weights: how many times as much K and V each layer has as the narrowest, if they differ; each divides the
+    next larger one. A block then has room for `size` layers of the leading bucket, rounded up to a multiple
+    of the widest, and each group for as many layers as fit. Places that are left are what is wasted.
+
     vLLM 0.33 (`kv_cache_planning._get_kv_cache_groups_uniform_page_size`) takes the smallest bucket for the
     size, or the largest if it is less than 1.5 times the smallest, and then pads the leading bucket, too.
     """
-    buckets: dict[CacheSpec, list[int]] = {}
-    for layer, spec in enumerate(specs):
-        buckets.setdefault(spec, []).append(layer)
-    order = sorted(buckets, key=_reach, reverse=True)
-    counts = [len(buckets[spec]) for spec in order]
-    sizes = [size for size in range(1, counts[0] + 1) if counts[0] % size == 0]
-    few = [size for size in sizes if sum(cdiv(n, size) for n in counts) <= MOST_GROUPS]
-    size = min(few or sizes[-1:], key=lambda size: (sum(-n % size for n in counts), -size))
+    each = tuple(weights) or (1,) * len(specs)
+    buckets: dict[tuple[CacheSpec, int], list[int]] = {}
+    for layer, key in enumerate(zip(specs, each, strict=True)):
+        buckets.setdefault(key, []).append(layer)
+    order = sorted(buckets, key=lambda key: (_reach(key[0]), key[1]), reverse=True)
+    leading = len(buckets[order[0]])
+    sizes = [size for size in range(1, leading + 1) if leading % size == 0]
+
+    def room(size: int) -> int:
+        """Return the places of a block."""
+        return _rounded_up(size * order[0][1], each)
+
+    def numbers(size: int) -> list[int]:
+        """Return the number of groups of each bucket."""
+        return [cdiv(len(buckets[key]), room(size) // key[1]) for key in order]
+
+    def waste(size: int) -> int:
+        """Return how many places all groups leave."""
+        return sum(numbers(size)) * room(size) - sum(each)
+
+    few = [size for size in sizes if sum(numbers(size)) <= MOST_GROUPS]
+    size = min(few or sizes[-1:], key=lambda size: (waste(size), -size))
     made = [
-        (spec, tuple(buckets[spec][first :: cdiv(n, size)]))
-        for spec, n in zip(order, counts, strict=True)
-        for first in range(cdiv(n, size))
+        (key[0], tuple(buckets[key][first::number]))
+        for key, number in zip(order, numbers(size), strict=True)
+        for first in range(number)
     ]
-    return Grouping(tuple(spec for spec, _ in made), tuple(layers for _, layers in made))
+    return Grouping(tuple(spec for spec, _ in made), tuple(layers for _, layers in made), tuple(weights))
+
+
+def _rounded_up(places: int, weights: Sequence[int]) -> int:
+    """Return the next multiple of the widest layer's places."""
+    return cdiv(places, max(weights)) * max(weights)
 
 
 def _reach(spec: CacheSpec) -> float:

@@ -2,6 +2,7 @@
 pool.
 """
 
+import math
 from dataclasses import dataclass, field, replace
 
 import jax
@@ -54,6 +55,38 @@ class KVCache:
         first, stride = (self.num_blocks, 1) if self.layout.layers_apart else (1, self.num_layers)
         of_layer = BlockSlice(jnp.asarray(layer * first, jnp.int32), stride, self.num_blocks)
         return Pool(blocks | shared, self.layout, sizes, of_layer)
+
+    def viewed(self, num_kv_heads: int, head_dim: int) -> "KVCache":
+        """Return the cache as one of layers with other heads: as many as lie in the bytes of a block.
+
+        It must be `is_divisible` by them, and its layers by how many of them such a layer takes.
+        """
+        if (num_kv_heads, head_dim) == (self.num_kv_heads, self.head_dim):
+            return self
+        size = self.num_layers * self.num_kv_heads * self.head_dim
+        num_layers = size // (num_kv_heads * head_dim)
+        specs = self.layout.arrays(self.num_blocks, self.block_size, num_kv_heads, head_dim, self.dtype)
+        blocks = {
+            name: x.reshape(self.num_blocks, num_layers, *specs[name].shape[1:])
+            for name, x in self.blocks.items()
+        }
+        return replace(
+            self, blocks=blocks, num_layers=num_layers, num_kv_heads=num_kv_heads, head_dim=head_dim
+        )
+
+
+def is_divisible(
+    layout: Layout, block_size: int, dtype: jnp.dtype, narrow: tuple[int, int], wide: tuple[int, int]
+) -> bool:
+    """Return whether a layer's block is as large as some of a narrower layer's; KV heads and their width.
+
+    Scales of a head or a token, and what layers share, prevent that.
+    """
+    if layout.layers_apart or layout.shared(1):
+        return False
+    one, several = (layout.arrays(1, block_size, *heads, dtype) for heads in (narrow, wide))
+    times = wide[0] * wide[1] // (narrow[0] * narrow[1])
+    return all(math.prod(several[name].shape) == times * math.prod(one[name].shape) for name in one)
 
 
 def create(

@@ -20,6 +20,9 @@ from pallas_kernels import ops
 from pallas_kernels.gpu.decode.attention import SharedPlan
 from pallas_kernels.ops import TiledImplementation
 
+Heads = tuple[int, int]  # KV heads, and their width
+Look = tuple[LayerKind, int, Heads | None]  # what bounds a layer's attention, its group, and its heads
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -86,19 +89,19 @@ def planned(
     num_q_heads: int,
     kinds: Sequence[LayerKind],
     kv_layers: Sequence[int] = (),
+    heads: Sequence[Heads] = (),
 ) -> PassBatch:
     """Return the batch with its attention plans: what each layer would otherwise find out again.
 
     kinds: of each layer, what bounds its attention (`ModelConfig.attention_kinds`).
-    kv_layers: see `attend`.
+    kv_layers, heads: see `attend`.
     """
-    pool = cache.pool(0)  # all layers have the same sizes
     ours = _ours(batch.implementation, batch.tile_len)
     if ours is None:
         return batch
     plans = tuple(
         ops.plan_of_tiles(
-            pool,
+            _viewed(cache, its).pool(0),
             batch.block_tables,
             batch.query_starts,
             batch.seq_lens,
@@ -109,19 +112,51 @@ def planned(
             table_rows=batch.rows_of(group),
             implementation=ours,
         )
-        for kind, group in dict.fromkeys(_with_groups(batch, kinds, kv_layers))
+        for kind, group, its in dict.fromkeys(_each(batch, kinds, kv_layers, heads))
     )
     return replace(batch, plans=plans)
 
 
-def _with_groups(
-    batch: PassBatch, kinds: Sequence[LayerKind], kv_layers: Sequence[int]
-) -> list[tuple[LayerKind, int]]:
-    """Return what bounds each layer's attention, and the group whose tables it reads."""
-    if batch.grouping is None:
-        return [(kind, 0) for kind in kinds]
-    owners, group_of = kv_layers or range(len(kinds)), batch.grouping.group_of
-    return [(kind, group_of[owner]) for kind, owner in zip(kinds, owners, strict=True)]
+def _each(
+    batch: PassBatch, kinds: Sequence[LayerKind], kv_layers: Sequence[int], heads: Sequence[Heads]
+) -> list[Look]:
+    """Return what bounds each layer's attention, the group whose tables it reads, and its heads if they
+    differ.
+    """
+    its: Sequence[Heads | None] = heads or [None] * len(kinds)
+    groups = [0] * len(kinds)
+    if batch.grouping is not None:
+        owners, group_of = kv_layers or range(len(kinds)), batch.grouping.group_of
+        groups = [group_of[owner] for owner in owners]
+    return list(zip(kinds, groups, its, strict=True))
+
+
+def _viewed(cache: KVCache, heads: Heads | None) -> KVCache:
+    return cache if heads is None else cache.viewed(*heads)
+
+
+def _written(
+    cache: KVCache,
+    layer: int | Int[Array, ""],
+    place: int | Int[Array, ""],
+    k: Float[Array, "num_tokens num_kv_heads head_dim"],
+    v: Float[Array, "num_tokens num_kv_heads head_dim"],
+    slots: Int[Array, " num_tokens"],
+    heads: Sequence[Heads],
+) -> KVCache:
+    """Write K and V of a layer whose heads others need not have: without padding, each head once."""
+    of_cache = cache.num_kv_heads, cache.head_dim
+    for its in dict.fromkeys(heads):
+        mine: bool | Bool[Array, ""] = True
+        if isinstance(layer, int):
+            if heads[layer] != its:
+                continue
+        else:  # XLA copies the cache if branches write to it: the others' tokens go to the null block
+            mine = jnp.asarray([each == its for each in heads])[layer]
+        its_k, its_v = (x[:, :: x.shape[1] // its[0], : its[1]] for x in (k, v))
+        its_place, its_slots = jnp.where(mine, place, 0), jnp.where(mine, slots, 0)
+        cache = kv_cache.write(cache.viewed(*its), its_place, its_k, its_v, its_slots).viewed(*of_cache)
+    return cache
 
 
 def attend(
@@ -135,6 +170,7 @@ def attend(
     scale: float,
     kinds: Sequence[LayerKind] = (LayerKind(),),
     kv_layers: Sequence[int] = (),
+    heads: Sequence[Heads] = (),
     soft_cap: float | None = None,
     alibi_slopes: Float[Array, " num_q_heads"] | None = None,
     sinks: Float[Array, " num_q_heads"] | None = None,
@@ -147,11 +183,14 @@ def attend(
 
     `kv_layers`: of each layer, which of the cache's layers it sees; empty: as many, in their order. A layer
     that sees what another has written before writes nothing: k and v are not read.
+
+    `heads`: of each layer, the KV heads and their width in a cache whose places are the narrowest layer's;
+    empty: all as q, k and v have them. What is less than those is padded there.
     """
-    each = _with_groups(batch, kinds, kv_layers)
+    each = _each(batch, kinds, kv_layers, heads)
     place, slots, writes = layer, batch.slot_mapping, True
     if batch.grouping is not None:
-        slots = slots[layers.value_of([group for _, group in each], layer)]
+        slots = slots[layers.value_of([group for _, group, _ in each], layer)]
     if len(set(kv_layers)) < len(kv_layers):
         is_first = [number not in kv_layers[:i] for i, number in enumerate(kv_layers)]
         if isinstance(layer, int):
@@ -161,14 +200,26 @@ def attend(
             slots = jnp.where(jnp.asarray(is_first)[layer], slots, 0)
     if batch.grouping is not None:
         place = layers.value_of(batch.grouping.place_of, place)
-    if writes:
+    if writes and heads:
+        cache = _written(cache, layer, place, k, v, slots, heads)
+    elif writes:
         cache = kv_cache.write(cache, place, k, v, slots)
     different = list(dict.fromkeys(each))
 
     def look(
-        its: tuple[LayerKind, int], q: Float[Array, "num_tokens num_q_heads head_dim"]
+        its: Look, q: Float[Array, "num_tokens num_q_heads head_dim"]
     ) -> Float[Array, "num_tokens num_q_heads head_dim"]:
-        kind, group = its
+        kind, group, its_heads = its
+        if its_heads is not None:
+            less = q.shape[-1] - its_heads[1]
+            found = computed(kind, group, its, q[..., : its_heads[1]])
+            return jnp.pad(found, ((0, 0), (0, 0), (0, less)))
+        return computed(kind, group, its, q)
+
+    def computed(
+        kind: LayerKind, group: int, its: Look, q: Float[Array, "num_tokens num_q_heads head_dim"]
+    ) -> Float[Array, "num_tokens num_q_heads head_dim"]:
+        pool = _viewed(cache, its[2]).pool(place)
         tiles = q.reshape(batch.query_starts.shape[0], -1, *q.shape[1:])
         ours = _ours(batch.implementation, tiles.shape[1])
         if ours is None:
@@ -176,7 +227,7 @@ def attend(
             return attentions.call(
                 batch.implementation,
                 tiles,
-                cache.pool(place),
+                pool,
                 batch.block_tables,
                 batch.query_starts,
                 batch.seq_lens,
@@ -191,7 +242,7 @@ def attend(
             ).reshape(q.shape)
         out = ops.tiled_paged_attention(
             tiles,
-            cache.pool(place),
+            pool,
             None,
             batch.block_tables,
             batch.query_starts,

@@ -1,6 +1,7 @@
 """The description of a decoder: all that makes one model's arithmetic another's. Families fill it in."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Literal
@@ -277,6 +278,29 @@ class ModelConfig:
         """Return how many KV heads a layer has, and how many coordinates each of its heads."""
         kind = self.layers[layer]
         return kind.num_kv_heads or self.num_kv_heads, kind.head_dim or self.head_dim
+
+    def heads_in(self, num_kv_heads: int, head_dim: int) -> tuple[tuple[int, int], ...]:
+        """Return `heads_of` all layers in a cache made for such heads; empty if it has the decoder's own."""
+        if (num_kv_heads, head_dim) == (self.num_kv_heads, self.head_dim):
+            return ()
+        return tuple(self.heads_of(layer) for layer in range(self.num_layers))
+
+    @property
+    def heads_by_size(self) -> tuple[tuple[int, int], ...]:
+        """Return the different heads of layers, those with least K and V first; each must divide the next."""
+        found = sorted(dict.fromkeys(map(self.heads_of, range(self.num_layers))), key=math.prod)
+        sizes = [math.prod(heads) for heads in found]
+        divides = all(b % a == 0 for a, b in itertools.pairwise(sizes))
+        return tuple(found) if divides else ((self.num_kv_heads, self.head_dim),)
+
+    @property
+    def kv_weights(self) -> tuple[int, ...]:
+        """Return how many times as much K and V layers with their own have as the narrowest; see
+        `heads_by_size`.
+        """
+        owners = [i for i, kind in enumerate(self.layers) if kind.shares_kv is None]
+        least = math.prod(self.heads_by_size[0])
+        return tuple(math.prod(self.heads_of(i)) // least for i in owners)
 
     @property
     def kv_layers(self) -> tuple[int, ...]:

@@ -67,15 +67,22 @@ class Decoder(nnx.Module):
         return self.config.hidden_size
 
     def create_cache(
-        self, num_blocks: int, block_size: int, layout: Layout = TOKEN_MAJOR, num_layers: int | None = None
+        self,
+        num_blocks: int,
+        block_size: int,
+        layout: Layout = TOKEN_MAJOR,
+        num_layers: int | None = None,
+        heads: tuple[int, int] | None = None,
     ) -> KVCache:
         """Make a cache of zeros for the model's heads and dtype.
 
-        num_layers: those that a block has room for; None: all, which then share one block table.
+        num_layers: places for layers in a block; None: one for each, and all share one block table.
+        heads: KV heads, and their width, of a place; None: the widest. See `ModelConfig.heads_by_size`.
         """
         c = self.config
         depth = c.num_kv_layers if num_layers is None else num_layers
-        return kv_cache.create(depth, num_blocks, block_size, c.num_kv_heads, c.head_dim, self.dtype, layout)
+        heads = heads or (c.num_kv_heads, c.head_dim)
+        return kv_cache.create(depth, num_blocks, block_size, *heads, self.dtype, layout)
 
     def __call__(
         self,
@@ -93,7 +100,8 @@ class Decoder(nnx.Module):
         max_len = batch.block_tables.shape[1] * cache.block_size
         tables = position_tables(self.config, positions, max_len)
         c = self.config
-        batch = planned(batch, cache, c.num_q_heads, c.attention_kinds, c.kv_layers)
+        heads = c.heads_in(cache.num_kv_heads, cache.head_dim)
+        batch = planned(batch, cache, c.num_q_heads, c.attention_kinds, c.kv_layers, heads)
         if self.form.own != "native":  # here rows of zeros cost as much as others
             batch = dataclasses.replace(batch, wanted=None)
         if batch.adapters is None:
@@ -304,6 +312,7 @@ class Attention(nnx.Module):
             scale=c.scale,
             kinds=c.attention_kinds,
             kv_layers=c.kv_layers,
+            heads=c.heads_in(cache.num_kv_heads, cache.head_dim),
             soft_cap=c.attention_soft_cap,
             alibi_slopes=slopes,
             sinks=None if self.sinks is None else self.sinks[layer].astype(jnp.float32),

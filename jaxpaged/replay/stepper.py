@@ -146,8 +146,12 @@ def with_model(name: str, dump: Dump) -> tuple[Dump, Decoder]:
     c, kv, grouping = checkpoint.config, dump.state.kv_cache, dump.step_config.grouping
     shape = (grouping.num_layers or kv.num_layers, kv.num_kv_heads, kv.head_dim)
     rule = "the one that was served, of {} layers, KV heads and head_dim, vocabulary {} and {}"
-    fits = (c.num_kv_layers, c.num_kv_heads, c.head_dim, c.vocab_size) == (*shape, dump.vocab_size)
-    fits &= grouping in (grouping_of(c.cache_specs).of_step, one_group(together(c.cache_specs)))
+    heads, widest = (kv.num_kv_heads, kv.head_dim), (c.num_kv_heads, c.head_dim)
+    weights = c.kv_weights if heads != widest else ()
+    fits = (c.num_kv_layers, c.vocab_size) == (shape[0], dump.vocab_size)
+    fits &= heads in (widest, c.heads_by_size[0])
+    one_table = one_group(together(c.cache_specs), c.num_kv_layers, weights)
+    fits &= grouping in (grouping_of(c.cache_specs, weights).of_step, one_table.of_step)
     check("model", name, rule.format(shape, dump.vocab_size, grouping.specs), fits)
     dtype: Any = str(kv.dtype)
     config = EngineConfig(dtype=dtype, block_size=dump.state.tables.block_size, kv_layout=kv.layout)

@@ -14,7 +14,8 @@ from jaxpaged.serve.json_route import JsonRoute
 from jaxpaged.serve.logprobs import chat_logprobs, prompt_logprobs
 from jaxpaged.serve.schemas import ChatRequest
 from jaxpaged.serve.service import Choice, Run, Service, service_of
-from jaxpaged.serve.tools import ToolDeltas, contents, reasoning_fields
+from jaxpaged.serve.structured import constraint_of
+from jaxpaged.serve.tools import Form, ToolDeltas, contents, reasoning_fields
 
 router = APIRouter(route_class=JsonRoute)
 
@@ -36,14 +37,15 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
     )
     if body.top_logprobs and not body.logprobs:
         raise InputError("top_logprobs must be left out unless logprobs is true")
+    writer.answers(prompt["prompt"])
     params = body.params(
         service.defaults,
         max_tokens=body.most_tokens,
+        structured_outputs=constraint_of(body, body.response_format, writer.form, service.llm.tokenizer),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         # The marks of calls and reasoning are special tokens of some models.
         skip_special_tokens=body.skip_special_tokens and writer.is_plain,
     )
-    writer.answers(prompt["prompt"])
     run = await service.start(request, body, "chatcmpl", [prompt], params)
     return await writer.respond(request, run)
 
@@ -106,7 +108,7 @@ class ChatWriter(ChunkWriter[ChatRequest]):
                 "index": choice.index,
                 "message": message,
                 "logprobs": self._logprobs(choice.token_ids, choice.logprobs),
-                "finish_reason": _reason(choice, bool(calls)),
+                "finish_reason": self._reason(choice, bool(calls)),
                 "stop_reason": choice.stop_reason,
             }
             if body.return_token_ids:
@@ -145,7 +147,7 @@ class ChatWriter(ChunkWriter[ChatRequest]):
                         "index": choice.index,
                         "delta": delta,
                         "logprobs": self._logprobs(choice.token_ids, choice.logprobs) if ends else None,
-                        "finish_reason": _reason(choice, bool(its and its.has_calls)) if ends else None,
+                        "finish_reason": self._reason(choice, bool(its and its.has_calls)) if ends else None,
                     }
                     if ends and is_last:
                         each["stop_reason"] = choice.stop_reason
@@ -166,6 +168,11 @@ class ChatWriter(ChunkWriter[ChatRequest]):
             return None
         return chat_logprobs(self._names, self._body.top_logprobs or 0, token_ids, logprobs)
 
+    def _reason(self, choice: Choice, has_calls: bool) -> str | None:
+        is_calls = has_calls and self._form.ends_with_calls and choice.finish_reason == "stop"
+        return "tool_calls" if is_calls else choice.finish_reason
 
-def _reason(choice: Choice, has_calls: bool) -> str | None:
-    return "tool_calls" if has_calls and choice.finish_reason == "stop" else choice.finish_reason
+    @property
+    def form(self) -> Form:
+        """Form in which the answers are read."""
+        return self._form

@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxpaged.api.async_llm import TOKENIZED_HERE, AsyncLLM
-from jaxpaged.checks import InputError, shown
+from jaxpaged.checks import InputError
 from jaxpaged.serve.bounds import size_of
 from jaxpaged.serve.options import ServerOptions
 from jaxpaged.serve.parsers import REASONING_PARSERS, TOOL_PARSERS, detected
+from jaxpaged.serve.structured import forced
 from jaxpaged.serve.tools import Form
 from jaxpaged.text.conversations import check_tools, read_messages
 from jaxpaged.text.templates import Template, render
@@ -81,12 +82,15 @@ class ChatPrompts:
         """Return how the answer to a request with these tools is read. Raises `InputError`."""
         check_tools(tools)
         if tool_choice not in (None, "none", "auto"):
-            if tool_choice == "required" or isinstance(tool_choice, dict):
-                raise InputError(
-                    f"tool_choice={shown(tool_choice)} needs structured outputs, which are not "
-                    "supported yet: must be 'auto' or 'none'"
-                )
-            raise InputError(f"tool_choice={shown(tool_choice)} must be 'auto' or 'none'")
+            calls, its_tools, constraint = forced(tools or (), tool_choice, parallel=parallel is not False)
+            return Form(
+                calls=calls,
+                reasoning=self.reasoning_parser,
+                tools=its_tools,
+                parallel=parallel is not False,
+                includes_reasoning=includes_reasoning is not False,
+                constraint=constraint,
+            )
         if tool_choice == "auto" and not tools:
             raise InputError("tool_choice must be left out unless tools are given")
         has_calls = bool(tools) and tool_choice != "none"

@@ -15,6 +15,7 @@ from jaxpaged.serve.json_route import JsonRoute
 from jaxpaged.serve.logprobs import CompletionLogprobs, TextOffsets, prompt_logprobs
 from jaxpaged.serve.schemas import CompletionRequest
 from jaxpaged.serve.service import Choice, Run, Service, service_of
+from jaxpaged.serve.structured import constraint_of
 
 router = APIRouter(route_class=JsonRoute)
 
@@ -39,6 +40,7 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
         max_tokens=1 if writer.is_echo_alone else body.most_tokens,
         logprobs=body.logprobs,
         prompt_logprobs=prompt_top,
+        structured_outputs=constraint_of(body, body.response_format),
     )
     run = await service.start(request, body, "cmpl", prompts, params)
     return await writer.respond(request, run)

@@ -195,7 +195,7 @@ def chat_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]
         if tool.get("type") != "function":
             raise InputError(f"tools.{i}.type={shown(tool.get('type'))} must be 'function'")
         check(f"tools.{i}.name", tool.get("name"), "a string", isinstance(tool.get("name"), str))
-        names = ("name", "description", "parameters")
+        names = ("name", "description", "parameters", "strict")
         fields = {name: tool[name] for name in names if tool.get(name) is not None}
         made.append({"type": "function", "function": fields})
     return made or None

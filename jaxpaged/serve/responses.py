@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
@@ -16,6 +16,7 @@ from jaxpaged.serve.replies import ApiError, event, reply
 from jaxpaged.serve.response_items import Event, Items, chat_tools
 from jaxpaged.serve.schemas import ResponsesRequest
 from jaxpaged.serve.service import Choice, Run, Service, service_of
+from jaxpaged.serve.structured import constraint_of, response_format_of
 from jaxpaged.serve.tools import AnswerFragments, Form
 from jaxpaged.text.conversations import read_items
 
@@ -50,14 +51,16 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
         kwargs=body.template_kwargs,
         cuts=body.cuts,
     )
+    form = dataclasses.replace(form, prompt=prompt["prompt"])
     params = body.params(
         service.defaults,
         max_tokens=body.max_output_tokens,
         logprobs=_num_top(body),
+        structured_outputs=constraint_of(body, response_format_of(body.text), form, service.llm.tokenizer),
         skip_special_tokens=body.skip_special_tokens and form.is_plain,
     )
     run = await service.start(request, body, "resp", [prompt], params)
-    writer = ResponseWriter(body, model, run, service, dataclasses.replace(form, prompt=prompt["prompt"]))
+    writer = ResponseWriter(body, model, run, service, form)
     if body.stream:
         return service.stream(run, writer.events())
     [choice] = await service.whole(request, run)
@@ -73,9 +76,6 @@ async def find_response(response_id: str) -> Response:
 
 def _refuse_missing(body: ResponsesRequest) -> None:
     """Raise `InputError` for what would change the answer, and is not there."""
-    kind = (body.text or {}).get("format")
-    if kind is not None and not (isinstance(kind, Mapping) and kind.get("type") == "text"):
-        raise InputError("text.format must be {'type': 'text'}: others are not supported yet")
     for name, is_asked in (
         ("previous_response_id", body.previous_response_id is not None),
         ("background", bool(body.background)),
@@ -200,7 +200,7 @@ class ResponseWriter:
             "service_tier": "default",
             "store": False,
             "temperature": params.temperature,
-            "text": {"format": {"type": "text"}},
+            "text": {"format": (body.text or {}).get("format") or {"type": "text"}},
             "tool_choice": body.tool_choice or ("auto" if body.tools else "none"),
             "tools": [nothing | tool for tool in body.tools or ()],
             "top_logprobs": body.top_logprobs or 0,

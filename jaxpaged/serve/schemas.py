@@ -104,6 +104,7 @@ class TextRequest(SamplingRequest):
     n: int | None = 1
     stream_options: StreamOptions | None = None
     user: str | None = None
+    response_format: dict[str, Any] | None = None
     prompt_logprobs: int | None = None
     return_token_ids: bool | None = False
     return_tokens_as_token_ids: bool | None = False

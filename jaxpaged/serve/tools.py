@@ -13,6 +13,8 @@ from typing import Any
 
 from jaxpaged.serve.parsers import answer_parser
 from jaxpaged.serve.parsers.base import Begin, Fragment, Reasoning, Text
+from jaxpaged.serve.parsers.forced import NAMED
+from jaxpaged.structured_outputs import StructuredOutputsParams
 
 SPACE = " \t\r\n"
 
@@ -23,7 +25,8 @@ class Form:
 
     `calls` and `reasoning` are names of parsers, or None. `tools` are the request's. `prompt` is the text
     that the answer follows, and `begun` the part of it that the answer continues. `parallel`: whether calls
-    after the first are reported. `includes_reasoning`: whether reasoning is.
+    after the first are reported. `includes_reasoning`: whether reasoning is. `constraint`: what calls must
+    look like, where they are forced.
     """
 
     calls: str | None = None
@@ -33,6 +36,12 @@ class Form:
     begun: str = ""
     parallel: bool = True
     includes_reasoning: bool = True
+    constraint: StructuredOutputsParams | None = None
+
+    @property
+    def ends_with_calls(self) -> bool:
+        """Whether calls are the reason why an answer ends: not where the client has named the only one."""
+        return self.calls != NAMED
 
     @property
     def is_plain(self) -> bool:

@@ -14,7 +14,7 @@ import numpy as np
 from flax import nnx
 from jax import lax
 from jax.sharding import Mesh
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from jaxpaged.arithmetic import cdiv
 from jaxpaged.checks import INT32_MAX
@@ -55,6 +55,7 @@ def create(
     num_groups: Static[int] = 1,
     first_blocks: Static[tuple[int, ...]] = (),
     lora: Static[bool] = False,
+    arena_words: Static[int] = 0,
 ) -> PerReplica[EngineState]:
     """Create a state without requests, with zeros for K and V of the shapes in `kv_cache`.
 
@@ -72,7 +73,7 @@ def create(
         first_blocks=first_blocks,
     )
     zeros = jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), kv_cache)
-    return create_state(tables, zeros, max_model_len, vocab_size, lora=lora)
+    return create_state(tables, zeros, max_model_len, vocab_size, lora=lora, arena_words=arena_words)
 
 
 @program(donate="state", results=lambda specs: (specs["state"], ON_EACH))
@@ -287,6 +288,24 @@ def write_tokens(
     """
     row, position, token = tokens
     return token_ids.at[row, position].set(token, mode="drop")
+
+
+@program(donate="arena", results=lambda specs: ON_EACH)
+def write_automaton(
+    arena: PerReplica[UInt32[Array, " words"]],
+    blocks: UInt32[Array, "n block_words"],
+    first: Int[Array, ""],
+    num_blocks: Int[Array, ""],
+) -> PerReplica[UInt32[Array, " words"]]:
+    """Write the first `num_blocks` blocks of words into the arena, from word `first` on.
+
+    The old arena is donated.
+    """
+
+    def write_block(i: Int[Array, ""], arena: UInt32[Array, " words"]) -> UInt32[Array, " words"]:
+        return lax.dynamic_update_slice(arena, blocks[i], (first + i * blocks.shape[1],))
+
+    return lax.fori_loop(0, num_blocks, write_block, arena)
 
 
 @program(donate="adapters", results=lambda specs: BY_SHARD)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from jaxpaged.memory import block_pool, block_table, prefix_cache
 from jaxpaged.memory.block_pool import FreeInfo, StatusInfo
@@ -18,6 +18,7 @@ from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.memory.policies import LRU, Policy, sized
 from jaxpaged.sampling import Scores, no_scores
 from jaxpaged.sampling_state import LogitRules, SamplingState, neutral_rows
+from jaxpaged.step.automata import GrammarRows, no_grammars
 
 # Maximum of steps in one run of the loop, and so of tokens per row in one report.
 MAX_STEPS = 32
@@ -82,6 +83,7 @@ class Rows:
     sampling: SamplingState
     rules: LogitRules  # its `stop_tokens` end an answer
     beams: Beams
+    grammars: GrammarRows | None  # None: there is no arena, and requests have no automata
 
     @property
     def free(self) -> Bool[Array, " rows"]:
@@ -173,6 +175,7 @@ class EngineState:
     tables: BlockTables
     kv_cache: KVCache
     host: HostPool | None
+    arena: UInt32[Array, " words"] | None  # automata of structured outputs; None: requests have none
     # The row that was looked up last and did not fit, or NO_ROW; and at most how many of the blocks that it
     # found other rows hold by now. It is looked up again only when it might fit: see `step.admission`.
     last_rejected: Int[Array, "2"]
@@ -194,9 +197,13 @@ class EngineState:
         return replace(self, counters=self.counters + jnp.stack(raised))
 
 
-def empty_rows(num_rows: int, max_model_len: int, vocab_size: int, *, lora: bool = False) -> Rows:
-    """Return rows without requests as NumPy arrays, which the host fills in to submit requests. `lora`:
-    requests may have adapters.
+def empty_rows(
+    num_rows: int, max_model_len: int, vocab_size: int, *, lora: bool = False, grammars: bool = False
+) -> Rows:
+    """Return rows without requests as NumPy arrays, which the host fills in to submit requests.
+
+    lora: requests may have adapters.
+    grammars: requests may have automata of structured outputs.
     """
 
     def zeros(*shape: int, dtype: type = np.int32) -> Any:
@@ -227,6 +234,7 @@ def empty_rows(num_rows: int, max_model_len: int, vocab_size: int, *, lora: bool
             cum_logprob=zeros(dtype=np.float32),
             rank=zeros(),
         ),
+        grammars=no_grammars(num_rows) if grammars else None,
     )
 
 
@@ -255,14 +263,20 @@ def create_state(
     host: HostPool | None = None,
     *,
     lora: bool = False,
+    arena_words: int = 0,
 ) -> EngineState:
-    """Create a state without requests over empty tables and an empty cache."""
+    """Create a state without requests over empty tables and an empty cache.
+
+    arena_words: 32-bit words for automata of structured outputs; 0: requests have none.
+    """
+    rows = empty_rows(tables.max_seqs, max_model_len, vocab_size, lora=lora, grammars=arena_words > 0)
     return EngineState(
-        rows=jax.tree.map(jnp.asarray, empty_rows(tables.max_seqs, max_model_len, vocab_size, lora=lora)),
+        rows=jax.tree.map(jnp.asarray, rows),
         scores=no_scores(tables.max_seqs, MAX_STEPS),
         tables=tables,
         kv_cache=kv_cache,
         host=host,
+        arena=jnp.zeros(arena_words, jnp.uint32) if arena_words else None,
         last_rejected=no_rejection(),
         counters=jnp.zeros(len(Counter), jnp.int32),
         status=jnp.zeros((), jnp.int32),

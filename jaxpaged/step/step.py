@@ -21,7 +21,7 @@ from jaxpaged.models.attention import PassBatch
 from jaxpaged.sampling import Context, Scores, edited, is_among, likeliest, no_scores, sample, score
 from jaxpaged.sampling_state import SamplingState
 from jaxpaged.status import Status
-from jaxpaged.step import admission, beams, scheduler
+from jaxpaged.step import admission, automata, beams, scheduler
 from jaxpaged.step.config import StepConfig
 from jaxpaged.step.plan import DecodeSlots, Plan, Tiles, decode_tiles, prompt_tiles, slots_of
 from jaxpaged.step.scheduler import Decision
@@ -263,7 +263,7 @@ def compute(
         block_table.slot_mapping(tables, row, positions, valid, group).reshape(-1)
         for group in range(tables.num_groups)
     ]
-    is_one = tables.num_groups == 1
+    is_one = tables.num_groups == 1 and not config.grouping.weights
     batch = PassBatch(
         slot_mapping=slots_by_group[0] if is_one else jnp.stack(slots_by_group),
         block_tables=tables.block_tables,
@@ -311,9 +311,13 @@ def answer(
 
     def choose() -> Chosen:
         logits = model.logits(hidden)
+        follows = None
+        if state.arena is not None and rows.grammars is not None:
+            logits, follows = automata.masked(logits, state.arena, rows.grammars, row, is_due)
 
         def edit(logits: Float[Array, "rows vocab"]) -> Float[Array, "rows vocab"]:
-            return edited(logits, rows.rules, options.has_rules, context)
+            changed = edited(logits, rows.rules, options.has_rules, context)
+            return changed if follows is None else automata.not_empty(changed, logits, follows)
 
         if sampler is None:
             token_ids = sample(logits, options, position, edit)
@@ -340,12 +344,16 @@ def answer(
     finishes = due & (stops | (num_tokens == rows.max_num_tokens))
     reason = jnp.where(stops, FinishReason.STOP, FinishReason.LENGTH)
     target, newest = jnp.where(due, index, index.shape[0]), rows.num_tokens
+    grammars = rows.grammars
+    if state.arena is not None and grammars is not None:
+        grammars = automata.moved(grammars, state.arena, token_ids, due)
     rows = replace(
         rows,
         token_ids=rows.token_ids.at[target, newest].set(token_ids, mode="drop"),
         num_tokens=num_tokens,
         phase=jnp.where(finishes, Phase.FINISHED, rows.phase),
         finish_reason=jnp.where(finishes, reason, rows.finish_reason),
+        grammars=grammars,
     )
     return replace(state, rows=rows, scores=scores), new
 

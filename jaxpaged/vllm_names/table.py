@@ -251,10 +251,11 @@ SERVER: dict[str, Verdict] = {
 
 REQUEST: dict[str, Verdict] = {
     **_only(
-        "structured outputs",
-        "structured_outputs guided_decoding guided_json guided_regex guided_choice guided_grammar "
+        "structured outputs by their older names",
+        "guided_decoding guided_json guided_regex guided_choice guided_grammar "
         "guided_decoding_backend guided_whitespace_pattern structural_tag regex json_schema grammar ebnf",
         is_strict=True,
+        use="structured_outputs",
     ),
     **_only(
         "structured outputs",
@@ -328,6 +329,7 @@ REQUEST: dict[str, Verdict] = {
 # What a beam search has not of `SamplingParams`.
 BEAM: dict[str, Verdict] = {
     **REQUEST,
+    **_only("structured outputs in a beam search", "structured_outputs", is_strict=True),
     **_only("a choice of tokens", "allowed_token_ids", is_strict=True),
     **_only("special tokens in the text", "skip_special_tokens"),
     **_only("ends in the text", "include_stop_str_in_output"),

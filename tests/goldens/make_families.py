@@ -255,7 +255,8 @@ VARIANTS |= {
     },
     "gemma4_large": {
         **GEMMA4,
-        "num_global_key_value_heads": 1,
+        "num_key_value_heads": 4,
+        "num_global_key_value_heads": 2,
         "attention_k_eq_v": True,
         "hidden_size_per_layer_input": 0,
         "num_hidden_layers": 3,

@@ -94,6 +94,50 @@ def test_a_sequence_holds_what_its_layers_read(name, num_tokens):
     assert held < 0.52 * one_table
 
 
+def gemma4(num_layers, period, num_shared, window, wide, narrow):
+    """Return Gemma 4's layers with K and V of their own, and the numbers of K a token of each kind."""
+    layers = mixed(num_layers, period, SlidingWindow(window))[: num_layers - num_shared]
+    sizes = [wide if layer == FULL else narrow for layer in layers]
+    return layers, [size // min(wide, narrow) for size in sizes], 2 * min(wide, narrow) * 2
+
+
+# With heads of 512 where all tokens are seen, else 256: one KV head, two, and 4 of the former and 16.
+GEMMA4 = {
+    "gemma-4-e2b": (gemma4(35, 5, 20, 512, 512, 256), [3, 6, 6]),
+    "gemma-4-e4b": (gemma4(42, 6, 18, 512, 1024, 512), [2, 2, 4, 4, 4, 4, 4]),
+    "gemma-4-31b": (gemma4(60, 6, 0, 1024, 2048, 4096), [10, *[5] * 10]),
+}
+
+
+@pytest.mark.parametrize("num_tokens", [32 * 1024, 128 * 1024])
+@pytest.mark.parametrize("name", GEMMA4)
+def test_layers_of_two_widths_share_blocks_without_waste(name, num_tokens):
+    """A block holds twice as many of the narrower layers: a sequence holds what is read, up to a block."""
+    (specs, weights, place_bytes), widths = GEMMA4[name]
+    grouping = grouping_of(specs, weights)
+    assert [*map(len, grouping.groups)] == widths
+    config = StepConfig(max_num_seqs=1, num_tiles=0, tiles_per_pass=1, attention="xla", grouping=grouping)
+    block_bytes = grouping.width * BLOCK_SIZE * place_bytes
+    held = config.blocks_of(num_tokens, BLOCK_SIZE) * block_bytes
+    kept = [num_tokens if spec.most_kept(1) is None else spec.most_kept(1) for spec in specs]
+    exact = sum(n * weight for n, weight in zip(kept, weights, strict=True)) * place_bytes
+    assert exact <= held <= exact + grouping.num_groups * block_bytes
+    assert Grouping.of_words(grouping.words()) == grouping
+    for group in grouping.groups:  # the places of a group's layers are apart, and within the block
+        ends = [0]
+        for layer in sorted(group, key=lambda layer: grouping.place_of[layer] * weights[layer]):
+            assert grouping.place_of[layer] * weights[layer] == ends[-1]
+            ends.append(ends[-1] + weights[layer])
+        assert ends[-1] <= grouping.width
+
+
+def test_wide_layers_go_first_where_all_share_a_table():
+    grouping = one_group(FULL, 4, [1, 2, 1, 2])
+    assert (grouping.place_of, grouping.width) == ((4, 0, 5, 1), 6)
+    assert one_group(FULL, 2, [1, 2]).width == 4  # a block has room for whole wide layers
+    assert grouping.of_step == grouping
+
+
 def test_one_table_keeps_what_the_layer_that_reads_most_reads():
     config = StepConfig(
         max_num_seqs=1, num_tiles=1, tiles_per_pass=1, attention="xla", grouping=one_group(SlidingWindow(10))

@@ -139,12 +139,12 @@ def test_old_configs_of_the_newer_families_are_read():
 
 def test_layers_with_wider_heads_are_named_together_or_one_by_one():
     """Files of before transformers 5.24 say it for all of them, later ones layer by layer."""
-    wide = {"global_head_dim": 16, "num_global_key_value_heads": 1}
+    wide = {"global_head_dim": 16, "num_global_key_value_heads": 2}
     for name in ("gemma4_text", "gemma4_large"):
         assert from_hf(without(hf(name), "per_layer_config") | wide) == from_hf(hf(name))
     large = from_hf(hf("gemma4_large"))
-    assert [large.heads_of(layer) for layer in range(3)] == [(2, 8), (2, 8), (1, 16)]
-    assert (large.num_kv_heads, large.head_dim) == (2, 16)
+    assert [large.heads_of(layer) for layer in range(3)] == [(4, 8), (4, 8), (2, 16)]
+    assert (large.num_kv_heads, large.head_dim) == (4, 16)
     vision = {"use_bidirectional_attention": "vision", "rope_parameters": None}  # the default's are these
     assert from_hf(hf("gemma4_large") | vision) == large
 

@@ -69,7 +69,7 @@ def test_tools_reach_the_template_unless_they_are_not_to_be_used(served):
         body = asked | more | {"return_token_ids": True}
         ids = served.http.post("/v1/chat/completions", json=body).json()["prompt_token_ids"]
         assert served.llm.tokenizer.decode(ids).startswith(want)
-    with pytest.raises(openai.BadRequestError, match="needs structured outputs"):
+    with pytest.raises(openai.BadRequestError, match="without structured_outputs_mib"):
         served.openai.chat.completions.create(
             model="tiny", messages=asked["messages"], tools=[TOOL], tool_choice="required"
         )

@@ -20,7 +20,7 @@ from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.memory.policies import LRU, Policy
 from jaxpaged.sampling_state import token_bits
 from jaxpaged.status import Status
-from jaxpaged.step import admission, scheduler
+from jaxpaged.step import admission, automata, scheduler
 from jaxpaged.step.config import StepConfig
 from jaxpaged.step.scheduler import Decision
 from jaxpaged.step.state import (
@@ -37,6 +37,7 @@ from jaxpaged.step.step import step
 from jaxpaged.verify.generations import FREE_PROFILES
 from reference import engine_state as reference
 from reference.engine import Engine
+from tests.step.automata_of_tests import AUTOMATA, arena
 from tests.step.sum_model import VOCAB, SumModel, logprobs_of, next_token
 
 VOCAB_ROOM = 97  # of sets of tokens: that of `tests.tiny`, for one state's steps to be another's
@@ -75,6 +76,7 @@ class Setting:
     prefix_caching: bool = True
     policy: Policy = LRU
     reuse_answers: bool = False
+    has_arena: bool = False  # whether answers may have automata
 
     @property
     def reaches(self) -> tuple[reference.Reach, ...]:
@@ -159,7 +161,10 @@ class Setting:
         if self.num_host_blocks:
             host = HostPool(tables(self.num_host_blocks, cached=False), arrays(self.num_host_blocks))
         device = tables(self.num_blocks, cached=self.prefix_caching)
-        state = create_state(device, arrays(self.num_blocks), MAX_MODEL_LEN, VOCAB_ROOM, host)
+        words = automata.BLOCK_WORDS * (1 + len(AUTOMATA)) if self.has_arena else 0
+        sizes = MAX_MODEL_LEN, VOCAB_ROOM
+        state = create_state(device, arrays(self.num_blocks), *sizes, host, arena_words=words)
+        state = dataclasses.replace(state, arena=arena()) if words else state
         # Bound to its device, as what a step gives back is: else the second step would be another program.
         return jax.tree.map(lambda x: jax.device_put(x, x.sharding), state)
 
@@ -227,6 +232,8 @@ def workloads(draw: st.DrawFn, setting: Setting, *, priorities: bool = False) ->
             for _ in range(draw(st.sampled_from([1, 1, 1, 2, 4]))):
                 stop = draw(st.sampled_from([(), (), (STOP,)]))
                 rules = draw(st.sampled_from([{}, {}, *RULES]))
+                if setting.has_arena and (automaton := draw(st.sampled_from([None, *AUTOMATA]))):
+                    rules = rules | {"automaton": automaton}
                 its_next = functools.partial(
                     next_token,
                     setting.reaches,
@@ -263,7 +270,7 @@ class LockStep:
         self.state = setting.state()
         self.num_steps = self.num_computed = 0
         self.queue: list[reference.Request] = []  # those without a row
-        self.seen = {"preempted": 0, "swapped": 0, "hits": 0, "forked": 0, "copied": 0}
+        self.seen = {"preempted": 0, "swapped": 0, "hits": 0, "forked": 0, "copied": 0, "constrained": 0}
 
     @property
     def unfinished(self) -> bool:
@@ -313,7 +320,7 @@ class LockStep:
         self.state = dataclasses.replace(self.state, tables=dataclasses.replace(self.state.tables, pool=pool))
 
     def submit(self, request: reference.Request, row: int, index: int, head: int) -> None:
-        line = empty_rows(1, MAX_MODEL_LEN, VOCAB_ROOM)
+        line = empty_rows(1, MAX_MODEL_LEN, VOCAB_ROOM, grammars=self.setting.has_arena)
         for array, value in (
             (line.phase, Phase.HELD if request.search and index >= request.search.width else Phase.WAITING),
             (line.arrival, request.arrival + index),
@@ -340,9 +347,14 @@ class LockStep:
         for name, value in rules.items():
             if name == "min_tokens":
                 np.asarray(line.rules.least_num_tokens)[0] = len(request.prompt) + value
+            elif name == "automaton":
+                opens = value.opens
+                line.grammars.first[0] = automata.BLOCK_WORDS * (1 + AUTOMATA.index(value))
+                line.grammars.state[0] = 0 if opens is None else automata.WAITS
+                line.grammars.opens[0] = automata.WAITS if opens is None else opens
             else:
                 np.asarray(getattr(line.rules, name))[0] = value
-        np.asarray(line.sampling.has_rules)[0] = bool(rules)
+        np.asarray(line.sampling.has_rules)[0] = bool(rules.keys() - {"automaton"})
         np.asarray(line.rules.stop_tokens)[0] = token_bits(request.stop_token_ids, VOCAB_ROOM)
         self.state = compiled_submit(self.state, line, jnp.array([row], jnp.int32))
 
@@ -411,6 +423,11 @@ class LockStep:
             assert Phase(state.rows.phase[index]).name.lower() == row.phase.value
             num_tokens = int(state.rows.num_tokens[index])
             assert state.rows.token_ids[index, :num_tokens].tolist() == row.tokens
+            rules = row.request.rules if isinstance(row.request, Request) else {}
+            if (automaton := rules.get("automaton")) is not None:
+                behind = automaton.state(row.tokens[row.prompt_len :])
+                self.seen["constrained"] += behind is not None and behind >= 0
+                assert state.rows.grammars.state[index] == (automata.WAITS if behind is None else behind)
             reason = FinishReason(state.rows.finish_reason[index]).name.lower()
             assert reason == (row.finish_reason or "none")
             swapped = row.phase is reference.Phase.SWAPPED

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("small_chunks")
 
 SETTINGS = [
     Setting("tight", num_blocks=1 + 17),
-    Setting("swap, split", num_blocks=1 + 17, num_host_blocks=1 + 8, policy=LRU_SPLIT),
+    Setting("swap, split", num_blocks=1 + 17, num_host_blocks=1 + 8, policy=LRU_SPLIT, has_arena=True),
     Setting("window", num_blocks=1 + 14, num_tiles=1, specs=(SlidingWindow(10),), num_host_blocks=1 + 6),
     Setting(
         "full and windows",

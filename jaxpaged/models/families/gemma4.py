@@ -39,7 +39,7 @@ def read_gemma4(f: Fields) -> ModelConfig:
     shared = f.count("num_kv_shared_layers", 0)
     doubled = f.flag("use_double_wide_mlp") and shared > 0
     width, width_of_inputs = same["intermediate_size"], f.count("hidden_size_per_layer_input", 256)
-    vocab_of_inputs = f.size("vocab_size_per_layer_input", 262144)
+    vocab_of_inputs = f.count("vocab_size_per_layer_input", 262144) or 1  # none where there are no inputs
     its = {"head_dim": same["head_dim"], "num_kv_heads": same["num_kv_heads"]}
     most = {name: max(its[name], wide[name]) for name in its}
     kinds = {

@@ -219,6 +219,8 @@ class Parser:
 
     # A chat template that has all of these is of a model that writes in this form.
     signs: ClassVar[tuple[str, ...]] = ()
+    # The mark behind which the answer begins, for a parser of reasoning; None where no one mark tells it.
+    end_mark: ClassVar[str | None] = None
 
     def __init__(self, tools: Sequence[Mapping[str, Any]] = (), prompt: str = "", begun: str = "") -> None:
         self.tools, self.prompt, self.begun = tools, prompt, begun

@@ -7,6 +7,8 @@ from jaxpaged.serve.parsers.base import Chain, Fragment, NoCalls, Parser
 
 TOOL_PARSERS: dict[str, type[Parser]] = {}
 REASONING_PARSERS: dict[str, type[Parser]] = {}
+# Parsers of answers whose form a grammar forces: no model's own, and not to be chosen.
+FORCED_PARSERS: dict[str, type[Parser]] = {}
 
 
 class ReadsAnswers(Protocol):
@@ -29,6 +31,11 @@ def reasoning_parser[P: type[Parser]](*names: str) -> Callable[[P], P]:
     return _registering(REASONING_PARSERS, names)
 
 
+def forced_parser[P: type[Parser]](*names: str) -> Callable[[P], P]:
+    """Make a class known as a parser of forced answers, by these names."""
+    return _registering(FORCED_PARSERS, names)
+
+
 def _registering[P: type[Parser]](table: dict[str, type[Parser]], names: Sequence[str]) -> Callable[[P], P]:
     def register(parser: P) -> P:
         table.update(dict.fromkeys(names, parser))
@@ -49,7 +56,7 @@ def answer_parser(
 
     A form that is read for both by one class is read once.
     """
-    of_calls = TOOL_PARSERS[calls](tools, prompt, begun) if calls else None
+    of_calls = (TOOL_PARSERS | FORCED_PARSERS)[calls](tools, prompt, begun) if calls else None
     if reasoning is None:
         return of_calls
     if of_calls is not None and isinstance(of_calls, REASONING_PARSERS[reasoning]):

@@ -19,6 +19,7 @@ class Qwen3(Parser):
     ends before </think> is all reasoning.
     """
 
+    end_mark: ClassVar[str | None] = END
     is_open: ClassVar[bool] = False  # where neither prompt nor answer has a mark
     other_ends: ClassVar[tuple[str, ...]] = ()  # marks of what comes behind the reasoning, without </think>
 

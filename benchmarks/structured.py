@@ -1,0 +1,104 @@
+"""Cost of structured outputs: a decode step with grammars beside one without, and time to the first token.
+
+    python -m benchmarks.structured --rows 32 --out benchmarks/results/structured-cpu.jsonl
+
+One engine with room for grammars, and one without, in turns. The first generates with a different schema in
+each row, with one schema in all, and with none. With `ignore_eos` all answers are of one length: behind its
+end an answer goes on with end tokens, the only ones that its grammar allows there.
+"""
+
+import statistics
+import time
+from typing import Any
+
+from absl import app, flags
+
+from benchmarks.record import Results, start
+from jaxpaged import LLM, SamplingParams, StructuredOutputsParams
+
+ROWS = flags.DEFINE_integer("rows", 32, "requests at a time")
+TOKENS = flags.DEFINE_integer("tokens", 96, "new tokens of each")
+ROUNDS = flags.DEFINE_integer("rounds", 5, "measurements of each way")
+DTYPE = flags.DEFINE_string("dtype", "bfloat16", "number format of weights and activations")
+OUT = flags.DEFINE_string("out", None, "file to append result lines to")
+
+
+def schema(number: int) -> dict[str, Any]:
+    """Return a schema that no other number has: an object of a text, a number and a choice."""
+    kinds: list[dict[str, Any]] = [
+        {"type": "string", "maxLength": 40},
+        {"type": "integer", "minimum": 0, "maximum": 10**9},
+        {"enum": [f"choice {number} {i}" for i in range(6)]},
+    ]
+    names = [f"field{number}_{i}" for i in range(3)]
+    properties = {name: kinds[(i + number) % 3] for i, name in enumerate(names)}
+    return {"type": "object", "properties": properties, "required": names, "additionalProperties": False}
+
+
+def asked(constraint: dict[str, Any] | None, tokens: int) -> SamplingParams:
+    made = None if constraint is None else StructuredOutputsParams(json=constraint)
+    return SamplingParams(
+        max_tokens=tokens, temperature=0.8, seed=1, ignore_eos=True, structured_outputs=made
+    )
+
+
+def seconds(llm: LLM, params: list[SamplingParams]) -> float:
+    """Return the time of all answers, less that of their first tokens."""
+    prompts = [f"Describe yourself as JSON, number {i}:" for i in range(len(params))]
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    assert all(len(output.outputs[0].token_ids) == params[0].max_tokens for output in outputs)
+    metrics = [output.metrics for output in outputs if output.metrics is not None]
+    first = max(each.first_token_time or 0 for each in metrics)
+    return max(each.finished_time or 0 for each in metrics) - first
+
+
+def first_token(llm: LLM, constraint: dict[str, Any] | None) -> float:
+    """Return the seconds from the call to the first token."""
+    begin = time.perf_counter()
+    llm.generate("Describe yourself as JSON:", asked(constraint, 1), use_tqdm=False)
+    return time.perf_counter() - begin
+
+
+def main(argv: list[str]) -> None:
+    start(argv)
+    rows, tokens = ROWS.value, TOKENS.value
+    results = Results("structured", OUT.value, rows=rows, tokens=tokens, dtype=DTYPE.value)
+    options: dict[str, Any] = {"max_num_seqs": rows, "dtype": DTYPE.value, "max_model_len": 512}
+    without, llm = LLM("smollm2", **options), LLM("smollm2", **options, structured_outputs_mib=64)
+    schemas = [schema(i) for i in range(rows)]
+    plain = [asked(None, tokens)] * rows
+    ways = {
+        "engine without room": (without, plain),
+        "no grammars": (llm, plain),
+        "one schema": (llm, [asked(schemas[0], tokens)] * rows),
+        "a schema each": (llm, [asked(each, tokens) for each in schemas]),
+    }
+    cold = [first_token(llm, schema(100 + i)) for i in range(ROUNDS.value)]
+    warm = [first_token(llm, schema(100 + i)) for i in range(ROUNDS.value)]
+    none = [first_token(llm, None) for _ in range(ROUNDS.value)]
+    for name, values in (("cold schema", cold), ("warm schema", warm), ("none", none)):
+        results.put({"what": f"time to the first token, {name}", "s": round(statistics.median(values), 4)})
+    begin = time.perf_counter()
+    for each in ways.values():
+        seconds(*each)
+    results.put(
+        {"what": "first round, which compiles the schemas", "s": round(time.perf_counter() - begin, 2)}
+    )
+    took: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(ROUNDS.value):
+        for name, each in ways.items():
+            took[name].append(seconds(*each))
+    base = took["no grammars"]
+    for name, its in took.items():
+        ratio = statistics.median(a / b for a, b in zip(its, base, strict=True))
+        results.put(
+            {
+                "what": f"decode step, {name}",
+                "ms": round(1000 * statistics.median(its) / (tokens - 1), 2),
+                "beside no grammars": round(ratio, 3),
+            }
+        )
+
+
+if __name__ == "__main__":
+    app.run(main)

@@ -1,0 +1,90 @@
+"""Automata of structured outputs as the engine holds them: in the host's memory, and in the device's arena.
+
+The arena has a fixed size. An automaton takes neighbouring blocks of it when the first request with it gets
+a row, and keeps them while any request with it has a row; then until others need them. A request whose
+automaton finds no room waits in the queue, and those without one overtake it.
+"""
+
+import collections
+import dataclasses
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import numpy as np
+
+from jaxpaged.step.automata import BLOCK_WORDS, FREE, WAITS, state_behind
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Grammar:
+    """A compiled constraint: a new object each time."""
+
+    automaton: Any  # `step.automata.Automaton`
+    words: np.ndarray  # the automaton as the arena has it
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that it takes in the arena."""
+        return len(self.words) // BLOCK_WORDS
+
+    def chunks(self, size: int) -> Iterator[tuple[np.ndarray, int]]:
+        """Yield its blocks, `size` at a time, [size, BLOCK_WORDS], and how many of them are its own."""
+        blocks = self.words.reshape(-1, BLOCK_WORDS)
+        for i in range(0, len(blocks), size):
+            chunk = blocks[i : i + size]
+            yield np.pad(chunk, ((0, size - len(chunk)), (0, 0))), len(chunk)
+
+
+class Arena:
+    """The device's arena, and which grammar lies where. For one thread.
+
+    num_words: words of the arena; the first block is nobody's.
+    """
+
+    def __init__(self, num_words: int) -> None:
+        self._num_blocks = num_words // BLOCK_WORDS
+        # First block of each grammar, the longest unused first.
+        self._first: collections.OrderedDict[Grammar, int] = collections.OrderedDict()
+
+    def row_values(
+        self, grammar: Grammar | None, answer: list[int], opens: int | None = None
+    ) -> dict[str, int]:
+        """Return what `Rows.grammars` holds of a request of whose answer so much is known.
+
+        opens: the token behind which the grammar begins; None: at the answer's beginning.
+        """
+        if grammar is None:
+            return {"first": 0, "state": FREE, "opens": 0}
+        state = state_behind(grammar.automaton, answer, opens)
+        first = self._first[grammar] * BLOCK_WORDS
+        return {"first": first, "state": state, "opens": opens if opens is not None else WAITS}
+
+    def has_room(self, grammar: Grammar, in_use: Collection[Grammar | None]) -> bool:
+        """Check whether `find` would give the grammar a place."""
+        staying = {its: first for its, first in self._first.items() if its in in_use}
+        return grammar in self._first or self._gap(grammar.num_blocks, staying) is not None
+
+    def find(self, grammar: Grammar, in_use: Collection[Grammar | None]) -> tuple[int | None, bool]:
+        """Give a grammar a place if it has none: in the first gap, or where the longest unused ones were.
+
+        Returns: its first word, None if there is no room; and whether it has to be written there.
+        """
+        if grammar in self._first:
+            self._first.move_to_end(grammar)
+            return self._first[grammar] * BLOCK_WORDS, False
+        if not self.has_room(grammar, in_use):
+            return None, False
+        unused = iter([its for its in self._first if its not in in_use])
+        while (place := self._gap(grammar.num_blocks, self._first)) is None:
+            del self._first[next(unused)]
+        self._first[grammar] = place
+        return place * BLOCK_WORDS, True
+
+    def _gap(self, num_blocks: int, taken: dict[Grammar, int]) -> int | None:
+        """Return the first block behind which so many are free; None if there is none."""
+        place = 1
+        for grammar, first in sorted(taken.items(), key=lambda item: item[1]):
+            if first - place >= num_blocks:
+                return place
+            place = first + grammar.num_blocks
+        return place if self._num_blocks - place >= num_blocks else None

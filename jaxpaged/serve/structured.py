@@ -1,0 +1,138 @@
+"""Structured outputs as requests ask for them: by a response format, by a forced call, or by themselves."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from jaxpaged.checks import InputError, check, shown
+from jaxpaged.serve.parsers import REASONING_PARSERS
+from jaxpaged.serve.parsers.forced import NAMED, REQUIRED
+from jaxpaged.structured_outputs import StructuredOutputsParams, structured_outputs
+
+if TYPE_CHECKING:
+    from jaxpaged.serve.tools import Form
+
+FORMATS = ("text", "json_object", "json_schema", "structural_tag")
+
+
+def constraint_of(
+    body: Any, response_format: Mapping[str, Any] | None, form: "Form | None" = None, tokenizer: Any = None
+) -> StructuredOutputsParams | None:
+    """Return what an answer must look like; None: anything.
+
+    form: how the answer is read. A call that it forces goes before a response format, and the constraint
+        begins where its reasoning ends.
+
+    Raises `InputError`, also where a request asks twice.
+    """
+    asked = structured_outputs("structured_outputs", body.structured_outputs)
+    by_format = _of_format(response_format)
+    if asked is not None and (by_format is not None or (form is not None and form.constraint is not None)):
+        raise InputError("structured_outputs must be left out beside response_format and tool_choice")
+    found = asked or (form.constraint if form is not None else None) or by_format
+    if found is None or form is None or form.reasoning is None or found.after_token_id is not None:
+        return found
+    mark = REASONING_PARSERS[form.reasoning].end_mark
+    if mark is None:
+        raise InputError(f"structured outputs are not supported with the reasoning of {form.reasoning!r}")
+    if form.prompt.rstrip().endswith(mark):
+        return found
+    ids = tokenizer.encode(mark, add_special_tokens=False)
+    if len(ids) != 1:
+        raise InputError(
+            f"structured outputs need another reasoning parser: its end {mark!r} must be one token, and is "
+            f"{len(ids)}"
+        )
+    return found.after(ids[0])
+
+
+def response_format_of(text: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """Return the format that a request for a response has in `text`, in the form of chat completions."""
+    kind = (text or {}).get("format")
+    if kind is None:
+        return None
+    check("text.format", kind, "an object", isinstance(kind, Mapping))
+    if kind.get("type") == "json_schema":
+        return {"type": "json_schema", "json_schema": kind}
+    made: Mapping[str, Any] = kind
+    return made
+
+
+def _of_format(response_format: Mapping[str, Any] | None) -> StructuredOutputsParams | None:
+    if response_format is None:
+        return None
+    kind = response_format.get("type")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return StructuredOutputsParams(json_object=True)
+    if kind == "json_schema":
+        its = response_format.get("json_schema")
+        schema = its.get("schema") if isinstance(its, Mapping) else None
+        check("response_format.json_schema.schema", schema, "a JSON schema", isinstance(schema, Mapping))
+        return StructuredOutputsParams(json=schema)
+    if kind == "structural_tag":
+        return StructuredOutputsParams(structural_tag=json.dumps(response_format))
+    raise InputError(f"response_format.type={shown(kind)} must be one of {', '.join(FORMATS)}")
+
+
+def forced(
+    tools: Sequence[Mapping[str, Any]], tool_choice: object, *, parallel: bool
+) -> tuple[str, Sequence[Mapping[str, Any]], StructuredOutputsParams]:
+    """Return the parser of forced calls, the tools that may be called, and what the answer must look like.
+
+    tool_choice: "required", or an object that names a function. Raises `InputError`.
+    """
+    if tool_choice == "required":
+        check("tools", tools, "given where tool_choice is 'required'", bool(tools))
+        return REQUIRED, tools, StructuredOutputsParams(json=_schema_of_calls(tools, parallel=parallel))
+    name = _named(tool_choice)
+    named = [tool for tool in tools if tool["function"]["name"] == name]
+    rule = "'none', 'auto', 'required', or {'type': 'function', 'function': {'name': ...}} of one of tools"
+    check("tool_choice", tool_choice, rule, bool(named))
+    return NAMED, named[:1], StructuredOutputsParams(json=_parameters(named[0]))
+
+
+def _named(tool_choice: object) -> object:
+    """Return the function that a choice names, in either form of OpenAI's; None where it names none."""
+    if not isinstance(tool_choice, Mapping) or tool_choice.get("type") != "function":
+        return None
+    function = tool_choice.get("function")
+    return function.get("name") if isinstance(function, Mapping) else tool_choice.get("name")
+
+
+def _parameters(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    found = tool["function"].get("parameters")
+    name = f"tools: parameters of {tool['function']['name']}"
+    check(name, found, "a JSON schema", found is None or isinstance(found, Mapping))
+    return found or {"type": "object", "properties": {}}
+
+
+def _schema_of_calls(tools: Sequence[Mapping[str, Any]], *, parallel: bool) -> dict[str, Any]:
+    """Return the schema of a list of calls. Definitions inside the parameters move to its top."""
+    definitions: dict[str, Any] = {}
+    calls = []
+    for tool in tools:
+        parameters = dict(_parameters(tool))
+        for place in ("$defs", "definitions"):
+            for name, its in (parameters.pop(place, None) or {}).items():
+                if definitions.setdefault(place, {}).setdefault(name, its) != its:
+                    raise InputError(
+                        f"tools: {place}/{name} must mean the same in the parameters of all tools, where "
+                        "tool_choice is 'required'"
+                    )
+        properties = {
+            "name": {"type": "string", "enum": [tool["function"]["name"]]},
+            "parameters": parameters,
+        }
+        calls.append(
+            {
+                "type": "object",
+                "properties": properties,
+                "required": ["name", "parameters"],
+                "additionalProperties": False,
+            }
+        )
+    most = {} if parallel else {"maxItems": 1}
+    items = calls[0] if len(calls) == 1 else {"anyOf": calls}
+    return {"type": "array", "minItems": 1, "items": items} | most | definitions

@@ -1,0 +1,161 @@
+"""Structured outputs in the engine: the oracle's answers in any company, and the room of their automata."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from jaxpaged.checks import InputError
+from jaxpaged.engine.arena import Arena, Grammar
+from jaxpaged.engine.grammars import Grammars
+from jaxpaged.engine.handle import collect
+from jaxpaged.engine.request import Delta
+from jaxpaged.sampling_params import SamplingParams
+from jaxpaged.step.automata import BLOCK_WORDS
+from jaxpaged.step.state import FinishReason, Phase
+from jaxpaged.structured_outputs import StructuredOutputsParams
+from tests import tiny, tiny_grammars
+from tests.tiny_grammars import asking
+
+# A program that others have, too.
+OPTIONS = tiny.SWAP | {"scheduling_policy": "priority"}
+
+
+@pytest.fixture(scope="module")
+def driver():
+    return tiny_grammars.with_grammars(tiny.driver(**OPTIONS))
+
+
+def add(driver, first_id, prompts, params, priority=0):
+    requests = [
+        dataclasses.replace(each, request_id=first_id + i)
+        for i, each in enumerate(
+            request
+            for prompt, its in zip(prompts, params, strict=True)
+            for request in driver.door.admit(prompt, its, priority=priority)
+        )
+    ]
+    for request in requests:
+        driver.add(request)
+    return requests
+
+
+def test_answers_are_the_oracles_in_any_company(driver):
+    """Rows are swapped out; others are recalled for who is more urgent, and computed again."""
+    params = [
+        SamplingParams(temperature=0, max_tokens=99, **asking(0)),
+        SamplingParams(temperature=0, max_tokens=50, **asking(1), frequency_penalty=0.5, min_tokens=45),
+        SamplingParams(temperature=0, max_tokens=50, **asking(3), logit_bias={7: 3.0, 9: 3.0}, min_tokens=40),
+        SamplingParams(temperature=0, max_tokens=45, **asking(4, after_token_id=96), min_tokens=3),
+        SamplingParams(temperature=0.9, max_tokens=30, **asking(5), seed=3, n=2, logprobs=2),
+        tiny.greedy(40),
+    ]
+    prompts = tiny.prompts([1, 38, 37, 39, 20, 11])
+    usual = add(driver, 1, prompts, params, priority=1)
+    deltas: dict[int, list[Delta]] = {}
+    seen: set[Phase] = set()
+
+    def turn(steps):
+        for delta in driver.turn(max_steps=steps):
+            deltas.setdefault(delta.request_id, []).append(delta)
+        rows = jax.device_get(driver.state.rows)
+        gave_way = np.isin(rows.phase, [Phase.WAITING, Phase.SWAPPED]) & (rows.num_tokens > rows.prompt_lens)
+        follows = (rows.grammars.first > 0) & (rows.grammars.state > 0)
+        seen.update(Phase(p) for p in rows.phase[gave_way & follows].tolist())
+
+    for _ in range(28):
+        turn(1)
+    urgent = add(driver, 50, [[i] for i in range(8)], [SamplingParams(temperature=0, max_tokens=3)] * 8)
+    turn(1)
+    assert any(queued.answer and queued.request.grammar for queued in driver.queue), "recalled"
+    while driver.has_work:
+        turn(1)
+    assert Phase.SWAPPED in seen
+    answers = {request_id: collect(its) for request_id, its in deltas.items()}
+    greedy = zip(usual[:4], params[:4], strict=True)
+    for (request, its), prompt in zip(greedy, prompts, strict=False):
+        want = tiny.reference_greedy(prompt, its, tiny_grammars.oracle(its.structured_outputs))
+        assert answers[request.request_id].token_ids == want, request.request_id
+    assert answers[usual[0].request_id].finish_reason is FinishReason.STOP
+    assert answers[usual[-1].request_id].token_ids == tiny.reference_answer(tuple(prompts[-1]), 40)
+    assert all(len(answers[request.request_id].token_ids) == 3 for request in urgent)
+    oracle = tiny_grammars.oracle(params[4].structured_outputs)
+    for request in usual[4:6]:
+        answer = answers[request.request_id]
+        for place, token in enumerate(answer.token_ids):
+            allowed = oracle.allowed(answer.token_ids[:place])
+            assert token in allowed
+            assert answer.scores[place].logprob <= 0
+            told = [value for _, value in answer.scores[place].top]
+            assert sum(np.exp(told)) > 1 - 1e-5 or len(allowed) > 2, "among what is allowed"
+        alone = dataclasses.replace(request, request_id=request.request_id + 100, index=0)
+        driver.add(alone)
+        assert tiny.drain(driver)[alone.request_id].token_ids == answer.token_ids
+    tiny.assert_nothing_is_held(driver)
+
+
+def test_what_finds_no_room_waits_and_who_needs_none_overtakes(driver):
+    def large(seed):
+        its = tiny_grammars.compiled(asking(seed)["structured_outputs"])
+        words = driver.door.grammars.get(asking(seed)["structured_outputs"]).words
+        return Grammar(its, np.pad(words, (0, 150 * BLOCK_WORDS)))
+
+    asked = SamplingParams(temperature=0, max_tokens=6)
+    first, second, other = tiny.numbered(
+        [request for prompt in ([1], [2], [3]) for request in driver.door.admit(prompt, asked)]
+    )
+    first, second = (
+        dataclasses.replace(each, grammar=large(seed)) for each, seed in ((first, 6), (second, 7))
+    )
+    for each in (first, second, other):
+        driver.add(each)
+    ended = []
+    answers: dict[int, list[Delta]] = {}
+    while driver.has_work:
+        for delta in driver.turn(max_steps=1):
+            answers.setdefault(delta.request_id, []).append(delta)
+            ended += [delta.request_id] if delta.finish_reason else []
+    assert ended.index(other.request_id) < ended.index(second.request_id)
+    for each, seed in ((first, 6), (second, 7)):
+        oracle = tiny_grammars.oracle(asking(seed)["structured_outputs"])
+        want = tiny.reference_greedy(each.prompt_token_ids.tolist(), asked, oracle)
+        assert collect(answers[each.request_id]).token_ids == want
+
+
+def test_the_arena_is_dealt_out_by_first_fit_and_taken_back_from_the_longest_unused():
+    a, b, c, d = (Grammar(None, np.zeros(n * BLOCK_WORDS, np.uint32)) for n in (4, 3, 2, 5))
+    arena = Arena(12 * BLOCK_WORDS)  # 11 blocks for use
+
+    def find(grammar, *in_use):
+        first, is_new = arena.find(grammar, in_use)
+        return None if first is None else first // BLOCK_WORDS, is_new
+
+    assert [find(a), find(b, a), find(c, a, b)] == [(1, True), (5, True), (8, True)]
+    assert find(a, b) == (1, False)
+    assert not arena.has_room(d, {a, c})
+    assert find(d, a, c) == (None, False)
+    assert find(b, a, c) == (5, False), "what finds no room drives nobody out"
+    assert find(d, b) == (None, False), "nowhere are 5 neighbouring blocks free"
+    assert find(d, c) == (1, True)
+    assert [arena.has_room(each, {c, d}) for each in (a, b, c)] == [False, False, True]
+    assert arena.row_values(None, []) == {"first": 0, "state": -1, "opens": 0}
+
+
+def test_what_could_never_fit_or_run_is_refused_at_the_door(driver):
+    grammars = Grammars(tiny_grammars.compiled, tiny_grammars.VOCAB, BLOCK_WORDS)
+    with pytest.raises(
+        InputError, match=r"^structured_outputs.regex makes an automaton of 61 states and \d+ "
+    ):
+        grammars.get(StructuredOutputsParams(regex="0"))
+    with pytest.raises(InputError, match=r"after_token_id=97 must be a token id, an int in \[0, 97\)"):
+        driver.door.admit([1], SamplingParams(**asking(1, after_token_id=97)))
+    door = dataclasses.replace(driver.door, grammars=None)
+    with pytest.raises(InputError, match="must be None without structured_outputs_mib"):
+        door.admit([1], SamplingParams(**asking(1)))
+    for given, what in (
+        ({}, "none is given"),
+        ({"regex": "a", "json_object": True}, "regex, json_object are given"),
+    ):
+        with pytest.raises(InputError, match=what):
+            StructuredOutputsParams(**given)

@@ -1,0 +1,190 @@
+"""Structured outputs by all doors: `LLM`, and the server's response formats and forced calls."""
+
+import json
+import re
+
+import pydantic
+import pytest
+
+from jaxpaged import SamplingParams, StructuredOutputsParams
+from jaxpaged.api.async_llm import AsyncLLM
+from tests import tiny_lora
+from tests.serve.conftest import ENGINE, serving
+
+MESSAGES = [{"role": "user", "content": "ab"}]
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"enum": [1, 22]}, "b": {"type": "boolean"}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "parameters": {
+                "type": "object",
+                "properties": {"x": {"enum": values}},
+                "required": ["x"],
+                "additionalProperties": False,
+            },
+        },
+    }
+    for name, values in (("f", [True]), ("gg", [1, 2]))
+]
+
+
+class Answer(pydantic.BaseModel):
+    """A small answer."""
+
+    model_config = pydantic.ConfigDict(extra="forbid")
+    name: str = pydantic.Field(max_length=4)
+    ok: bool
+
+
+@pytest.fixture(scope="module")
+def llm(model):
+    made = AsyncLLM(model, **ENGINE | tiny_lora.LORA)  # a program that others have, too
+    yield made
+    made.shutdown()
+
+
+@pytest.fixture(scope="module")
+def served(llm):
+    with serving(llm) as made:
+        yield made
+
+
+def test_llm_answers_in_the_form_asked_for(llm):
+    def ask(n=1, **constraint):
+        params = SamplingParams(
+            max_tokens=40,
+            temperature=0.9,
+            seed=4,
+            n=n,
+            logprobs=1,
+            structured_outputs=StructuredOutputsParams(**constraint),
+        )
+        [result] = llm.llm.generate("ab c12", params, use_tqdm=False)
+        return result.outputs
+
+    answers = ask(n=6, choice=["yes", "no", "ab no"])
+    assert {answer.text for answer in answers} <= {"yes", "no", "ab no"}
+    assert len({answer.text for answer in answers}) > 1
+    assert all(answer.finish_reason == "stop" for answer in answers)
+    [answer] = ask(regex="[a-c]{3}x+y")
+    assert re.fullmatch("[a-c]{3}x+y", answer.text)
+    [answer] = ask(json=SCHEMA)
+    value = json.loads(answer.text)
+    assert value == {"a": value["a"], "b": value["b"]}
+    assert value["a"] in (1, 22)
+    forced = answer.logprobs[0][answer.token_ids[0]]
+    assert forced.logprob == 0, "no other token may come"
+    [same] = ask(json=json.dumps(SCHEMA))
+    assert same.token_ids == answer.token_ids
+
+
+def test_the_openai_client_parses_what_a_pydantic_model_describes(served):
+    asked = {"model": "tiny", "messages": MESSAGES, "response_format": Answer, "max_tokens": 120, "seed": 1}
+    [choice] = served.openai.chat.completions.parse(**asked, logprobs=True, top_logprobs=2).choices
+    assert isinstance(choice.message.parsed, Answer)
+    assert choice.finish_reason == "stop"
+    [response] = served.openai.responses.parse(
+        model="tiny", input="ab", text_format=Answer, max_output_tokens=120
+    ).output
+    assert isinstance(response.content[0].parsed, Answer)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "choice", ["required", {"type": "function", "function": {"name": "gg"}}], ids=["required", "named"]
+)
+def test_a_forced_call_is_one(served, choice, stream):
+    asked = {"model": "tiny", "messages": MESSAGES, "tools": TOOLS, "tool_choice": choice, "seed": 5}
+    asked |= {"max_tokens": 120, "parallel_tool_calls": False, "stream": stream}
+    answer = served.openai.chat.completions.create(**asked)
+    if stream:
+        names, texts, reasons = [], "", []
+        for chunk in answer:
+            [part] = chunk.choices
+            assert not part.delta.content
+            reasons += [part.finish_reason] if part.finish_reason else []
+            for call in part.delta.tool_calls or ():
+                names += [call.function.name] if call.id else []
+                texts += call.function.arguments
+        [name], [reason] = names, reasons
+    else:
+        [part] = answer.choices
+        [call] = part.message.tool_calls
+        assert part.message.content is None
+        name, texts, reason = call.function.name, call.function.arguments, part.finish_reason
+    assert (name == "gg" or choice == "required", reason) == (
+        True,
+        "tool_calls" if choice == "required" else "stop",
+    )
+    assert json.loads(texts)["x"] in {"f": [True], "gg": [1, 2]}[name]
+
+
+def test_a_response_has_formats_and_forced_calls_too(served):
+    text = {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA, "strict": True}}
+    made = served.openai.responses.create(model="tiny", input="ab", text=text, max_output_tokens=60)
+    assert json.loads(made.output_text)["a"] in (1, 22)
+    assert made.text.format.type == "json_schema"
+    tools = [{"type": "function", **tool["function"]} for tool in TOOLS]
+    named = {"type": "function", "name": "f"}
+    made = served.openai.responses.create(model="tiny", input="ab", tools=tools, tool_choice=named)
+    [call] = made.output
+    assert (call.name, json.loads(call.arguments)) == ("f", {"x": True})
+
+
+def test_a_completion_may_be_one_of_some_texts(served):
+    more = {"structured_outputs": {"choice": ["q", "w"]}}
+    made = served.openai.completions.create(model="tiny", prompt="ab", max_tokens=9, extra_body=more)
+    assert made.choices[0].text in ("q", "w")
+
+
+def test_the_form_begins_where_the_reasoning_ends(served, monkeypatch):
+    """The tiny model has no mark of one token: one that it has stands for it."""
+    prompts = served.service.chat_prompts
+    monkeypatch.setattr(prompts, "reasoning_parser", "qwen3")
+    asked = {"messages": MESSAGES, "max_tokens": 50, "structured_outputs": {"choice": ["q", "w"]}}
+    reply = served.http.post("/v1/chat/completions", json=asked)
+    assert (reply.status_code, "must be one token, and is" in reply.text) == (400, True)
+    from jaxpaged.serve.parsers import think
+
+    monkeypatch.setattr(think.Qwen3, "end_mark", "z")
+    encode = served.llm.tokenizer.encode("z", add_special_tokens=False)
+    asked |= {"seed": 2, "return_token_ids": True, "logit_bias": {str(encode[0]): 4.0}}
+    ids = served.http.post("/v1/chat/completions", json=asked).json()["choices"][0]["token_ids"]
+    text = served.llm.tokenizer.decode(ids, skip_special_tokens=True)
+    before, _, after = text.partition("z")
+    assert before
+    assert after in ("q", "w")
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"structured_outputs": {}}, "none is given"),
+        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "regex, choice are given"),
+        ({"structured_outputs": {"x": 1}}, "structured_outputs: field='x' must be one of json,"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice=[] must be a list of 1 to 4096"),
+        ({"response_format": {"type": "zz"}}, "response_format.type='zz' must be one of text, json_object"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema=None must be a"),
+        (
+            {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
+            "structured_outputs must be left out beside response_format",
+        ),
+        ({"tool_choice": "required"}, "tools=() must be given where tool_choice is 'required'"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "h"}}}, "of one of tools"),
+        (
+            {"tools": TOOLS, "tool_choice": "some"},
+            "tool_choice='some' must be 'none', 'auto', 'required', or",
+        ),
+    ],
+)
+def test_what_cannot_be_asked_is_refused_in_one_sentence(served, body, message):
+    reply = served.http.post("/v1/chat/completions", json={"messages": MESSAGES} | body)
+    assert reply.status_code == 400
+    assert message in reply.json()["error"]["message"]

@@ -1,0 +1,41 @@
+"""Automata for the lock-step of engines, over the few tokens of its model."""
+
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpaged.step import automata
+from reference import sampler
+from tests.step.sum_model import VOCAB
+
+STOP = 0
+# What answers may look like: one of two texts; two tokens in turns, with an end between them; and anything in
+# which each token bars some, behind token 3.
+AUTOMATA = [
+    sampler.TokenAutomaton([{2: 1}, {5: 2, 3: 3}, {7: 3}, {}], (3,), (STOP,)),
+    sampler.TokenAutomaton([{1: 1, 4: 1}, dict.fromkeys(range(5, VOCAB), 0)], (0,), (STOP,)),
+    sampler.TokenAutomaton(
+        [{v: (v * 2 + s) % 5 for v in range(1, VOCAB) if (v + s) % 3} for s in range(5)], (1, 4), (STOP,), 3
+    ),
+]
+
+
+def arrays_of(automaton: sampler.TokenAutomaton) -> types.SimpleNamespace:
+    """Return an automaton as arrays, each token a class of its own."""
+    next_state = np.full((len(automaton.moves), VOCAB), -1)
+    masks = np.zeros(next_state.shape, bool)
+    for state, moves in enumerate(automaton.moves):
+        next_state[state, [*moves]] = [*moves.values()]
+        masks[state, [*moves, *(automaton.end_tokens if state in automaton.accepting else ())]] = True
+    each = np.arange(len(masks))
+    return types.SimpleNamespace(
+        token_class=np.arange(VOCAB), next_state=next_state, mask_of=each, masks=masks, start=0
+    )
+
+
+def arena() -> jax.Array:
+    """Return the arena with all automata, a block each, behind an empty one."""
+    blocks = [automata.encoded(arrays_of(each), VOCAB) for each in AUTOMATA]
+    return jnp.array(np.concatenate([np.zeros(automata.BLOCK_WORDS, np.uint32), *blocks]))
