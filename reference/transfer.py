@@ -58,12 +58,12 @@ class Cache:
         num_blocks = len(names)
         while not self._serves(lines, num_blocks):
             num_blocks -= 1
-        kept = [self._first_read(reach, num_blocks - 1) for reach in self.reaches]
+        left_out = [self._skipped(reach, num_blocks - 1) for reach in self.reaches]
         return [
             Content(
                 contents[i],
                 tuple(
-                    None if block is None or (group > 0 and i < kept[group]) else self.kv[block.block_id]
+                    None if block is None or (group > 0 and i in left_out[group]) else self.kv[block.block_id]
                     for group, block in enumerate(line[i] for line in lines)
                 ),
             )
@@ -125,24 +125,26 @@ class Cache:
     def slide(self, lines: Lines) -> None:
         """Give back what no coming token reads, the last first."""
         for reach, line in zip(self.reaches, lines, strict=True):
-            num_skipped = self._first_read(reach, len(line))
-            self.pool.free_blocks([block for block in reversed(line[:num_skipped]) if block is not None])
-            line[:num_skipped] = [None] * min(num_skipped, len(line))
+            for i in reversed(self._skipped(reach, len(line))):
+                if (block := line[i]) is not None:
+                    self.pool.free_blocks([block])
+                line[i] = None
 
     def finish(self, lines: Lines) -> None:
         """Give a request's blocks back, group by group, the last first."""
         for line in lines:
             self.pool.free_blocks([block for block in reversed(line) if block is not None])
 
-    def _first_read(self, reach: Reach, num_blocks: int) -> int:
-        """Return the first block that is read after so many blocks."""
-        return reach.first_read(max(num_blocks, 0) * self.block_size) // self.block_size
+    def _skipped(self, reach: Reach, num_blocks: int) -> range:
+        """Return the blocks that are not read after so many blocks."""
+        return reach.skipped(max(num_blocks, 0) * self.block_size, self.block_size)
 
     def _serves(self, lines: Lines, num_blocks: int) -> bool:
         return all(
-            block is not None
+            line[i] is not None
             for reach, line in zip(self.reaches, lines, strict=True)
-            for block in line[self._first_read(reach, num_blocks) : num_blocks]
+            for i in range(num_blocks)
+            if i not in self._skipped(reach, num_blocks)
         )
 
     def _lookup(self, contents: Sequence[tuple[int, ...]], salt: int) -> tuple[list[BlockHash], Lines]:

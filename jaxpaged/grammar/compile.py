@@ -5,7 +5,7 @@ A constraint is a mapping with the fields of `StructuredOutputsParams`. This run
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from jaxpaged.checks import shown
@@ -14,6 +14,7 @@ from jaxpaged.grammar.machine import byte_machine
 from jaxpaged.grammar.nodes import Either, GrammarError, Limits, Node, NotRegularError, text
 from jaxpaged.grammar.regex import parse_regex
 from jaxpaged.grammar.schema import Style, read_schema, schema_node
+from jaxpaged.grammar.structural_tag import structural_tag_node
 from jaxpaged.grammar.tables import token_automaton
 from jaxpaged.grammar.vocabulary import TokenBytes
 
@@ -27,13 +28,14 @@ def compile_constraint(fields: Mapping[str, Any], tokens: TokenBytes, limits: Li
     What is recursive is followed to `LEVELS` levels. Raises `GrammarError`.
     """
     problem: GrammarError | None = None
-    for node in nodes_of(fields, limits):
-        try:
-            return token_automaton(byte_machine(node, limits), tokens, limits)
-        except GrammarError as error:
-            problem = problem or error
-        except RecursionError:
-            problem = problem or GrammarError("the grammar is nested too deep")
+    try:
+        for node in nodes_of(fields, limits):
+            try:
+                return token_automaton(byte_machine(node, limits), tokens, limits)
+            except GrammarError as error:
+                problem = problem or error
+    except RecursionError:
+        problem = problem or GrammarError("the grammar has names that are too long, or is nested too deep")
     assert problem is not None
     raise problem
 
@@ -54,12 +56,23 @@ def nodes_of(fields: Mapping[str, Any], limits: Limits) -> Iterator[Node]:
         yield from _schema_nodes(read_schema(value, limits), fields)
     elif fields.get("json_object"):
         yield from _schema_nodes(ANY_OBJECT, fields)
+    elif (tag := fields.get("structural_tag")) is not None:
+        _check_length("structural_tag", tag, limits)
+        yield from _at_levels(
+            lambda style, levels: structural_tag_node(tag, lambda its: schema_node(its, style, levels)),
+            fields,
+        )
     else:
-        kind = next((name for name in ("grammar", "structural_tag") if fields.get(name) is not None), "")
-        raise NotRegularError(f"structured_outputs.{kind}={shown(fields.get(kind))} has no automaton")
+        grammar = shown(fields.get("grammar"))
+        raise NotRegularError(f"structured_outputs.grammar={grammar} is not supported: use regex or json")
 
 
 def _schema_nodes(schema: Any, fields: Mapping[str, Any]) -> Iterator[Node]:
+    return _at_levels(lambda style, levels: schema_node(schema, style, levels), fields)
+
+
+def _at_levels(node_of: Callable[[Style, int], Node], fields: Mapping[str, Any]) -> Iterator[Node]:
+    """Yield what is made exactly, or if it is recursive, at fewer and fewer levels."""
     space = fields.get("whitespace_pattern")
     style = Style(
         is_compact=bool(fields.get("disable_any_whitespace")),
@@ -67,13 +80,13 @@ def _schema_nodes(schema: Any, fields: Mapping[str, Any]) -> Iterator[Node]:
         only_declared=bool(fields.get("disable_additional_properties")),
     )
     try:
-        yield schema_node(schema, style)
+        yield node_of(style, 0)
         return
     except NotRegularError as problem:
         if not problem.is_recursive:
             raise
     for levels in LEVELS:
-        yield schema_node(schema, style, levels)
+        yield node_of(style, levels)
 
 
 def _check_length(name: str, value: str, limits: Limits) -> None:

@@ -110,6 +110,8 @@ def encoded(node: Node) -> Node:
         case Members(parts, comma, rest):
             its = tuple((encoded(part), required) for part, required in parts)
             return Members(its, encoded(comma), None if rest is None else encoded(rest))
+        case _:
+            raise TypeError(f"{type(node).__name__} is no part of a string")
 
 
 def other_string(names: list[str]) -> Node:

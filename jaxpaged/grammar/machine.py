@@ -1,15 +1,28 @@
 """Byte machine: nodes as an automaton over the bytes of UTF-8, first with choices, then without."""
 
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Int, UInt8
 
 from jaxpaged.grammar.automaton import NOT_ALLOWED, useful_states
-from jaxpaged.grammar.nodes import Chars, Either, GrammarError, Limits, Members, Node, Ranges, Repeat, Then
+from jaxpaged.grammar.nodes import (
+    Chars,
+    Either,
+    GrammarError,
+    Limits,
+    Members,
+    Node,
+    Ranges,
+    Repeat,
+    Tagged,
+    Then,
+    others,
+)
 
-MAX_PARTS = 200_000  # states of the machine with choices
+MAX_PARTS = 100_000  # states of the machine with choices
 STATES_AHEAD = 4  # times as many states as the limit may be there before equal ones are merged
 MAX_ROUNDS = 200  # of merging
 MAX_WORK = 5_000_000  # states of the machine with choices that are looked at
@@ -66,11 +79,7 @@ class _Parts:
         """Add a node's texts as ways from `start` to `end`."""
         match node:
             case Chars(ranges):
-                for sequence in utf8_of(ranges):
-                    state = start
-                    for low, high in sequence[:-1]:
-                        state = self._after(state, low, high)
-                    self.arcs[state].append((*sequence[-1], end))
+                self._add_bytes(utf8_of(ranges), start, end)
             case Then(parts):
                 for part in parts[:-1]:
                     middle = self.new()
@@ -87,6 +96,8 @@ class _Parts:
                 self._repeat(part, least, most, start, end)
             case Members():
                 self._members(node, start, end)
+            case Tagged():
+                self._tagged(node, start, end)
 
     def _after(self, state: int, low: int, high: int) -> int:
         new = self.new()
@@ -143,6 +154,42 @@ class _Parts:
             self._alone(node.rest, entry, some)
         self.free[none].append(end)
         self.free[some].append(end)
+
+    def _tagged(self, node: Tagged, start: int, end: int) -> None:
+        """Add free text: a state for each beginning of a trigger that the text so far may end with."""
+        triggers = dict(node.tags)
+        beginnings = {trigger[:i] for trigger in triggers for i in range(len(trigger))}
+        states = {begun: self.new() for begun in beginnings}
+        letters = sorted({letter for trigger in triggers for letter in trigger})
+        other = utf8_of(others((ord(letter), ord(letter)) for letter in letters))
+        self.free[start].append(states[""])
+        behind = states[""]  # where the text goes on behind a tag
+        if node.ends_with_first:
+            behind = end
+        elif node.must_have_one:
+            behind = self.new()
+            self._alone(Tagged(node.tags), behind, end)
+        entries = {trigger: self.new() for trigger in triggers}
+        for trigger, part in node.tags:
+            self._alone(part, entries[trigger], behind)
+        for begun, state in states.items():
+            if not node.must_have_one:
+                self.free[state].append(end)
+            self._add_bytes(other, state, states[""])
+            for letter in letters:
+                now = begun + letter
+                ways = [entries[trigger] for trigger in triggers if now.endswith(trigger)]
+                if not ways:
+                    ways = [states[next(now[i:] for i in range(len(now) + 1) if now[i:] in states)]]
+                for there in ways:
+                    self._add_bytes(utf8_of(((ord(letter), ord(letter)),)), state, there)
+
+    def _add_bytes(self, sequences: Sequence[Sequence[tuple[int, int]]], start: int, end: int) -> None:
+        for sequence in sequences:
+            state = start
+            for low, high in sequence[:-1]:
+                state = self._after(state, low, high)
+            self.arcs[state].append((*sequence[-1], end))
 
 
 def _without_choices(parts: _Parts, start: int, end: int, most: int) -> ByteMachine:

@@ -84,7 +84,19 @@ class Members:
     rest: "Node | None" = None
 
 
-Node = Chars | Then | Either | Repeat | Members
+@dataclass(frozen=True)
+class Tagged:
+    """Free text in which each trigger is followed by its own part.
+
+    With `must_have_one` a trigger comes at least once; with `ends_with_first` nothing is behind its part.
+    """
+
+    tags: "tuple[tuple[str, Node], ...]"
+    must_have_one: bool = False
+    ends_with_first: bool = False
+
+
+Node = Chars | Then | Either | Repeat | Members | Tagged
 EMPTY = Then(())
 NOTHING = Either(())
 

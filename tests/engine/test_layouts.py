@@ -20,9 +20,10 @@ from jaxpaged.engine import capacity, start
 from jaxpaged.engine.driver import Driver
 from jaxpaged.engine.setup import Setup
 from jaxpaged.memory import kv_cache
+from jaxpaged.memory.eviction import EVICTION_POLICIES
 from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.models.attention import PassBatch
-from jaxpaged.models.config import ModelConfig
+from jaxpaged.models.config import LayerKind, ModelConfig
 from jaxpaged.models.decoder import Decoder
 from jaxpaged.models.load_as import LoadAs
 from jaxpaged.sampling_params import SamplingParams
@@ -76,12 +77,16 @@ def options(layout: Any, chosen: Layout, num_tokens: int = 96) -> dict[str, Any]
     return {"kv_layout": layout, **sizes, **host}
 
 
-@functools.cache
 def answers(name: str, layout: Layout, window: int | None = None) -> list[list[int]]:
+    """Return the oracle's answers of a model with a window."""
+    return answers_of(name, layout, tiny.with_window(window))
+
+
+@functools.cache
+def answers_of(name: str, layout: Layout, config: ModelConfig) -> list[list[int]]:
     """Return the oracle's answers; for a layout from outside those of a model with the numbers that it
     reads.
     """
-    config = tiny.with_window(window)
     block_size = block_size_of(layout)
     sizes = Sizes(1 + 128 // block_size, block_size, config.num_kv_heads, config.head_dim)
     oracle = cases.oracle(name, sizes)
@@ -187,12 +192,16 @@ def test_passes_with_a_window(name: str) -> None:
 
 
 def check_tokens(name: str, layout: Layout, window: int | None = None) -> Driver:
-    config = tiny.with_window(window)
-    model = functools.partial(tiny.load, config=config)
-    driver = Driver(EngineConfig(**tiny.DEFAULTS | options(name, layout)), config, model)
-    want = answers(name, layout, window)
-    assert tiny.generate(driver, PROMPTS, tiny.greedy(NUM_NEW)) == want
+    driver = check_config(name, layout, tiny.with_window(window), options(name, layout))
     assert window or driver.stats.num_preemptions > 0
+    return driver
+
+
+def check_config(name: str, layout: Layout, config: ModelConfig, its: dict[str, Any]) -> Driver:
+    """Check the tokens of an engine with these options, and those of a prompt that is in the cache."""
+    driver = Driver(EngineConfig(**tiny.DEFAULTS | its), config, functools.partial(tiny.load, config=config))
+    want = answers_of(name, layout, config)
+    assert tiny.generate(driver, PROMPTS, tiny.greedy(NUM_NEW)) == want
     for _ in range(2):
         hits = driver.stats.num_hit_tokens
         assert tiny.generate(driver, PROMPTS[1:2], tiny.greedy(NUM_NEW)) == want[1:2]
@@ -213,6 +222,37 @@ def test_an_engines_tokens_are_the_oracles(name: str) -> None:
         one = dataclasses.replace(several, n=1, seed=5 + index)
         assert sampled(driver, PROMPTS[4], one) == [got], "bits depend on the company"
     tiny.assert_nothing_is_held(driver)
+
+
+TWO_KINDS = tiny.mixed(LayerKind(), LayerKind(sliding_window=WINDOW))
+
+
+def of_two_kinds(name: str) -> dict[str, Any]:
+    """Return options with room for the longest prompt, but not for all, in blocks of two groups."""
+    return options(name, LAYOUTS[name], num_tokens=176) | {"max_num_batched_tokens": 4 + 32}
+
+
+def check_company(driver: Driver) -> None:
+    """Check that rows which grow together, and give way to each other, answer as each does alone."""
+    prompts, params = tiny.prompts([9, 12, 5, 10], seed=3), tiny.greedy(60)
+    alone = [answer for prompt in prompts for answer in tiny.generate(driver, [prompt], params)]
+    before = driver.stats.num_preemptions
+    assert tiny.generate(driver, prompts, params) == alone
+    assert driver.stats.num_preemptions > before
+    tiny.assert_nothing_is_held(driver)
+
+
+@slow
+@pytest.mark.parametrize("name", ["split_x", "all_layers", "int8_per_token", "fp8_e4m3"])
+def test_an_engine_with_two_kinds_of_layers(name: str) -> None:
+    check_company(check_config(name, LAYOUTS[name], TWO_KINDS, of_two_kinds(name)))
+
+
+@slow
+@pytest.mark.parametrize("name", [name for name in EVICTION_POLICIES if name != "lru"])
+def test_every_policy_evicts_blocks_of_two_kinds_of_layers(name: str) -> None:
+    its = of_two_kinds("token_major") | {"eviction_policy": name}
+    check_company(check_config("token_major", LAYOUTS["token_major"], TWO_KINDS, its))
 
 
 def test_an_engine_has_one_of_each_kind() -> None:

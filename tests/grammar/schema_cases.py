@@ -229,6 +229,7 @@ def doubling(levels: int) -> dict:
 
 
 BOMBS = [
+    {"type": "object", "properties": {"a" * 50_000: {"const": 1}}, "additionalProperties": {"const": 1}},
     deep(60),
     deep(500),
     doubling(30),

@@ -11,9 +11,10 @@ from jaxpaged.memory import block_pool, block_table, group_content, prefix_cache
 from jaxpaged.memory.cache_specs import FULL, ChunkedLocal, SlidingWindow
 from jaxpaged.memory.policies import LRU
 from jaxpaged.verify import quick, subjects
+from tests.outsiders.layer_kind import WindowWithSinks
 
 BLOCK_SIZE, NUM_BLOCKS = 2, 5
-SPECS = FULL, SlidingWindow(4), ChunkedLocal(6)
+SPECS = FULL, SlidingWindow(4), ChunkedLocal(6), WindowWithSinks(3, 3)
 TOKENS = np.arange(1, 1 + NUM_BLOCKS * BLOCK_SIZE, dtype=np.int32)
 
 append = quick.jit(functools.partial(block_table.append, max_new_blocks=len(SPECS) * NUM_BLOCKS))
@@ -50,7 +51,8 @@ def found(pool):
 def kept(spec, num_blocks):
     """Return which blocks the next token reads behind so many."""
     first = int(spec.first_read(jnp.int32(num_blocks * BLOCK_SIZE))) // BLOCK_SIZE
-    return [first <= i < num_blocks for i in range(NUM_BLOCKS)]
+    num_first = -(-spec.first_tokens // BLOCK_SIZE)
+    return [i < num_blocks and (i >= first or i < num_first) for i in range(NUM_BLOCKS)]
 
 
 def test_each_group_finds_its_own_blocks(tables):

@@ -12,6 +12,7 @@ import pytest
 
 from jaxpaged.memory import block_pool, block_table, kv_cache, prefix_cache, transfer
 from jaxpaged.memory.cache_specs import FULL, ChunkedLocal, SlidingWindow
+from jaxpaged.memory.grouping import Grouping
 from jaxpaged.memory.invariants import check_invariants, free_block_ids
 from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.memory.policies import LRU, POLICIES
@@ -22,6 +23,7 @@ from jaxpaged.verify.generations import FREE_PROFILES
 from pallas_kernels import layouts
 from reference.engine_state import Reach
 from reference.transfer import Cache, Content
+from tests.outsiders.layer_kind import WindowWithSinks
 
 BLOCK_SIZE = 2
 NUM_LAYERS = 2
@@ -83,10 +85,14 @@ class Side:
         self.specs, num_blocks = specs, NUM_BLOCKS * len(specs)
         cache = prefix_cache.create(num_blocks, BLOCK_SIZE, hash_fn)
         pool = block_pool.create(num_blocks, POLICIES[policy], prefix_cache=cache)
-        self.tables = block_table.create(pool, MAX_SEQS, MAX_BLOCKS, BLOCK_SIZE, len(specs))
+        first = Grouping(specs, ((),) * len(specs)).first_blocks(BLOCK_SIZE)
+        self.tables = block_table.create(pool, MAX_SEQS, MAX_BLOCKS, BLOCK_SIZE, len(specs), first)
         dtype = jnp.dtype("float32")
         self.kv = kv_cache.create(NUM_LAYERS, num_blocks, BLOCK_SIZE, 1, 2, dtype, layouts.named(layout))
-        reaches = [Reach(getattr(its, "window", None), getattr(its, "chunk", None)) for its in specs]
+        reaches = [
+            Reach(getattr(its, "window", None), getattr(its, "chunk", None), its.first_tokens)
+            for its in specs
+        ]
         self.oracle = Cache(num_blocks, BLOCK_SIZE, FREE_PROFILES[policy], tuple(reaches))
         self.rows: list[Any] = [None] * MAX_SEQS
 
@@ -193,7 +199,7 @@ def hash_of_place(token_ids: jax.Array, index: jax.Array) -> jax.Array:
             "lru_split",
             "fused",
             prefix_cache.hash_block,
-            (FULL, ChunkedLocal(4), SlidingWindow(3)),
+            (FULL, ChunkedLocal(4), WindowWithSinks(window=1, first_tokens=1)),
             marks=pytest.mark.slow,
         ),
         pytest.param(

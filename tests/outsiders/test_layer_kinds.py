@@ -136,20 +136,28 @@ def test_attention_sees_what_the_kind_says_and_reads_nothing_else(kind):
 # Memory
 
 
-def test_tables_give_back_the_middle_and_keep_the_head():
-    """One group reads all, one five tokens at the head and a window of six."""
+def slid_tables():
+    """Return tables of two rows, 28 and 5 tokens, of which one group reads a head of five and a window.
+
+    With them the free blocks after each of the four appends.
+    """
     pool = block_pool.create(40, policies.named("lru"))
     tables = block_table.create(pool, 2, 8, 4, num_groups=2, first_blocks=(0, 2))
     specs = (FULL, WindowWithSinks(6, 5))
     append = jax.jit(block_table.append, static_argnames="max_new_blocks")
     slide = jax.jit(functools.partial(block_table.slide_windows, specs=specs))
     rows, free = jnp.array([True, True]), []
-    for lens in ([7, 0], [9, 3], [9, 2], [3, 0]):  # 28 and 5 tokens in the end
+    for lens in ([7, 0], [9, 3], [9, 2], [3, 0]):
         tables, info = append(tables, jnp.array(lens, jnp.int32), max_new_blocks=16)
         assert int(info.status) == Status.OK
         tables, _ = slide(tables, rows)
         check_invariants(tables)
         free.append(int(tables.pool.num_free))
+    return tables, free
+
+
+def test_tables_give_back_the_middle_and_keep_the_head():
+    tables, free = slid_tables()
     held = np.asarray(tables.block_tables) != 0
     assert held[0].tolist() == [True] * 7 + [False]
     # The next token, at 28, reads from 23 on: block 5 is the first behind the head of two.
@@ -157,17 +165,26 @@ def test_tables_give_back_the_middle_and_keep_the_head():
     assert held[2].sum() == held[3].sum() == 2
     assert free[-1] == 39 - 7 - 4 - 4
     assert tables.num_held.tolist() == [11, 4]
-    refused, info = block_table.truncate(tables, jnp.array([9, 0], jnp.int32))  # to 19, in the gap
+
+
+@pytest.mark.slow
+def test_tables_with_a_gap_are_truncated_forked_and_reset():
+    tables, _ = slid_tables()
+    truncate, fork = jax.jit(block_table.truncate), jax.jit(block_table.fork)
+    refused, info = truncate(tables, jnp.array([9, 0], jnp.int32))  # to 19, in the gap
     assert int(info.status) == Status.TOO_FEW_TOKENS
     assert jnp.array_equal(refused.block_tables, tables.block_tables)
-    tables, info = block_table.truncate(tables, jnp.array([4, 1], jnp.int32))
+    tables, info = truncate(tables, jnp.array([4, 1], jnp.int32))
     assert (int(info.status), int(info.num_freed)) == (Status.OK, 4)
     check_invariants(tables)
     forked = block_table.free_rows(tables, jnp.array([False, True]))[0]
-    forked, info = block_table.fork(forked, jnp.array([0]), jnp.array([1]), jnp.array([True]))
+    forked, info = fork(forked, jnp.array([0]), jnp.array([1]), jnp.array([True]))
     assert int(info.status) == Status.OK
     check_invariants(forked)
-    tables, info = block_table.reset(forked)
+    emptied, info = truncate(forked, jnp.array([24, 0], jnp.int32))
+    assert int(info.status) == Status.OK
+    check_invariants(emptied)
+    tables, info = block_table.reset(emptied)
     assert int(tables.pool.num_free) == 39
     check_invariants(tables)
 

@@ -17,6 +17,7 @@ from jaxpaged.handover.blocks import Blocks
 from jaxpaged.lora import LoRARequest
 from jaxpaged.memory import kv_cache
 from jaxpaged.models import loading, lora
+from jaxpaged.models.config import LayerKind
 from jaxpaged.models.load_as import LoadAs
 from jaxpaged.models.shards import Shard, Shards
 from jaxpaged.parallel.mesh import BY_SHARD, ON_EACH, assembled, mesh_of, on_each_shard
@@ -25,6 +26,7 @@ from jaxpaged.status import PagedMemoryError
 from jaxpaged.step import loop
 from jaxpaged.step.program import specs_of
 from pallas_kernels.layouts import LAYOUTS, Fp8
+from reference import model as reference_model
 from tests import tiny, tiny_lora
 from tests.engine import test_layouts as one_device
 from tests.models.test_decoder import COVERING, GOLDENS, LLAMAS, assert_equal, logits_of
@@ -234,15 +236,21 @@ def test_adapters_are_shared_out_as_the_weights_are(tmp_path):
 
 
 @pytest.mark.slow
-def test_blocks_go_to_as_many_devices():
-    """Blocks go as bytes, and from device to device; nothing is compiled anew."""
-    here, there = (tiny.driver(tensor_parallel_size=2, **tiny.SWAP) for _ in range(2))
+@pytest.mark.parametrize("kinds", [(LayerKind(),), (LayerKind(), LayerKind(sliding_window=11))])
+def test_blocks_go_to_as_many_devices(kinds):
+    """Blocks go as bytes, and from device to device; nothing is compiled anew. Layers are of these kinds."""
+    config = tiny.mixed(*kinds)
+    its = {"tensor_parallel_size": 2, **tiny.SWAP, "num_blocks": 1 + 16 + 8 * (len(kinds) > 1)}
+    load = functools.partial(tiny.load, config=config)
+    here, there = (tiny.driver(load, config, **its) for _ in range(2))
     [prompt] = tiny.prompts([40])
     line = np.array(prompt, np.int32)
     want = tiny.generate(here, [prompt], tiny.greedy(12))
+    assert want == [reference_model.generate(config, tiny.reference_weights(), prompt, 12)]
     assert tiny.generate(there, [prompt[::-1]], tiny.greedy(12)) != want
     before = [each.num_compiled() for each in (loop.run, loop.submit, loop.write_tokens, loop.abort)]
     blocks, chain = here.export_blocks(line, None), here.locate(line, None)
+    assert blocks.present.sum(axis=1).tolist() == [5, 3][: len(kinds)]
     assert there.adopt_blocks(Blocks.from_bytes(blocks.to_bytes())) == 5
     assert tiny.generate(there, [prompt], tiny.greedy(12)) == want
     assert there.export_blocks(line, None).to_bytes() == blocks.to_bytes()

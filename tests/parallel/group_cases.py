@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import functools
 import inspect
 import itertools
 import json
@@ -16,11 +17,13 @@ from jaxpaged.checks import InputError
 from jaxpaged.engine import start
 from jaxpaged.engine.driver import Driver
 from jaxpaged.memory.invariants import check_invariants
+from jaxpaged.models.config import LayerKind
 from jaxpaged.models.load_as import LoadAs
 from jaxpaged.sampling_params import BeamSearchParams, SamplingParams
 from jaxpaged.status import PagedMemoryError, Status
 from jaxpaged.step import loop
 from jaxpaged.step.state import Counter, FinishReason
+from reference import model as reference_model
 from tests import tiny, tiny_lora
 from tests.engine.fuzz import Fuzz
 from tests.models.test_decoder import GOLDENS
@@ -102,6 +105,32 @@ def test_groups_answer_as_one_does_with_the_same_bits_in_any_company(options):
             assert answer.token_ids == list(tiny.reference_answer(tuple(prompt), 24))
     assert_nothing_is_held(driver)
     stops_by_the_last_group(driver)
+
+
+@pytest.mark.slow
+def test_groups_of_devices_and_of_layers_answer_as_the_oracle():
+    """Two replicas of two devices each; a layer that reads all, and one with a window."""
+    config = tiny.mixed(LayerKind(), LayerKind(sliding_window=11))
+    sizes = TWO | tiny.SWAP | {"num_blocks": 1 + 23}
+    driver = tiny.driver(functools.partial(tiny.load, config=config), config, **sizes)
+    for lengths, num_new in (([5, 33, 50, 12, 60, 40], 24), ([9, 12, 5, 10, 7, 8, 11, 6], 48)):
+        prompts, params = tiny.prompts(lengths), tiny.greedy(num_new)
+        answers = tiny.generate(driver, prompts, params)
+        for prompt, answer in zip(prompts, answers, strict=True):
+            assert answer == reference_model.generate(config, tiny.reference_weights(), prompt, num_new)
+    assert driver.stats.num_preemptions > 0
+    assert np.all(driver.counters[:, Counter.NUM_NEW_TOKENS] > 24)
+    prompts = tiny.prompts([50, 60], seed=1)
+    answers = tiny.generate(driver, prompts, tiny.greedy(24))
+    assert tiny.generate(driver, prompts[::-1], tiny.greedy(24)) == answers[::-1]
+    assert driver.stats.num_hit_tokens > 0
+    ids = tiny.submit(driver, prompts[:2], tiny.greedy(24))
+    driver.turn(max_steps=4)
+    seen = driver.occupancy()
+    assert seen.holders.sum() == sum(len(progress.block_ids) for progress in seen.requests)
+    assert len(seen.requests) == len(ids)
+    tiny.drain(driver)
+    assert_nothing_is_held(driver)
 
 
 def stops_by_the_last_group(driver):

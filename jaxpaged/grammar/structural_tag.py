@@ -1,0 +1,79 @@
+"""Structural tags: free text in which marks begin parts that follow a schema, in vLLM's two forms."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from jaxpaged.checks import shown
+from jaxpaged.grammar.nodes import Either, GrammarError, Node, Tagged, Then, text
+
+NAME = "structural_tag"
+MAX_TAGS = 256
+
+
+def structural_tag_node(value: str, node_of: Callable[[Any], Node]) -> Node:
+    """Return the texts of a structural tag; `node_of` reads its schemas.
+
+    value: JSON text with `structures` (`begin`, `schema`, `end`) and `triggers`, or with a `format` of the
+    type `triggered_tags`. Each `begin` must begin with a trigger. Raises `GrammarError`.
+    """
+    try:
+        tag = json.loads(value)
+    except (ValueError, RecursionError) as problem:
+        raise GrammarError(f"{NAME}={shown(value)} must be JSON: {problem}") from None
+    form = tag.get("format", tag) if isinstance(tag, dict) else {}
+    if not isinstance(form, dict):
+        raise _error(f"has format={shown(form)}, must be an object", "#")
+    if "structures" in form:
+        its, bare = form["structures"], "schema"
+    elif form.get("type") == "triggered_tags":
+        its, bare = form.get("tags"), "content"
+    else:
+        kind = form.get("type")
+        raise _error(
+            f"has type={shown(kind)}, must have structures, or a format of type='triggered_tags'", "#"
+        )
+    triggers = form.get("triggers")
+    if not isinstance(triggers, list) or not all(isinstance(each, str) and each for each in triggers):
+        raise _error("has triggers that are not a list of texts", "#/triggers")
+    if not isinstance(its, list) or not 0 < len(its) <= MAX_TAGS or not 0 < len(triggers) <= MAX_TAGS:
+        raise _error(f"must have 1 to {MAX_TAGS} tags, and triggers", "#")
+    behind: dict[str, list[Node]] = {trigger: [] for trigger in triggers}
+    for i, each in enumerate(its):
+        path = f"#/{'tags' if bare == 'content' else 'structures'}/{i}"
+        begin, end, schema = _parts(each, bare, path)
+        trigger = next((mark for mark in triggers if begin.startswith(mark)), None)
+        if trigger is None:
+            raise _error(f"has begin={shown(begin)}, which begins with none of triggers", path)
+        behind[trigger].append(Then((text(begin[len(trigger) :]), node_of(schema), text(end))))
+    return Tagged(
+        tuple((trigger, Either(tuple(nodes))) for trigger, nodes in behind.items() if nodes),
+        must_have_one=_flag(form, "at_least_one"),
+        ends_with_first=_flag(form, "stop_after_first"),
+    )
+
+
+def _parts(each: Any, bare: str, path: str) -> tuple[str, str, Any]:
+    """Return where a tag begins and ends, and its schema."""
+    if not isinstance(each, dict) or bare not in each:
+        raise _error(f"must be an object with begin, {bare} and end", path)
+    begin, end, schema = each.get("begin"), each.get("end"), each[bare]
+    if not isinstance(begin, str) or not isinstance(end, str):
+        raise _error("must have begin and end, each a text", path)
+    if bare == "content":
+        kind = schema.get("type") if isinstance(schema, dict) else schema
+        if kind != "json_schema" or "json_schema" not in schema:
+            raise _error(f"has a content of type={shown(kind)}, must be 'json_schema'", path)
+        schema = schema["json_schema"]
+    return begin, end, schema
+
+
+def _flag(form: dict[str, Any], name: str) -> bool:
+    value = form.get(name, False)
+    if not isinstance(value, bool):
+        raise _error(f"has {name}={shown(value)}, must be true or false", "#")
+    return value
+
+
+def _error(what: str, path: str) -> GrammarError:
+    return GrammarError(f"{NAME} at {path} {what}", path)
