@@ -172,10 +172,9 @@ def layer(
         given = normed
     elif before:
         given = norm(config, weights, f"{name}.mlp_norm", given)
-    feed_forward = experts if f"{name}.router.weight" in weights else mlp
-    if kind.sparsity:
-        return attended + out("mlp", mlp(config, weights, name, given, sparsity=kind.sparsity))
-    return attended + out("mlp", feed_forward(config, weights, name, given))
+    if f"{name}.router.weight" in weights:
+        return attended + out("mlp", experts(config, weights, name, given, attended))
+    return attended + out("mlp", mlp(config, weights, name, given, sparsity=kind.sparsity))
 
 
 def attention(
@@ -287,16 +286,25 @@ def mlp(
     return linear(weights, down, activate(config, gate) * up)
 
 
-def experts(config: Config, weights: Weights, name: str, x: np.ndarray) -> np.ndarray:
-    """Return, token by token, the chosen experts' outputs, weighed, and that of one which all tokens have."""
-    e, out = config.experts, np.zeros_like(x)
-    scores = linear(weights, f"{name}.router", x)
+def experts(config: Config, weights: Weights, name: str, x: np.ndarray, residual: np.ndarray) -> np.ndarray:
+    """Return, token by token, the chosen experts' outputs, weighed, and that of one which all tokens have.
+
+    Experts beside a dense part read the residual before its norm, through norms of their own.
+    """
+    e, out, whole = config.experts, np.zeros_like(x), x
+    routed, factors = x, np.ones(e.num_experts, x.dtype)
+    if e.beside:
+        routed = norm(config, weights, f"{name}.router_norm", residual)
+        routed = routed * x.dtype.type(x.shape[-1] ** -0.5)
+        x = norm(config, weights, f"{name}.experts_norm", residual)
+        factors = weights[f"{name}.expert_scale"]
+    scores = linear(weights, f"{name}.router", routed)
     correction = weights[f"{name}.correction"] if e.correction else np.zeros_like(scores[0])
     for token, its in enumerate(scores):
         mix = sparse_mixer(e, its) if e.scoring == "sparse_mixer" else choose(e, its, correction)
         for expert, share in mix:
             prefix = f"{name}.experts.{expert}"
-            share *= e.scale
+            share *= e.scale * factors[expert]
             given = x[token] * x.dtype.type(share) if e.scales_input else x[token]
             gate, up = np.split(linear(weights, f"{prefix}.gate_up", given), 2)
             if e.glu_limit is None:
@@ -308,9 +316,12 @@ def experts(config: Config, weights: Weights, name: str, x: np.ndarray) -> np.nd
                 weights, f"{prefix}.down", wide
             )
     if e.shared_size:
-        shared = mlp(config, weights, name, x, "shared.")
+        shared = mlp(config, weights, name, whole, "shared.")
         if e.shared_gate:
-            shared = shared / (1 + np.exp(-linear(weights, f"{name}.shared_gate", x)))
+            shared = shared / (1 + np.exp(-linear(weights, f"{name}.shared_gate", whole)))
+        if e.beside:
+            out = norm(config, weights, f"{name}.experts_out_norm", out)
+            shared = norm(config, weights, f"{name}.shared_out_norm", shared)
         out = out + shared
     return out
 

@@ -84,6 +84,9 @@ class Experts:
     shared_size: int = 0  # width of the expert that all tokens share; 0: none
     shared_gate: bool = False  # whether a sigmoid gate scales the shared expert's output
     scales_input: bool = False  # whether an expert's weight scales its input, not its output
+    # Whether they read the residual, not the shared expert's input, through norms of their own, and each
+    # has a factor of its weight.
+    beside: bool = False
     dense_layers: tuple[int, ...] = ()  # numbers of the layers with an ordinary feed-forward part
     dense_size: int = 0  # width of that feed-forward part
 

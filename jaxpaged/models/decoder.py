@@ -239,14 +239,25 @@ class DecoderLayers(nnx.Module):
             given = normed
         if batch.wanted is not None:
             given = jnp.where(batch.wanted[:, None], given, 0)
-        out = self._fed_forward(given, layer, batch)
+        out = self._fed_forward(given, after, layer, batch)
         return self._added(after, out, self.mlp_out_norm, layer), cache
 
     def _fed_forward(
-        self, x: Float[Array, "num_tokens hidden"], layer: layers.Layer, batch: PassBatch
+        self,
+        x: Float[Array, "num_tokens hidden"],
+        residual: Float[Array, "num_tokens hidden"],
+        layer: layers.Layer,
+        batch: PassBatch,
     ) -> Float[Array, "num_tokens hidden"]:
-        """Return the feed-forward part's output, in float32: some layers may have a dense one."""
+        """Return the feed-forward part's output: some layers may have a dense one.
+
+        residual: before its norm, which experts beside a dense part read.
+        """
         experts, dense = self.config.experts, self.dense
+        if isinstance(self.mlp, ExpertsMLP) and self.mlp.beside is not None:
+            if batch.wanted is not None:
+                residual = jnp.where(batch.wanted[:, None], residual, 0)
+            return self.mlp(x, layer, batch.is_padding, residual=residual)
         if experts is None or dense is None:
             return self.mlp(x, layer, batch.is_padding, batch.adapters)
         with_dense, with_experts = (layers_with(self.config, role) for role in ("down", "experts"))

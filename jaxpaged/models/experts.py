@@ -12,6 +12,7 @@ from jaxpaged.models import layers
 from jaxpaged.models.config import Experts
 from jaxpaged.models.feed_forward import MLP, linear, stack
 from jaxpaged.models.names import layers_with
+from jaxpaged.models.norms import Norm, norm
 from jaxpaged.models.weights import Weights
 
 GLU_SLOPE = 1.702
@@ -63,6 +64,7 @@ class ExpertsMLP(nnx.Module):
         self.down = ExpertLinear(weights, "experts.down")
         self.shared = MLP(weights, "shared.") if config.shared_size else None
         self.shared_gate = linear(weights, "shared_gate") if config.shared_gate else None
+        self.beside = Beside(weights) if config.beside else None
 
     def __call__(
         self,
@@ -70,8 +72,13 @@ class ExpertsMLP(nnx.Module):
         layer: layers.Layer,
         is_padding: Bool[Array, " num_tokens"],
         adapters: Int[Array, " num_tiles"] | None = None,  # unused: adapters change no expert
+        residual: Float[Array, "num_tokens hidden"] | None = None,  # for experts beside a dense part
     ) -> Float[Array, "num_tokens hidden"]:
-        weights = jnp.where(is_padding[:, None], 0, self.choose(x, layer))
+        routed = given = x
+        if self.beside is not None:
+            assert residual is not None
+            routed, given = self.beside.inputs(residual, layer)
+        weights = jnp.where(is_padding[:, None], 0, self.choose(routed, layer))
         chosen = jnp.any(weights > 0, axis=0)
         (experts,) = jnp.nonzero(chosen, size=chosen.shape[0], fill_value=0)
 
@@ -80,11 +87,13 @@ class ExpertsMLP(nnx.Module):
         ) -> Float[Array, "num_tokens hidden"]:
             expert = experts[i].astype(jnp.int32)
             weight = weights[:, expert, None]
-            mine = jnp.where(weight > 0, x, 0)  # products on a CPU skip rows of zeros
+            mine = jnp.where(weight > 0, given, 0)  # products on a CPU skip rows of zeros
             if self.config.scales_input:
                 mine, weight = (mine * weight).astype(x.dtype), (weight > 0).astype(jnp.float32)
             gate, up = jnp.split(self.gate_up(mine, layer, expert), 2, axis=-1)
             out = self.down(self._glu(gate, up).astype(x.dtype), layer, expert)
+            if self.beside is not None:
+                out = out * self.beside.scale[layer][expert].astype(jnp.float32)
             return total + weight * jnp.where(weight > 0, out, 0)
 
         nothing = jnp.zeros(x.shape, jnp.float32)
@@ -93,6 +102,10 @@ class ExpertsMLP(nnx.Module):
             shared = self.shared(x, layer, is_padding)
             if self.shared_gate is not None:
                 shared = shared * jax.nn.sigmoid(self.shared_gate(x, layer))
+            if self.beside is not None:
+                if self.shards is not None:
+                    out, shared = self.shards.total(out), self.shards.total(shared)
+                return self.beside.added(out.astype(x.dtype), shared.astype(x.dtype), layer)
             out = out + shared
         return out if self.shards is None else self.shards.total(out)
 
@@ -145,6 +158,42 @@ class ExpertsMLP(nnx.Module):
             return layers.ACTIVATIONS[self.activation](gate) * up
         gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
         return gate * jax.nn.sigmoid(GLU_SLOPE * gate) * (up + 1)
+
+
+class Beside(nnx.Module):
+    """Norms of experts beside a dense part, and each expert's factor.
+
+    The router and the experts read the residual, and what comes out of experts and dense part is normed.
+    """
+
+    def __init__(self, weights: Weights) -> None:
+        def its(role: str) -> Norm:
+            found = norm(weights, role)
+            assert found is not None
+            return found
+
+        self.router_norm, self.norm = its("router_norm"), its("experts_norm")
+        self.out_norm, self.shared_out_norm = its("experts_out_norm"), its("shared_out_norm")
+        self.factor = weights.config.hidden_size**-0.5
+        scale = stack(weights, "expert_scale")
+        assert scale is not None
+        self.scale = scale
+
+    def inputs(
+        self, residual: Float[Array, "num_tokens hidden"], layer: layers.Layer
+    ) -> tuple[Float[Array, "num_tokens hidden"], Float[Array, "num_tokens hidden"]]:
+        """Return what the router and what the experts read."""
+        routed = self.router_norm(residual, layer) * jnp.asarray(self.factor, residual.dtype)
+        return routed, self.norm(residual, layer)
+
+    def added(
+        self,
+        out: Float[Array, "num_tokens hidden"],
+        shared: Float[Array, "num_tokens hidden"],
+        layer: layers.Layer,
+    ) -> Float[Array, "num_tokens hidden"]:
+        """Return the sum of both parts' outputs, each normed."""
+        return self.shared_out_norm(shared, layer) + self.out_norm(out, layer)
 
 
 def sparse_mixer(

@@ -137,6 +137,11 @@ def in_layer(config: ModelConfig) -> dict[str, Shape]:
         shapes["correction"] = (e.num_experts,)
     if e.shared_size:
         shapes |= _mlp("shared.", e.shared_size, c)
+    if e.beside:
+        norms = ("router_norm", "experts_norm", "experts_out_norm", "shared_out_norm")
+        for name in norms:
+            shapes |= _norm(name, (hidden,), c)
+        shapes["expert_scale"] = (e.num_experts,)
     if e.shared_gate:
         shapes["shared_gate.weight"] = (1, hidden)
     return shapes | _mlp("", e.dense_size, c) if e.dense_layers else shapes

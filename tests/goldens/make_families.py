@@ -263,8 +263,15 @@ VARIANTS |= {
         "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
     },
 }
+VARIANTS["gemma4_experts"] = VARIANTS["gemma4_large"] | {
+    "enable_moe_block": True,
+    "num_experts": 5,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 12,
+}
 MODEL_TYPES = {"falcon_grouped": "falcon", "falcon_alibi": "falcon", "gpt_neox_sequential": "gpt_neox"}
 MODEL_TYPES |= {"cohere_normed": "cohere", "stablelm_parallel": "stablelm", "gemma4_large": "gemma4_text"}
+MODEL_TYPES["gemma4_experts"] = "gemma4_text"
 # Models of text and images: what is inside, and as small a vision part as there may be.
 MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
 CLIP = {
@@ -337,7 +344,7 @@ UNTIED = ("mistral3", "internvl")
 SEEDS = {"mixtral": 100, "gemma3n_text": 104}  # where the answer would hang on a rounding
 IMPLEMENTATIONS = {"falcon_alibi": "sdpa"}  # its eager attention adds the slopes twice
 # Those that came last, in their order: the seeds of the others stay what they were.
-ADDED = ("llama4_text", "llama4", "gemma3n_text", "gemma4_text", "gemma4_large", "gemma4")
+ADDED = ("llama4_text", "llama4", "gemma3n_text", "gemma4_text", "gemma4_large", "gemma4", "gemma4_experts")
 # Models of transformers 5.24 that need an image; their decoder does not.
 NEEDS_IMAGES = ("llama4",)
 NUM_TOKENS, EVERY = 40, 3

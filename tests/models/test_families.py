@@ -87,7 +87,11 @@ def test_an_unknown_model_type_is_refused_with_those_that_are_known():
         ("minimax_m2", {"use_routing_bias": False}, "use_routing_bias=False must be True or left out"),
         ("qwen2_moe", {"use_sliding_window": True}, "use_sliding_window=True must be False or left out"),
         ("llava", {"text_config": {"model_type": "mamba"}}, "text_config.model_type='mamba' must be one of"),
-        ("gemma4_text", {"enable_moe_block": True}, "enable_moe_block=True must be False or left out"),
+        (
+            "gemma4_experts",
+            {"use_double_wide_mlp": True},
+            "use_double_wide_mlp=True must be False or left out",
+        ),
         ("gemma4_text", {"per_layer_config": {"2": {"head_dim": 16}}}, "per_layer_config=.* must be a JSON"),
         ("gemma4_text", {"layer_types": ["sliding_attention"] * 6}, "layer_types='sliding.*' must be 'full"),
         ("llava", {"text_config": None}, "text_config=None must be a JSON object"),

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from jaxpaged.checks import InputError, check, checked_int, shown
-from jaxpaged.models.config import InputTable, LayerKind, ModelConfig
+from jaxpaged.models.config import Experts, InputTable, LayerKind, ModelConfig
 from jaxpaged.models.families import gemma, gemma3n, llama
 from jaxpaged.models.families.family import Family
 from jaxpaged.models.fields import Fields
@@ -20,6 +20,19 @@ from jaxpaged.models.ropes import ProportionalScaling, Rope
 
 LAYER = llama.LAYER
 TABLE = gemma3n.TABLE | {"layer_scale": f"{LAYER}.layer_scalar"}
+# Experts stand beside a dense part. Each tensor has those of a layer side by side.
+MOE = TABLE | {
+    "shared.gate_up": TABLE["gate_up"],
+    "shared.down": TABLE["down"],
+    "router": f"{LAYER}.router.proj",
+    "router_norm.weight": f"{LAYER}.router.scale",
+    "expert_scale": f"{LAYER}.router.per_expert_scale",
+    "experts.gate_up.weight": f"{LAYER}.experts.gate_up_proj",
+    "experts.down.weight": f"{LAYER}.experts.down_proj",
+    "experts_norm": f"{LAYER}.pre_feedforward_layernorm_2",
+    "experts_out_norm": f"{LAYER}.post_feedforward_layernorm_2",
+    "shared_out_norm": f"{LAYER}.post_feedforward_layernorm_1",
+}
 FULL, SLIDING = "full_attention", "sliding_attention"
 PATTERN = 6  # the last of so many layers sees all tokens
 GLOBAL_PART = 0.25  # share of coordinates that turn where all tokens are seen
@@ -27,17 +40,20 @@ GLOBAL_PART = 0.25  # share of coordinates that turn where all tokens are seen
 
 def names(config: ModelConfig) -> Names:
     """Return the names. K and V of layers that share them are ignored."""
-    return Names(table=TABLE, ignored=gemma3n.unused(config), of_layers=PADDED)
+    return Names(table=MOE if config.experts else TABLE, ignored=gemma3n.unused(config), of_layers=PADDED)
 
 
 def read_gemma4(f: Fields) -> ModelConfig:
-    for name, value in (("attention_bias", False), ("enable_moe_block", False)):
-        f.only(name, value)
+    f.only("attention_bias", False)
     f.only("use_bidirectional_attention", "vision")  # of images; text is causal
     types = _types(f)
     same, wide = gemma.common(f), _wide(f, types)
     shared = f.count("num_kv_shared_layers", 0)
     doubled = f.flag("use_double_wide_mlp") and shared > 0
+    experts = _experts(f, same["intermediate_size"]) if f.flag("enable_moe_block") else None
+    if experts is not None:
+        f.only("use_double_wide_mlp", False)
+        same["intermediate_size"] = f.size("moe_intermediate_size")
     width, width_of_inputs = same["intermediate_size"], f.count("hidden_size_per_layer_input", 256)
     vocab_of_inputs = f.count("vocab_size_per_layer_input", 262144) or 1  # none where there are no inputs
     its = {"head_dim": same["head_dim"], "num_kv_heads": same["num_kv_heads"]}
@@ -65,7 +81,18 @@ def read_gemma4(f: Fields) -> ModelConfig:
         if width_of_inputs
         else None,
         layer_scale=True,
+        experts=experts,
         layers=layers,
+    )
+
+
+def _experts(f: Fields, dense_size: int) -> Experts:
+    return Experts(
+        num_experts=f.size("num_experts"),
+        num_chosen=f.size("top_k_experts"),
+        renormalise=True,
+        shared_size=dense_size,
+        beside=True,
     )
 
 
@@ -198,7 +225,7 @@ def _repeated(x: np.ndarray, head_dim: int, times: int) -> np.ndarray:
 PADDED = FormOfLayers(_stored, _restored)
 GEMMA4 = Family(
     model_type="gemma4_text",
-    models="Gemma 4 E2B, E4B and 31B, text only",
+    models="Gemma 4 E2B, E4B, 26B-A4B and 31B, text only",
     read=read_gemma4,
     names=names,
     defaults={"tie_word_embeddings": True, "head_dim": 256, "max_position_embeddings": 131072},

@@ -154,7 +154,7 @@ WRAPPERS = (
     ),
     Wrapper(
         model_type="gemma4",
-        models="Gemma 4 E2B, E4B and 31B: the text part",
+        models="Gemma 4 E2B, E4B, 26B-A4B and 31B: the text part",
         texts=_texts(GEMMA4),
         is_tied=True,
     ),
