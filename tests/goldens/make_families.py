@@ -263,15 +263,11 @@ VARIANTS |= {
         "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
     },
 }
-VARIANTS["gemma4_experts"] = VARIANTS["gemma4_large"] | {
-    "enable_moe_block": True,
-    "num_experts": 5,
-    "top_k_experts": 2,
-    "moe_intermediate_size": 12,
-}
+BESIDE = {"enable_moe_block": True, "num_experts": 5, "top_k_experts": 2, "moe_intermediate_size": 12}
+VARIANTS["gemma4_experts"] = VARIANTS["gemma4_large"] | BESIDE
 MODEL_TYPES = {"falcon_grouped": "falcon", "falcon_alibi": "falcon", "gpt_neox_sequential": "gpt_neox"}
-MODEL_TYPES |= {"cohere_normed": "cohere", "stablelm_parallel": "stablelm", "gemma4_large": "gemma4_text"}
-MODEL_TYPES["gemma4_experts"] = "gemma4_text"
+MODEL_TYPES |= {"cohere_normed": "cohere", "stablelm_parallel": "stablelm"}
+MODEL_TYPES |= dict.fromkeys(("gemma4_large", "gemma4_experts"), "gemma4_text")
 # Models of text and images: what is inside, and as small a vision part as there may be.
 MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
 CLIP = {
@@ -384,11 +380,12 @@ def made(name: str, variant: dict[str, Any]) -> torch.nn.Module:
 
 def wrapped(name: str) -> torch.nn.Module:
     text, vision = WRAPPERS[name]
+    untied = {"tie_word_embeddings": False} if name in UNTIED else {}
+    parts = {"text_config": {**SIZES, **text}, "vision_config": vision}
     config = AutoConfig.for_model(
         name,
-        text_config={**SIZES, **text},
-        vision_config=vision,
-        **({"tie_word_embeddings": False} if name in UNTIED else {}),
+        **parts,
+        **untied,
         image_token_id=60,
         **(
             {"video_token_id": 59, "vision_start_token_id": 58, "vision_end_token_id": 57}
