@@ -17,6 +17,7 @@ import subprocess
 import sys
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from absl import app, flags
 
@@ -52,8 +53,7 @@ ONE_SYMBOL = 512  # tokens of a block of the trace
 
 def kept(spec: CacheSpec, lens: np.ndarray) -> np.ndarray:
     """Return the tokens that a layer keeps for the token behind each sequence."""
-    first = np.asarray(spec.first_read(lens))
-    return lens - first + np.minimum(spec.first_tokens, first)
+    return np.asarray(decoders.tokens_read(spec, jnp.asarray(lens + 1))) - 1
 
 
 def held(spec: CacheSpec, lens: np.ndarray, block_size: int) -> np.ndarray:

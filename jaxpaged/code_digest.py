@@ -44,13 +44,12 @@ def digest_of(*parts: Any) -> str | None:
 _last: dict[str, str | None] = {}
 
 
-def trace_anew_if_changed(name: str, *parts: Any) -> None:
-    """Clear JAX's caches if the parts of this name had other code when last given, or have no digest.
+def trace_anew_if_changed(name: str, digest: str | None) -> None:
+    """Clear JAX's caches if the parts of this name had another digest when last given, or have none.
 
     JAX finds what it has traced by a function's identity. A helper that is replaced leaves that as it is,
     so the former helper would run. Call it before the parts are traced.
     """
-    digest = digest_of(*parts)
     if name in _last and (digest is None or digest != _last[name]):
         jax.clear_caches()
     _last[name] = digest

@@ -75,7 +75,7 @@ class Setup:
         _ = self.shards
         names = " ".join(str(getattr(part, "name", part)) for part in self._parts)
         if self.has_outsiders:
-            trace_anew_if_changed(names, *self._parts)
+            trace_anew_if_changed(names, self.code_digest)
 
     @functools.cached_property
     def dtype(self) -> jnp.dtype:

@@ -1,5 +1,5 @@
 """Grammars of structured output, on the host: what may be written, and tables of it for the compiled loop.
 
 Nothing here imports the engine or JAX. A regular language becomes a `TokenAutomaton`, whose tables the
-compiled loop reads. A recursive one is followed by llguidance, a token at a time.
+compiled loop reads. A recursive one is followed to a few levels (`jaxpaged.grammar.compile`).
 """

@@ -1,6 +1,7 @@
 """Cache of compiled constraints for one vocabulary: in memory, on disk, and else made by a worker."""
 
 import collections
+import json
 import threading
 import weakref
 from collections.abc import Sequence
@@ -75,8 +76,6 @@ class GrammarCache:
                 del self._known[key]
 
     def _make(self, key: str) -> TokenAutomaton:
-        import json
-
         if self._tokens is None:
             tokenizer, vocab_size, eos_ids = self._made_from
             self._tokens = token_bytes(Vocabulary(tokenizer), vocab_size, eos_ids)

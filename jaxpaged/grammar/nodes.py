@@ -21,7 +21,7 @@ class GrammarError(InputError):
 
 
 class NotRegularError(GrammarError):
-    """A part of a schema that has no automaton of ours; llguidance may follow it.
+    """A part of a schema that has no automaton.
 
     `is_recursive`: it has one to any depth, as values inside values have.
     """

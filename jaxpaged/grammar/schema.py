@@ -1,8 +1,8 @@
 """JSON schemas of draft 2020-12 as nodes, where they are regular: bounded, and without conditions.
 
-A keyword's meaning is exact or the schema is not ours: `NotRegularError` names what llguidance may follow
-instead. Narrower than a schema on purpose: properties come in their order; where `properties` is given,
-others must be declared by `additionalProperties`; an integer has no fraction and no exponent.
+A keyword's meaning is exact, or `NotRegularError` names what has no automaton. Narrower than a schema on
+purpose: properties come in their order; where `properties` is given, others must be declared by
+`additionalProperties`; an integer has no fraction and no exponent.
 """
 
 import json
@@ -45,7 +45,7 @@ KEYWORDS = {
     "integer": {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"},
     "number": {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"},
 }
-# Keywords of some type or other that an automaton does not follow, and llguidance may.
+# Keywords of some type or other that no automaton of ours follows.
 BEYOND = {
     *("allOf", "oneOf", "not", "if", "then", "else", "dependentSchemas", "dependentRequired", "contains"),
     *("minContains", "maxContains", "patternProperties", "propertyNames", "minProperties", "maxProperties"),

@@ -191,7 +191,7 @@ def check_lines(blocks: Blocks, specs: Sequence[CacheSpec]) -> None:
     check("blocks: present", blocks.present.shape, f"of shape {shape}", blocks.present.shape == shape)
     for group, spec in enumerate(specs[1:], start=1):
         first = int(spec.first_read(jnp.int32(blocks.num_tokens))) // blocks.block_format.block_size
-        num_first = cdiv(spec.first_tokens, blocks.block_format.block_size)
+        num_first = spec.first_blocks(blocks.block_format.block_size)
         is_whole = bool(blocks.present[group, first:].all() and blocks.present[group, :num_first].all())
         at_first = f" and for the first {num_first}" if num_first else ""
         rule = f"true from block {first} on{at_first}: what group {group} reads next"

@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from jaxpaged.checks import check
-from jaxpaged.code_digest import trace_anew_if_changed
+from jaxpaged.code_digest import digest_of, trace_anew_if_changed
 from jaxpaged.contracts import versions
 from jaxpaged.lab.traces import Blocks
 from jaxpaged.memory import eviction
@@ -44,7 +44,7 @@ def trace_anew(names: Iterable[str]) -> None:
     Raises `InputError` for an unknown one.
     """
     for name in sorted({name for name in names if versions.is_path(name)}):
-        trace_anew_if_changed(name, named(name))
+        trace_anew_if_changed(name, digest_of(named(name)))
 
 
 def next_use(blocks: Blocks) -> np.ndarray:

@@ -90,7 +90,7 @@ class InBlocks(CacheSpec):
     @property
     def first_tokens(self) -> int:  # type: ignore[override]
         """Blocks at the beginning that every block reads."""
-        return cdiv(self.spec.first_tokens, self.block_size)
+        return self.spec.first_blocks(self.block_size)
 
     def first_read(self, num_tokens: Any) -> Any:
         """Return the first block that the tokens behind so many blocks read."""

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
+from jaxpaged.arithmetic import cdiv
 from jaxpaged.checks import InputError, check, checked_int
 
 # Positions of tokens: one, or an array of any shape.
@@ -47,6 +48,10 @@ class CacheSpec(Protocol):
         Those of `first_tokens` are left out. None: all of them.
         """
         ...
+
+    def first_blocks(self, block_size: int) -> int:
+        """Return how many blocks hold the `first_tokens`."""
+        return cdiv(self.first_tokens, block_size)
 
     def sees(self, query: Positions, key: Positions) -> Any:
         """Return whether the token at `query` attends to the one at `key`, which is not behind it."""

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int, UInt32
 
-from jaxpaged.arithmetic import cdiv
 from jaxpaged.memory import content_rings, content_table, prefix_cache
 from jaxpaged.memory.cache_specs import CacheSpec
 from jaxpaged.memory.content_table import Entries, PrefixCache, names
@@ -71,7 +70,7 @@ def lookup(cache: PrefixCache, hit: Hit, specs: Sequence[CacheSpec], *, spare: i
         found.append(find(cache, hit, group))
         first_kept.append(jnp.minimum(spec.first_read(length * cache.block_size) // cache.block_size, length))
         is_missing = found[-1] == 0
-        if num_first := cdiv(spec.first_tokens, cache.block_size):
+        if num_first := spec.first_blocks(cache.block_size):
             is_first = length <= num_first
             serves &= lax.cummax(jnp.where(is_missing & is_first, 1, 0)) == 0
             is_missing &= ~is_first
@@ -84,8 +83,7 @@ def lookup(cache: PrefixCache, hit: Hit, specs: Sequence[CacheSpec], *, spare: i
     if spare:
         first = jnp.where(best > spare, first, 0)
     is_kept = length > first
-    if any(spec.first_tokens for spec in specs):
-        counts = [cdiv(spec.first_tokens, cache.block_size) for spec in specs]
+    if any(counts := [spec.first_blocks(cache.block_size) for spec in specs]):
         is_kept |= length <= jnp.asarray(counts, jnp.int32)[:, None]
     is_kept &= length <= best
     chain = Chain(hit.chain.fields[None])

@@ -45,7 +45,7 @@ class Grouping:
 
     def first_blocks(self, block_size: int) -> tuple[int, ...]:
         """Return how many blocks at the beginning stay in a row's line of each group; empty if none does."""
-        counts = tuple(cdiv(spec.first_tokens, block_size) for spec in self.specs)
+        counts = tuple(spec.first_blocks(block_size) for spec in self.specs)
         return counts if any(counts) else ()
 
     @property

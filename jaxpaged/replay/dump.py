@@ -12,7 +12,7 @@ import numpy as np
 
 import jaxpaged
 from jaxpaged.checks import InputError, check, checked_int, is_int, shown
-from jaxpaged.code_digest import trace_anew_if_changed
+from jaxpaged.code_digest import digest_of, trace_anew_if_changed
 from jaxpaged.contracts import attentions, samplers
 from jaxpaged.contracts.attentions import Attention
 from jaxpaged.contracts.samplers import Sampler
@@ -187,7 +187,7 @@ def _step_config(words: Mapping[str, Any], given: Outsiders) -> StepConfig:
 
 def _anew[P: (Attention, Sampler, Policy)](part: P) -> P:
     """Return the part; what JAX has traced of a former version of its code is dropped."""
-    trace_anew_if_changed(part.name, part)
+    trace_anew_if_changed(part.name, digest_of(part))
     return part
 
 

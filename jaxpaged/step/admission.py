@@ -284,7 +284,7 @@ def _held_in_group(
 ) -> Int[Array, "2"]:
     """Return the same two numbers for the blocks of one group."""
     unread = spec.first_read(length * tables.block_size) // tables.block_size
-    first = cdiv(spec.first_tokens, tables.block_size)
+    first = spec.first_blocks(tables.block_size)
 
     def count(_: Array, k: Array, used: Array, held: Array) -> Array:
         is_held = used & tables.pool.is_held(block_ids[k])

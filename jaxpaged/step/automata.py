@@ -38,7 +38,7 @@ class Automaton(Protocol):
     @property
     def mask_of(self) -> np.ndarray: ...  # [num_states] line of `masks`
     @property
-    def masks(self) -> np.ndarray: ...  # bool [num_masks, vocab], or its bits, uint32 [num_masks, words]
+    def masks(self) -> np.ndarray: ...  # bool [num_masks, vocab]
     @property
     def start(self) -> int: ...
 
@@ -148,7 +148,7 @@ def encoded(automaton: Automaton, vocab_size: int) -> np.ndarray | None:
         _halves(token_class),
         _halves(reached.reshape(-1)),
         _halves(np.asarray(automaton.mask_of)),
-        _words(_as_bools(automaton.masks, vocab_size)).reshape(-1),
+        _words(automaton.masks[:, :vocab_size], vocab_size).reshape(-1),
     ]
     places = HEADER + np.cumsum([0, *map(len, tables)])
     header = np.zeros(HEADER, np.uint32)
@@ -165,22 +165,14 @@ def _halves(numbers: np.ndarray) -> np.ndarray:
     return np.pad(numbers.astype("<u2"), (0, len(numbers) % 2)).view("<u4")
 
 
-def _as_bools(masks: np.ndarray, vocab_size: int) -> np.ndarray:
-    """Return masks as bool [num_masks, vocab_size], from bools or from bits in the order of tokens."""
-    masks = np.asarray(masks)
-    if masks.dtype != bool:
-        octets = np.ascontiguousarray(masks, "<u4").view(np.uint8)
-        masks = np.unpackbits(octets, axis=1, bitorder="little").astype(bool)
-    masks = masks[:, :vocab_size]
-    return np.pad(masks, ((0, 0), (0, vocab_size - masks.shape[1])))
+def _words(masks: np.ndarray, vocab_size: int) -> np.ndarray:
+    """Return masks as words: bit b of word w is token b * num_words + w. uint32 [num_masks, num_words].
 
-
-def _words(masks: np.ndarray) -> np.ndarray:
-    """Return masks as words: bit b of word w is token b * num_words + w. uint32 [num_masks, num_words]."""
-    num_masks, vocab_size = masks.shape
+    Tokens that a mask does not have are barred.
+    """
     num_words = cdiv(vocab_size, 32)
-    bits = np.pad(masks, ((0, 0), (0, 32 * num_words - vocab_size))).reshape(num_masks, 32, num_words)
-    words = np.zeros((num_masks, num_words), np.uint32)
+    bits = np.pad(masks, ((0, 0), (0, 32 * num_words - masks.shape[1]))).reshape(-1, 32, num_words)
+    words = np.zeros((len(masks), num_words), np.uint32)
     for bit in range(32):
         words |= bits[:, bit].astype(np.uint32) << np.uint32(bit)
     return words

@@ -49,7 +49,7 @@ class StepConfig:
         blocks, kept = cdiv(num_tokens, block_size), spec.most_kept(self.num_tiles * PREFILL_TILE)
         if kept is None:
             return blocks
-        most = cdiv(kept, block_size) + 1 + cdiv(spec.first_tokens, block_size)
+        most = cdiv(kept, block_size) + 1 + spec.first_blocks(block_size)
         return min(blocks, most) if isinstance(blocks, int) else jnp.minimum(blocks, most)
 
     def blocks_shared[T: (int, Array)](self, num_tokens: T, block_size: int) -> T | int:
