@@ -29,6 +29,7 @@ from pallas_kernels.layouts import LAYOUTS, Fp8
 from reference import model as reference_model
 from tests import tiny, tiny_lora
 from tests.engine import test_layouts as one_device
+from tests.marks import slow_and_nightly
 from tests.models.test_decoder import COVERING, GOLDENS, LLAMAS, assert_equal, logits_of
 from tests.parallel.asks import differing
 
@@ -196,8 +197,9 @@ def of_shards(function, places, results):
     return jax.jit(on_each_shard(function, mesh_of(2), places, results))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [*one_device.in_engines(), "fp8_e4m3"])  # one of each kind
+@pytest.mark.parametrize(
+    "name", slow_and_nightly([*one_device.in_engines(), "fp8_e4m3"], ["int4_grouped", "fp8_e4m3"])
+)  # one of each kind
 def test_a_layout_in_shares_gives_the_tokens_of_one_device(name):
     """Each device has blocks of its own heads; some go to the host and back, and are copied."""
     layout = LAYOUTS[name]
