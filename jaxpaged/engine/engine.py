@@ -201,6 +201,8 @@ class Engine:
     def close(self) -> None:
         """Stop, and end what is in flight with `EngineDeadError`. May be called again."""
         self._close()
+        if self.door.grammars is not None:
+            self.door.grammars.close()
 
     def __enter__(self) -> Self:
         return self
