@@ -18,8 +18,10 @@ from jaxpaged.lora import LoRARequest
 from jaxpaged.memory import kv_cache
 from jaxpaged.models import loading, lora
 from jaxpaged.models.config import LayerKind
+from jaxpaged.models.families.llama import NAMES
 from jaxpaged.models.load_as import LoadAs
 from jaxpaged.models.shards import Shard, Shards
+from jaxpaged.models.weights import by_role, random_weights
 from jaxpaged.parallel.mesh import BY_SHARD, ON_EACH, assembled, mesh_of, on_each_shard
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.status import PagedMemoryError
@@ -260,6 +262,10 @@ def test_blocks_go_to_as_many_devices(kinds):
     assert there.adopt(blocks, iter(here.chunks(chain))) == 5
     assert tiny.generate(there, [prompt], tiny.greedy(12)) == want
     assert there.stats.num_hit_tokens == 2 * 32  # one token is left to compute
+    new = random_weights(config, NAMES, seed=7)
+    there.update_weights(there.read_names(new.items()))
+    want = reference_model.generate(config, by_role(config, NAMES, new), prompt, 12)
+    assert tiny.generate(there, [prompt], tiny.greedy(12)) == [want]
     assert [each.num_compiled() for each in (loop.run, loop.submit, loop.write_tokens, loop.abort)] == before
     tiny.assert_nothing_is_held(there)
     assert_same_on_each(there.state)
