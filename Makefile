@@ -1,4 +1,4 @@
-# make demo | serve-demo | test | test-all | lint | format | docs. Environments are made once, and again when pyproject.toml changes.
+# make demo | serve-demo | test | test-all | test-nightly | lint | format | docs. Environments are made once, and again when pyproject.toml changes.
 
 PYTHON ?= python3
 PIP := bin/pip install --quiet --disable-pip-version-check
@@ -20,10 +20,10 @@ KERNELS_READY := $(KERNELS_VENV)/ready
 # A test run shares the processor's cores among a few processes.
 PARALLEL ?= -n auto --maxprocesses 4 --dist worksteal
 
-# The slow ones, too.
-ALL := -m 'slow or not slow'
+# The slow ones, too, but not all their settings.
+ALL := -m 'not nightly'
 
-.PHONY: demo serve-demo test test-all test-newest test-kernels kernels-ready lint format docs clean
+.PHONY: demo serve-demo test test-all test-newest test-nightly test-kernels kernels-ready lint format docs clean
 
 demo: $(READY)
 	$(BIN)/jaxpaged generate --chat --prompts-file examples/demo_prompts.txt --max-tokens 96
@@ -42,6 +42,10 @@ test-all: test-newest
 # With the newest JAX alone.
 test-newest: $(RAY_READY)
 	$(BIN)/python -m pytest $(ALL) $(PARALLEL) $(ARGS)
+
+# The other settings of slow tests.
+test-nightly: $(READY)
+	$(BIN)/python -m pytest -m nightly $(PARALLEL) $(ARGS)
 
 # Without what is not JAX's: the C++ kernels in programs of their own, and barriers left out one by one (slow).
 test-kernels: $(KERNELS_READY)

@@ -7,8 +7,9 @@ Generation is greedy and ignores the end-of-sequence token, so the work does not
 Prompts are random token ids, not text. Speed does not depend on what they say, and nothing is tokenized.
 """
 
+import json
 from collections.abc import Callable
-from typing import TypedDict
+from typing import Any, NotRequired, TypedDict
 
 import numpy as np
 
@@ -17,10 +18,11 @@ MIN_TOKEN_ID, MAX_TOKEN_ID = 1000, 40000
 
 
 class Request(TypedDict):
-    """One prompt and the exact number of tokens to generate for it."""
+    """One prompt, the exact number of tokens to generate for it, and what JSON schema they follow."""
 
     prompt_token_ids: list[int]
     max_tokens: int
+    json_schema: NotRequired[str]
 
 
 class Workload(TypedDict):
@@ -78,9 +80,53 @@ def short2000(seed: int = 0) -> Workload:
     return {"name": "short2000", "requests": [_request(rng, 3, 1) for _ in range(2000)], "max_num_seqs": 16}
 
 
+def chats32(seed: int = 0) -> Workload:
+    """Return thirty-two prompts of 48 to 64 tokens, 64 new ones each, all at once."""
+    rng = np.random.default_rng(seed)
+    requests = [_request(rng, _between(rng, 48, 64), 64) for _ in range(32)]
+    return {"name": "chats32", "requests": requests, "max_num_seqs": 32}
+
+
+def schemas32(seed: int = 0) -> Workload:
+    """Return the requests of `chats32`, each with a JSON schema of its own: a list of any length."""
+    workload = chats32(seed)
+    for number, request in enumerate(workload["requests"]):
+        request["json_schema"] = json.dumps(_schema(number))
+    return workload | {"name": "schemas32"}
+
+
+def _schema(number: int) -> dict[str, Any]:
+    """Return a schema that no other number has: names, a choice, integers and flags, in a list."""
+    fields: list[dict[str, Any]] = [
+        {"type": "string", "maxLength": 16},
+        {"type": "integer", "minimum": 0, "maximum": 10**9},
+        {"enum": [f"choice {number} {i}" for i in range(6)]},
+        {"type": ["boolean", "null"]},
+    ]
+    names = [f"field{number}_{i}" for i in range(4)]
+    properties = {name: fields[(i + number) % 4] for i, name in enumerate(names)}
+    item = {
+        "type": "object",
+        "properties": properties,
+        "required": names,
+        "additionalProperties": False,
+    }
+    return {"type": "array", "items": item, "minItems": 1}
+
+
 WORKLOADS: dict[str, Callable[..., Workload]] = {
     function.__name__: function
-    for function in (single, batch16, ragged32, ragged64, full32, shared_prefix32, short2000)
+    for function in (
+        single,
+        batch16,
+        ragged32,
+        ragged64,
+        full32,
+        shared_prefix32,
+        short2000,
+        chats32,
+        schemas32,
+    )
 }
 
 

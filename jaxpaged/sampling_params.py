@@ -384,6 +384,7 @@ class BeamSearchParams:
     length_penalty: float = 1.0  # above 0 prefers long answers, 0 is the sum itself
     # Option of vLLM's server. `LLM.beam_search` returns the token that ended a sequence in any case.
     include_stop_str_in_output: bool = False
+    structured_outputs: StructuredOutputsParams | None = None  # what every answer must look like
 
     def __post_init__(self) -> None:
         """Check each value and keep Python's own numbers. Raises `InputError`."""
@@ -398,6 +399,7 @@ class BeamSearchParams:
             "temperature": checked_number(
                 "temperature", self.temperature, "a number >= 0, at most 3.4e38", 0
             ),
+            "structured_outputs": structured_outputs("structured_outputs", self.structured_outputs),
             "length_penalty": checked_number(
                 "length_penalty",
                 self.length_penalty,

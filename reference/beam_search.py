@@ -72,6 +72,8 @@ class BeamSearch:
             likeliest = np.argsort(-values, kind="stable")[: 2 * self.width]
             for token in map(int, likeliest):
                 cum = np.float32(beam.cum_logprob + values[token])
+                if cum == -np.inf:  # barred
+                    continue
                 ends = token in self.end_token_ids
                 longer = Hypothesis([*beam.tokens, token], cum, ends)
                 if ends:

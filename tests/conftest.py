@@ -36,8 +36,10 @@ def pytest_terminal_summary(terminalreporter):
     )
     for (file, reason), count in sorted(groups.items()):
         terminalreporter.write_line(f"skipped {count} in {file}: {reason}")
-    if terminalreporter.config.option.markexpr == "not slow":
-        terminalreporter.write_line("left out, for make test-all: tests marked slow")
+    if terminalreporter.config.option.markexpr == "not slow and not nightly":
+        terminalreporter.write_line(
+            "left out, for make test-all: tests marked slow; for make test-nightly: more of their settings"
+        )
 
 
 def pytest_collection_modifyitems(items):

@@ -28,10 +28,11 @@ QUANTISED = ["q8_0", "q4_0", "q4_1"]
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt and the exact number of tokens to generate for it."""
+    """One prompt, the exact number of tokens to generate for it, and what JSON schema they follow."""
 
     prompt_token_ids: list[int]
     max_tokens: int
+    json_schema: str | None = None
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ def start(description: str, flags: dict[str, str] | None = None) -> Options:
         model=args.model,
         dtype=args.dtype,
         workload=workload["name"],
-        requests=[Request(r["prompt_token_ids"], r["max_tokens"]) for r in workload["requests"]],
+        requests=[Request(**request) for request in workload["requests"]],
         max_num_seqs=workload["max_num_seqs"],
         repeats=args.repeats,
         cores=_pin_to_cores(),

@@ -18,12 +18,25 @@ def main() -> None:
         max_num_seqs=options.max_num_seqs,
         max_model_len=max(1024, options.max_model_len),
         enable_prefix_caching=options.extra.prefix_caching,
+        structured_outputs_mib=64 if any(request.json_schema for request in options.requests) else 0,
     )
+
+    def structure(schema: str | None) -> jaxpaged.StructuredOutputsParams | None:
+        return (
+            None
+            if schema is None
+            else jaxpaged.StructuredOutputsParams(json=schema, disable_any_whitespace=True)
+        )
 
     def generate(requests: list[harness.Request]) -> list[list[int]]:
         prompts = [{"prompt_token_ids": request.prompt_token_ids} for request in requests]
         params = [
-            jaxpaged.SamplingParams(temperature=0, max_tokens=request.max_tokens, ignore_eos=True)
+            jaxpaged.SamplingParams(
+                temperature=0,
+                max_tokens=request.max_tokens,
+                ignore_eos=True,
+                structured_outputs=structure(request.json_schema),
+            )
             for request in requests
         ]
         outputs = llm.generate(prompts, params, use_tqdm=False)

@@ -35,11 +35,20 @@ def main() -> None:
         enable_prefix_caching=options.extra.prefix_caching,
     )
 
+    def structure(schema: str | None) -> vllm.sampling_params.StructuredOutputsParams | None:
+        return schema and vllm.sampling_params.StructuredOutputsParams(
+            json=schema, disable_any_whitespace=True
+        )
+
     def generate(requests: list[harness.Request]) -> list[list[int]]:
         prompts = [{"prompt_token_ids": request.prompt_token_ids} for request in requests]
         sampling = [
             vllm.SamplingParams(
-                temperature=0, max_tokens=request.max_tokens, ignore_eos=True, detokenize=False
+                temperature=0,
+                max_tokens=request.max_tokens,
+                ignore_eos=True,
+                detokenize=False,
+                structured_outputs=structure(request.json_schema),
             )
             for request in requests
         ]

@@ -132,6 +132,7 @@ class Door:
             temperature=0,
             logprobs=2 * width,
             detokenize=False,
+            structured_outputs=params.structured_outputs,
         )
         first = self._first(prompt_token_ids, as_sampled, **options)
         first = dataclasses.replace(first, beams=params)

@@ -11,7 +11,7 @@ from jaxpaged.checks import InputError
 from jaxpaged.serve.bounds import size_of
 from jaxpaged.serve.options import ServerOptions
 from jaxpaged.serve.parsers import REASONING_PARSERS, TOOL_PARSERS, detected
-from jaxpaged.serve.structured import forced
+from jaxpaged.serve.structured import forced, strict_calls
 from jaxpaged.serve.tools import Form
 from jaxpaged.text.conversations import check_tools, read_messages
 from jaxpaged.text.templates import Template, render
@@ -96,10 +96,17 @@ class ChatPrompts:
         has_calls = bool(tools) and tool_choice != "none"
         if has_calls and self.parser is None:
             raise InputError("tools: it is not known how the model writes calls; give --tool-call-parser")
+        # Without room for automata, strict tools are as others are.
+        has_room = has_calls and self._llm.engine.config.structured_outputs_mib > 0
+        strict = None
+        if has_room and self.parser is not None:
+            its = TOOL_PARSERS[self.parser]
+            strict = strict_calls(its, tools or (), self._llm.tokenizer, parallel=parallel is not False)
         return Form(
             calls=self.parser if has_calls else None,
             reasoning=self.reasoning_parser,
             tools=tools or () if has_calls else (),
             parallel=parallel is not False,
             includes_reasoning=includes_reasoning is not False,
+            strict=strict,
         )

@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 from jaxpaged.checks import InputError, check, shown
 from jaxpaged.serve.parsers import REASONING_PARSERS
+from jaxpaged.serve.parsers.base import Parser
 from jaxpaged.serve.parsers.forced import NAMED, REQUIRED
 from jaxpaged.structured_outputs import StructuredOutputsParams, structured_outputs
+from jaxpaged.text.vocabulary import vocabulary_of
 
 if TYPE_CHECKING:
     from jaxpaged.serve.tools import Form
@@ -20,8 +22,8 @@ def constraint_of(
 ) -> StructuredOutputsParams | None:
     """Return what an answer must look like; None: anything.
 
-    form: how the answer is read. A call that it forces goes before a response format, and the constraint
-        begins where its reasoning ends.
+    form: how the answer is read. A call that it forces goes before a response format, and that before strict
+        tools. The constraint begins where its reasoning ends.
 
     Raises `InputError`, also where a request asks twice.
     """
@@ -30,6 +32,7 @@ def constraint_of(
     if asked is not None and (by_format is not None or (form is not None and form.constraint is not None)):
         raise InputError("structured_outputs must be left out beside response_format and tool_choice")
     found = asked or (form.constraint if form is not None else None) or by_format
+    found = found or (form.strict if form is not None else None)
     if found is None or form is None or form.reasoning is None or found.after_token_id is not None:
         return found
     mark = REASONING_PARSERS[form.reasoning].end_mark
@@ -91,6 +94,35 @@ def forced(
     rule = "'none', 'auto', 'required', or {'type': 'function', 'function': {'name': ...}} of one of tools"
     check("tool_choice", tool_choice, rule, bool(named))
     return NAMED, named[:1], StructuredOutputsParams(json=_parameters(named[0]))
+
+
+def strict_calls(
+    parser: type[Parser], tools: Sequence[Mapping[str, Any]], tokenizer: Any, *, parallel: bool
+) -> StructuredOutputsParams | None:
+    """Return what an answer must look like that may call strict tools: free text, and calls by their schemas.
+
+    Returns None where no tool is strict, where calls are not marked JSON, or where their mark has special
+    tokens, which no grammar allows. Raises `InputError`.
+    """
+    marks = parser.call_marks
+    if marks is None or not any(_is_strict(tool) for tool in tools):
+        return None
+    if not vocabulary_of(tokenizer).special.isdisjoint(tokenizer.encode(marks.trigger)):
+        return None
+    calls = [
+        {
+            "begin": f"{marks.before_name}{json.dumps(tool['function']['name'])}{marks.before_arguments}",
+            "schema": _parameters(tool) if _is_strict(tool) else {"type": "object"},
+            "end": marks.end,
+        }
+        for tool in tools
+    ]
+    tag = {"structures": calls, "triggers": [marks.trigger], "stop_after_first": not parallel}
+    return StructuredOutputsParams(structural_tag=json.dumps(tag))
+
+
+def _is_strict(tool: Mapping[str, Any]) -> bool:
+    return tool["function"].get("strict") is True
 
 
 def _named(tool_choice: object) -> object:

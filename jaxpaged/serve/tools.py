@@ -26,7 +26,8 @@ class Form:
     `calls` and `reasoning` are names of parsers, or None. `tools` are the request's. `prompt` is the text
     that the answer follows, and `begun` the part of it that the answer continues. `parallel`: whether calls
     after the first are reported. `includes_reasoning`: whether reasoning is. `constraint`: what calls must
-    look like, where they are forced.
+    look like, where they are forced. `strict`: what an answer must look like that may have calls of strict
+    tools.
     """
 
     calls: str | None = None
@@ -37,6 +38,7 @@ class Form:
     parallel: bool = True
     includes_reasoning: bool = True
     constraint: StructuredOutputsParams | None = None
+    strict: StructuredOutputsParams | None = None
 
     @property
     def ends_with_calls(self) -> bool:

@@ -11,11 +11,12 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from jaxpaged.memory import block_table
 from jaxpaged.sampling import Scores, is_in
 from jaxpaged.sampling_params import MAX_BEAM_WIDTH, MAX_LOGPROBS
+from jaxpaged.step import automata
 from jaxpaged.step.plan import DecodeSlots
 from jaxpaged.step.state import MAX_STEPS, EngineState, FinishReason, Phase, Rows
 
@@ -56,7 +57,7 @@ def advance(
         forks = (came_from != own_row) & state.rows.running
         state = replace(
             state,
-            rows=_continued(state.rows, new, slots, choice),
+            rows=_continued(state.rows, state.arena, new, slots, choice),
             scores=_noted(state, new, slots, choice),
         )
         state = state.on_tables(block_table.free_rows, forks)
@@ -190,7 +191,9 @@ def _places(
     return jnp.where(is_first, wanted, in_order[jnp.maximum(nth, 0)])
 
 
-def _continued(rows: Rows, new: Scores, slots: DecodeSlots, choice: Choice) -> Rows:
+def _continued(
+    rows: Rows, arena: UInt32[Array, " words"] | None, new: Scores, slots: DecodeSlots, choice: Choice
+) -> Rows:
     """Return the rows with their next tokens appended to the tokens of the rows that they continue."""
     index = jnp.arange(choice.source.shape[0], dtype=jnp.int32)
     changes, source = choice.changes, choice.source
@@ -201,6 +204,10 @@ def _continued(rows: Rows, new: Scores, slots: DecodeSlots, choice: Choice) -> R
         jnp.maximum(token, 0), mode="drop"
     )
     reason = jnp.where(rows.running, FinishReason.LENGTH, FinishReason.STOP)
+    grammars = rows.grammars
+    if arena is not None and grammars is not None:
+        before = replace(grammars, state=jnp.where(changes, grammars.state[source], grammars.state))
+        grammars = automata.moved(before, arena, jnp.maximum(token, 0), changes)
     return replace(
         rows,
         token_ids=token_ids,
@@ -208,6 +215,7 @@ def _continued(rows: Rows, new: Scores, slots: DecodeSlots, choice: Choice) -> R
         phase=jnp.where(choice.finishes, Phase.FINISHED, rows.phase),
         finish_reason=jnp.where(choice.finishes, reason, rows.finish_reason),
         beams=replace(rows.beams, cum_logprob=choice.cum_logprob, rank=choice.rank),
+        grammars=grammars,
     )
 
 

@@ -13,7 +13,8 @@ from jaxpaged.models.config import LayerKind
 from jaxpaged.sampling_params import SamplingParams
 from tests import tiny, tiny_lora
 
-pytestmark = [pytest.mark.usefixtures("optimized"), pytest.mark.slow]
+pytestmark = pytest.mark.usefixtures("optimized")
+SLOW, NIGHTLY = pytest.mark.slow, pytest.mark.nightly
 
 SWAP = tiny.SWAP | {"max_model_len": 128}
 
@@ -40,26 +41,35 @@ def everything(driver: Driver, prompts: list[list[int]], params: list[SamplingPa
     ("dtype", "options", "use_native"),
     [
         # Who multiplies, the dtype and how one gives way meet in pairs; some weights are quantised.
-        pytest.param("float32", tiny.SMALL, "0", id="all by XLA, float32, recompute"),
-        pytest.param("bfloat16", SWAP | {"quantization": "int4"}, "0", id="all by XLA, bfloat16, swap, int4"),
-        pytest.param("bfloat16", tiny.SMALL, "1", id="bfloat16, recompute"),
+        pytest.param("float32", tiny.SMALL, "0", id="all by XLA, float32, recompute", marks=NIGHTLY),
+        pytest.param(
+            "bfloat16",
+            SWAP | {"quantization": "int4"},
+            "0",
+            id="all by XLA, bfloat16, swap, int4",
+            marks=SLOW,
+        ),
+        pytest.param("bfloat16", tiny.SMALL, "1", id="bfloat16, recompute", marks=SLOW),
         pytest.param(
             "float32",
             SWAP | {"load_model": tiny.load_quantised},
             "1",
             id="float32, swap, weights of files",
+            marks=SLOW,
         ),
         pytest.param(
             "float32",
             SWAP | mixed(LayerKind(), LayerKind(sliding_window=11)),
             "1",
             id="float32, swap, two kinds of layers",
+            marks=NIGHTLY,
         ),
         pytest.param(
             "bfloat16",
             tiny.SMALL | mixed(LayerKind(sliding_window=11), LayerKind()),
             "0",
             id="all by XLA, bfloat16, recompute, two kinds of layers",
+            marks=SLOW,
         ),
     ],
 )
@@ -100,6 +110,7 @@ def test_an_answer_is_the_same_bit_for_bit_in_any_company(dtype, options, use_na
     tiny.assert_nothing_is_held(driver)
 
 
+@SLOW
 def test_an_adapter_changes_no_bit_of_rows_without_one(monkeypatch, tmp_path):
     """Neither in their company, nor as room that nobody uses. Those with one are the same in any company.
 

@@ -31,7 +31,7 @@ LENGTHS = [1, 2, 7, 8, 9, 16, 17, 31, 32, 33, 65, 100, 127]
         pytest.param(
             {"max_num_seqs": 1, "max_num_batched_tokens": 33, "enable_prefix_caching": False},
             id="one row, one tile, no caching",
-            marks=pytest.mark.slow,
+            marks=pytest.mark.nightly,
         ),
         pytest.param(
             {"block_size": 1, "num_blocks": 1 + 136, "eviction_policy": "lru_split"},

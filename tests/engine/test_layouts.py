@@ -33,6 +33,7 @@ from reference import cached_model
 from reference import model as reference_model
 from tests import layouts as cases
 from tests import tiny
+from tests.marks import slow_and_nightly
 
 PROMPTS = tiny.prompts([20, 40, 17, 20, 70])
 NUM_NEW = 24
@@ -210,8 +211,7 @@ def check_config(name: str, layout: Layout, config: ModelConfig, its: dict[str, 
     return driver
 
 
-@slow
-@pytest.mark.parametrize("name", in_engines())
+@pytest.mark.parametrize("name", slow_and_nightly(in_engines(), set(in_engines()) - {"int8_per_token"}))
 def test_an_engines_tokens_are_the_oracles(name: str) -> None:
     driver = check_tokens(name, LAYOUTS[name], WINDOW if name in WINDOWED else None)
     several = SamplingParams(n=3, temperature=0.9, seed=5, max_tokens=NUM_NEW, logprobs=0)
@@ -242,14 +242,15 @@ def check_company(driver: Driver) -> None:
     tiny.assert_nothing_is_held(driver)
 
 
-@slow
-@pytest.mark.parametrize("name", ["all_layers", "int8_per_token"])
+@pytest.mark.parametrize("name", slow_and_nightly(["all_layers", "int8_per_token"], ["int8_per_token"]))
 def test_an_engine_with_two_kinds_of_layers(name: str) -> None:
     check_company(check_config(name, LAYOUTS[name], TWO_KINDS, of_two_kinds(name)))
 
 
-@slow
-@pytest.mark.parametrize("name", [name for name in EVICTION_POLICIES if name != "lru"])
+# One with a sketch of its own, and one with a queue.
+@pytest.mark.parametrize(
+    "name", slow_and_nightly([name for name in EVICTION_POLICIES if name != "lru"], ["tinylfu", "s3fifo"])
+)
 def test_every_policy_evicts_blocks_of_two_kinds_of_layers(name: str) -> None:
     its = of_two_kinds("token_major") | {"eviction_policy": name}
     check_company(check_config("token_major", LAYOUTS["token_major"], TWO_KINDS, its))

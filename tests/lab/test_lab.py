@@ -17,6 +17,7 @@ from jaxpaged.memory import prefix_cache
 from reference import eviction
 from reference.prompts import Prompts
 from tests.lab.tracing import conversations, write
+from tests.marks import slow_and_nightly
 
 
 @pytest.fixture(scope="module")
@@ -147,16 +148,11 @@ def watched(monkeypatch):
     return seen
 
 
-SLOW = pytest.mark.slow  # a program each; the one that is left uses the ranked queue and the sketch
+# A program each; the one in every run uses the ranked queue and the sketch.
+OTHERS = [name for name in eviction.POLICIES if name != "tinylfu"]
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [
-        "tinylfu",
-        *(pytest.param(name, marks=SLOW) for name in eviction.POLICIES if name != "tinylfu"),
-    ],
-)
+@pytest.mark.parametrize("policy", ["tinylfu", *slow_and_nightly(OTHERS, ["queue_lru", "belady", "sieve"])])
 def test_each_policy_takes_the_blocks_that_plain_python_does_with_three_prompts_at_a_time(
     trace, policy, watched
 ):

@@ -8,10 +8,10 @@ from jaxpaged.memory.invariants import check_invariants
 from jaxpaged.memory.ranked_queue import RankedQueue
 from jaxpaged.step import scheduler, waiting
 from tests import tiny
+from tests.marks import slow_and_nightly
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("policy", ["tinylfu", "queue_lru"])
+@pytest.mark.parametrize("policy", slow_and_nightly(["tinylfu", "queue_lru"], ["queue_lru"]))
 def test_answers_are_the_same_under_any_policy_and_short_pools(policy):
     """Prompts that share how they begin, preempted and found again, twice.
 

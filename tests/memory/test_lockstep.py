@@ -9,6 +9,7 @@ from jaxpaged.memory.policies import POLICIES
 from jaxpaged.verify import histories
 from jaxpaged.verify.lockstep import Lockstep
 from jaxpaged.verify.subjects import jitted
+from tests.marks import slow_and_nightly
 
 # Soaking: JAXPAGED_SOAK=20 runs twenty times as many histories.
 SOAK = int(os.environ.get("JAXPAGED_SOAK", "1"))
@@ -24,14 +25,14 @@ def run(policy: str, block_size: int, max_examples: int, steps: int, **options: 
 # Each policy at two block sizes; "naive" in every run, which frees to the head as "lifo" does.
 # "lru" has one hash for all there; `tests/step/test_scheduler.py` compares its own.
 QUICK = [("naive", 4)]
-LONG = [("lifo", 1), ("lifo", 4), ("naive", 16), ("lru", 1), ("lru", 16), ("lru_split", 4), ("lru_split", 16)]
+SLOW = [("lifo", 4), ("lru", 1), ("lru_split", 16)]
+LONG = [("lifo", 1), ("naive", 16), ("lru", 16), ("lru_split", 4), *SLOW]
 assert {policy for policy, _ in LONG} == POLICIES.keys()
 
 
-@pytest.mark.parametrize(
-    ("policy", "block_size"), [*QUICK, *(pytest.param(*each, marks=pytest.mark.slow) for each in LONG)]
-)
-def test_policy_equals_its_oracle(policy: str, block_size: int) -> None:
+@pytest.mark.parametrize("policy_and_block_size", [*QUICK, *slow_and_nightly(LONG, SLOW)])
+def test_policy_equals_its_oracle(policy_and_block_size: tuple[str, int]) -> None:
+    policy, block_size = policy_and_block_size
     run(policy, block_size, max_examples=6, steps=36)
     for verb, times in jitted(policy, block_size).num_traces.items():
         assert times == 1, f"{verb} was compiled {times} times"

@@ -194,7 +194,7 @@ def hash_of_place(token_ids: jax.Array, index: jax.Array) -> jax.Array:
     [
         ("lru", "all_layers", prefix_cache.hash_block, (FULL, SlidingWindow(1))),
         pytest.param("lru", "token_major", hash_of_place, (FULL,), marks=pytest.mark.slow),
-        pytest.param("lru_split", "fused", prefix_cache.hash_block, (FULL,), marks=pytest.mark.slow),
+        pytest.param("lru_split", "fused", prefix_cache.hash_block, (FULL,), marks=pytest.mark.nightly),
         pytest.param(
             "lru_split",
             "fused",
@@ -207,7 +207,7 @@ def hash_of_place(token_ids: jax.Array, index: jax.Array) -> jax.Array:
             "all_layers",
             prefix_cache.hash_block,
             (SlidingWindow(4), SlidingWindow(1)),
-            marks=pytest.mark.slow,
+            marks=pytest.mark.nightly,
         ),
     ],
 )

@@ -22,6 +22,7 @@ from jaxpaged.models.load_as import LoadAs
 from jaxpaged.models.weights import StoredWeights
 from reference import model as reference_model
 from tests import tiny
+from tests.marks import slow_and_nightly
 from tests.models.covering import covering
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
@@ -144,8 +145,12 @@ def test_layers_in_a_loop_equal_transformers_where_xla_multiplies(name, monkeypa
     assert_equal(paged_logits(model, stored_["token_ids"], 16, 1), stored_)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["gemma3_text", "gpt_oss", "llama4_text", "gemma4_text", "gemma4_large"])
+@pytest.mark.parametrize(
+    "name",
+    slow_and_nightly(
+        ["gemma3_text", "gpt_oss", "llama4_text", "gemma4_text", "gemma4_large"], ["gpt_oss", "gemma4_text"]
+    ),
+)
 def test_the_engine_answers_as_transformers_does(name):
     """The models have windows in some layers, or sinks and experts, or chunks. Passes show the rest."""
     golden = stored(f"families/{name}")

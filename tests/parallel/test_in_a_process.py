@@ -16,7 +16,7 @@ NUM_DEVICES = 6
 @pytest.mark.slow
 def test_the_cases_pass_on_several_devices():
     files = [FOLDER / f"{name}.py" for name in ("cases", "group_cases", "outsider_cases")]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-m", "slow or not slow", *files]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-m", "not nightly", *files]
     environment = os.environ | {"JAX_NUM_CPU_DEVICES": str(NUM_DEVICES)}
     done = subprocess.run(command, env=environment, cwd=FOLDER.parents[1], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]

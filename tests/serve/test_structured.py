@@ -8,7 +8,12 @@ import pytest
 
 from jaxpaged import SamplingParams, StructuredOutputsParams
 from jaxpaged.api.async_llm import AsyncLLM
+from jaxpaged.grammar.compile import compile_constraint
+from jaxpaged.grammar.nodes import Limits
+from jaxpaged.serve.parsers import TOOL_PARSERS
+from jaxpaged.serve.structured import strict_calls
 from tests import tiny_lora
+from tests.grammar.languages import VOCABULARY, accepts
 from tests.serve.conftest import ENGINE, serving
 
 MESSAGES = [{"role": "user", "content": "ab"}]
@@ -136,6 +141,81 @@ def test_a_response_has_formats_and_forced_calls_too(served):
     made = served.openai.responses.create(model="tiny", input="ab", tools=tools, tool_choice=named)
     [call] = made.output
     assert (call.name, json.loads(call.arguments)) == ("f", {"x": True})
+
+
+STRICT = [{**tool, "function": {**tool["function"], "strict": True}} for tool in TOOLS]
+
+
+def test_calls_of_strict_tools_follow_their_schemas(served):
+    def allowed(tools, text, parallel=True):
+        asked = strict_calls(TOOL_PARSERS["hermes"], tools, served.llm.tokenizer, parallel=parallel)
+        made = compile_constraint({"structural_tag": asked.structural_tag}, VOCABULARY, Limits())
+        return accepts(made, VOCABULARY, text)
+
+    def call(name, arguments):
+        return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+
+    assert allowed(STRICT, "No call: <tool_cal")
+    assert allowed(STRICT, "I call." + call("f", '{"x": true}') + "\n" + call("gg", '{"x":2}'))
+    for wrong in (call("f", '{"x": 1}'), call("gg", "{}"), call("h", "{}"), "<tool_call>", "<tool_call>{"):
+        assert not allowed(STRICT, wrong)
+    assert not allowed(STRICT, call("f", '{"x": true}') * 2, parallel=False)
+    assert allowed([STRICT[0], TOOLS[1]], call("gg", '{"y": [{}]}'))
+    for parser, tools in (("hermes", TOOLS), ("pythonic", STRICT), ("mistral", STRICT)):
+        assert strict_calls(TOOL_PARSERS[parser], tools, served.llm.tokenizer, parallel=True) is None
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
+def test_strict_tools_are_asked_for_by_the_server(served, monkeypatch, path):
+    seen = []
+
+    async def start(request, body, kind, prompts, params):
+        seen.append(params)
+        return await former(request, body, kind, prompts, params)
+
+    former = served.service.start
+    monkeypatch.setattr(served.service, "start", start)
+    is_chat = path.endswith("completions")
+    tools = [{"type": "function", **tool["function"]} for tool in STRICT] if not is_chat else STRICT
+    body = ({"messages": MESSAGES} if is_chat else {"input": "ab"}) | {"model": "tiny"}
+    asked = {"tools": tools, "max_tokens" if is_chat else "max_output_tokens": 4}
+    for more, kind in (({}, "structural_tag"), ({"structured_outputs": {"choice": ["q"]}}, "choice")):
+        reply = served.http.post(path, json=body | asked | more)
+        assert reply.status_code == 200, reply.text
+        assert seen[-1].structured_outputs.kind == kind
+    wrong = {**tools[0], **({"function": {**STRICT[0]["function"]}} if is_chat else {})}
+    (wrong["function"] if is_chat else wrong)["parameters"] = {"type": "object", "contains": {}}
+    reply = served.http.post(path, json=body | asked | {"tools": [wrong]})
+    assert (reply.status_code, "contains" in reply.text) == (400, True)
+
+
+BAD = {"type": "object", "properties": {"a": {"type": "array", "contains": {}}}, "required": ["a"]}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "ab", "structured_outputs": {"json": BAD}}),
+        (
+            "/v1/chat/completions",
+            {
+                "messages": MESSAGES,
+                "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": BAD}},
+            },
+        ),
+        (
+            "/v1/responses",
+            {"input": "ab", "text": {"format": {"type": "json_schema", "name": "x", "schema": BAD}}},
+        ),
+        ("/v1/completions", {"prompt": "ab", "structured_outputs": {"grammar": "start: start"}}),
+    ],
+)
+def test_what_cannot_be_compiled_is_refused_with_its_place(served, path, body):
+    reply = served.http.post(path, json={"model": "tiny"} | body)
+    said = reply.json()["error"]["message"]
+    assert reply.status_code == 400
+    assert "#/properties/a" in said or "grammar" in said
+    assert served.http.get("/health").status_code == 200
 
 
 def test_a_completion_may_be_one_of_some_texts(served):

@@ -22,7 +22,8 @@ from jaxpaged.models.weights import StoredWeights
 from jaxpaged.step.state import FinishReason
 from reference import model as reference_model
 from reference.beam_search import BeamSearch, Hypothesis, beam_search
-from tests import tiny
+from reference.sampler import TokenAutomaton
+from tests import tiny, tiny_grammars
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 SEARCHES = json.loads((GOLDENS / "beam_searches.json").read_text())
@@ -92,6 +93,40 @@ def with_ends(driver: Driver, *ends: int) -> Driver:
     model_config = dataclasses.replace(tiny.CONFIG, eos_token_ids=ends)
     driver.door = dataclasses.replace(driver.door, model_config=model_config)
     return driver
+
+
+def barred_logprobs(prompt: list[int], constraint: TokenAutomaton, tokens: list[int]) -> np.ndarray:
+    """Return the log-probabilities of the allowed tokens, minus infinity for others."""
+    logits = np.full(tiny.CONFIG.vocab_size, -np.inf)
+    allowed = sorted(constraint.allowed(tokens[len(prompt) :]))
+    logits[allowed] = tiny.reference_logits(tuple(tokens))[-1][allowed]
+    with np.errstate(divide="ignore"):
+        return log_softmax(logits)
+
+
+@pytest.mark.parametrize("seed", [0, 3, 8])
+def test_every_beam_follows_its_own_state_of_the_automaton(seed):
+    """Seed 0 allows one token at a time, so that no other beam is left; others have ends, forks and loops."""
+    [prompt] = tiny.prompts([20], seed=seed)
+    asked = tiny_grammars.asking(seed)
+    params = BeamSearchParams(beam_width=2, max_tokens=14, **asked)
+    constraint = tiny_grammars.oracle(asked["structured_outputs"])
+    search = BeamSearch(prompt, 2, 20 + 14, (tiny_grammars.END,))
+    want = beam_search(functools.partial(barred_logprobs, prompt, constraint), search)
+    driver = constrained_driver()
+    company = tiny.prompts([30, 9], seed=1)
+    [output] = searched(driver, [(prompt, params)], company)
+    assert_same(output, want)
+    for sequence in output.sequences:
+        answer = sequence.tokens[len(prompt) :]
+        assert all(token in constraint.allowed(answer[:i]) for i, token in enumerate(answer))
+    tiny.assert_nothing_is_held(driver)
+
+
+@functools.cache
+def constrained_driver() -> Driver:
+    """Return the engine of the tests of structured outputs, with the same program."""
+    return tiny_grammars.with_grammars(tiny.driver(**tiny.SWAP, scheduling_policy="priority"))
 
 
 def likeliest(tokens: list[int], count: int) -> list[int]:

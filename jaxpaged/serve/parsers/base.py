@@ -210,6 +210,20 @@ def without_end[T](reads: Reads[T], give: Give, chars: str, most: int | None = N
             held[:] = [text[-most:]]
 
 
+@dataclasses.dataclass(frozen=True)
+class CallMarks:
+    """Texts around the parts of a call that a model writes as marked JSON.
+
+    A call is `before_name`, its name as JSON, `before_arguments`, them as JSON, and `end`. It begins with
+    `trigger`, which stands nowhere else.
+    """
+
+    trigger: str
+    before_name: str
+    before_arguments: str
+    end: str
+
+
 class Parser:
     """Reads one answer. Subclasses have the generator `read`.
 
@@ -221,6 +235,8 @@ class Parser:
     signs: ClassVar[tuple[str, ...]] = ()
     # The mark behind which the answer begins, for a parser of reasoning; None where no one mark tells it.
     end_mark: ClassVar[str | None] = None
+    # How calls are written, for a parser of marked JSON; None for other forms.
+    call_marks: ClassVar[CallMarks | None] = None
 
     def __init__(self, tools: Sequence[Mapping[str, Any]] = (), prompt: str = "", begun: str = "") -> None:
         self.tools, self.prompt, self.begun = tools, prompt, begun

@@ -1,6 +1,6 @@
 """Calls as Hermes and Qwen write them: a JSON object between <tool_call> and </tool_call>."""
 
-from jaxpaged.serve.parsers.base import SPACE, Marks, Parser, Reads, Source, Text
+from jaxpaged.serve.parsers.base import SPACE, CallMarks, Marks, Parser, Reads, Source, Text
 from jaxpaged.serve.parsers.json_calls import call_object
 from jaxpaged.serve.parsers.registry import tool_parser
 
@@ -13,6 +13,7 @@ class Hermes(Parser):
     """Several objects may stand between two marks. A call whose last brace or mark is missing is one, too."""
 
     signs = (BEGIN,)
+    call_marks = CallMarks(BEGIN, f'{BEGIN}\n{{"name": ', ', "arguments": ', f"}}\n{END}")
 
     def read(self, source: Source) -> Reads[None]:
         """Yield text up to a mark, then the calls behind it."""
