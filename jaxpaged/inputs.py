@@ -8,8 +8,12 @@ from jaxpaged.checks import check
 __all__ = ["PromptType", "TextPrompt", "TokensPrompt", "check_prompt_keys"]
 
 # What a prompt that is a mapping may say, beside fields of vLLM's for inputs that are not text.
-KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+KEYS = ("prompt", "prompt_token_ids", "cache_salt", "continue_from")
 NOT_TEXT = ("multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs", "prompt_embeds", "token_type_ids")
+
+
+# The first tokens of an answer that is to go on; with several answers, a list of such lists or None.
+type Continued = Sequence[int] | Sequence[Sequence[int] | None]
 
 
 class TextPrompt(TypedDict):
@@ -17,6 +21,7 @@ class TextPrompt(TypedDict):
 
     prompt: str
     cache_salt: NotRequired[str | None]
+    continue_from: NotRequired[Continued | None]
 
 
 class TokensPrompt(TypedDict):
@@ -25,6 +30,7 @@ class TokensPrompt(TypedDict):
     prompt_token_ids: list[int]
     prompt: NotRequired[str | None]
     cache_salt: NotRequired[str | None]
+    continue_from: NotRequired[Continued | None]
 
 
 PromptType = str | Sequence[int] | TextPrompt | TokensPrompt

@@ -201,12 +201,12 @@ def driver(
 
     Drivers of the same sizes share one compiled loop: leave the defaults where a test does not care.
     """
-    return Driver(EngineConfig(**DEFAULTS | options), model_config, load_model)
+    return Driver(EngineConfig(**DEFAULTS | options), model_config, load_model, adapter_names=NAMES)
 
 
 def engine(model_config: ModelConfig = CONFIG, **options: Any) -> Engine:
     """Create an engine with a thread over the tiny model. The caller closes it."""
-    return Engine(EngineConfig(**DEFAULTS | options), model_config, load)
+    return Engine(EngineConfig(**DEFAULTS | options), model_config, load, adapter_names=NAMES)
 
 
 def replace(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, function: Callable[..., Any]) -> None:
@@ -250,10 +250,10 @@ class Brake:
         driver = driver_of(engine)
         turn = driver.turn
 
-        def slow_turn() -> list[Delta]:
-            while not (self._is_off or engine.stopped or self._turns.acquire(timeout=0.01)):
+        def slow_turn(max_steps: int = 1) -> list[Delta]:
+            while max_steps and not (self._is_off or engine.stopped or self._turns.acquire(timeout=0.01)):
                 pass
-            return turn(max_steps=1)
+            return turn(max_steps=max_steps)
 
         monkeypatch.setattr(driver, "turn", slow_turn)
 

@@ -147,7 +147,10 @@ class AsyncLLM:
             self.engine.door.admit, params=params, priority=priority, lora_request=lora_request
         )
         read = functools.partial(
-            self.llm.read_prompt, tokenization_kwargs=tokenization_kwargs, cuts=getattr(params, "cuts", None)
+            self.llm.read_prompt,
+            tokenization_kwargs=tokenization_kwargs,
+            cuts=getattr(params, "cuts", None),
+            may_continue=True,
         )
         is_long = _is_long(prompt) or _work_of(params) > streams.CHECKED_HERE
         return Admitted(*await self._read(is_long, read, prompt, admit))
@@ -216,6 +219,43 @@ class AsyncLLM:
     async def reset_prefix_cache(self) -> bool:
         """Forget cached prefixes: see `LLM.reset_prefix_cache`."""
         return await asyncio.to_thread(self.engine.reset_prefix_cache)
+
+    @property
+    def weight_version(self) -> int:
+        """Version of the weights: see `LLM.weight_version`."""
+        return self.engine.weight_version
+
+    async def update_weights(self, weights: Any, *, version: int | None = None) -> int:
+        """Put new weights in the place of old ones: see `LLM.update_weights`."""
+        return await asyncio.to_thread(self.engine.update_weights, weights, version)
+
+    async def pause_generation(self, *, mode: str = "abort", clear_cache: bool = True) -> None:
+        """Let nothing run until `resume_generation`: see `LLM.pause_generation`."""
+        await asyncio.to_thread(self.engine.pause, mode, clear_cache=clear_cache)
+
+    async def resume_generation(self) -> None:
+        """Let requests run again: see `LLM.resume_generation`."""
+        await asyncio.to_thread(self.engine.resume)
+
+    async def is_paused(self) -> bool:
+        """Return whether requests wait for `resume_generation`."""
+        return self.engine.is_paused
+
+    async def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        """Pause generation, and give memory back: see `LLM.sleep`."""
+        await asyncio.to_thread(self.engine.sleep, level, mode)
+
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Take memory again, and go on: see `LLM.wake_up`."""
+        await asyncio.to_thread(self.engine.wake_up, tags)
+
+    async def is_sleeping(self) -> bool:
+        """Return whether the engine sleeps."""
+        return self.engine.is_sleeping
+
+    async def release_kv_cache_memory(self) -> None:
+        """Give back the memory of K and V: see `LLM.release_kv_cache_memory`."""
+        await asyncio.to_thread(self.engine.release_kv_cache)
 
     @property
     def is_running(self) -> bool:

@@ -51,8 +51,10 @@ class LLM(LoadedModel):
 
         A prompt is a string, a list or array of token ids, or a mapping with "prompt" or "prompt_token_ids"
         (`TextPrompt`, `TokensPrompt`), and with a "cache_salt" if only prompts of the same salt may share its
-        blocks. `sampling_params` is one for all prompts or a list with one each, and so are `lora_request`,
-        None for the model alone, and `priority`, lower first, with `scheduling_policy="priority"`.
+        blocks. With "continue_from", the first tokens of an answer, that answer goes on, and the output has
+        its new tokens. With n answers it is a list with the tokens of each, None for one that has ended.
+        `sampling_params` is one for all prompts or a list with one each, and so are `lora_request`, None for
+        the model alone, and `priority`, lower first, with `scheduling_policy="priority"`.
         `tokenization_kwargs` may say whether texts get special tokens ({"add_special_tokens": False}), and
         how long prompts are cut ({"truncate_prompt_tokens": 100}, as `SamplingParams` may). Nothing runs
         unless all are valid. May be called from several threads, which then share the engine.
@@ -123,9 +125,8 @@ class LLM(LoadedModel):
                     self.engine.door.admit, params=its, priority=urgency, lora_request=adapter
                 )
                 cuts = getattr(its, "cuts", None)
-                asked.append(
-                    (i, *self.read_prompt(prompt, admit, tokenization_kwargs=tokenization_kwargs, cuts=cuts))
-                )
+                read = functools.partial(self.read_prompt, cuts=cuts, may_continue=True)
+                asked.append((i, *read(prompt, admit, tokenization_kwargs=tokenization_kwargs)))
             except InputError as error:
                 if on_error is None:
                     raise of_prompt(i, len(many), error) from error

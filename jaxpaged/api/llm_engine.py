@@ -84,9 +84,8 @@ class LLMEngine:
         admit = functools.partial(
             self.llm.engine.door.admit, params=params, priority=priority, lora_request=lora_request
         )
-        text, requests = self.llm.read_prompt(
-            prompt, admit, tokenization_kwargs=tokenization_kwargs, cuts=getattr(params, "cuts", None)
-        )
+        read = functools.partial(self.llm.read_prompt, prompt, admit, may_continue=True)
+        text, requests = read(tokenization_kwargs=tokenization_kwargs, cuts=getattr(params, "cuts", None))
         put = self._items.put
         handles = self.llm.engine.submit_all(requests, lambda item: put((request_id, item)))
         self._underway[request_id] = _Underway(self.llm, text, requests, handles)

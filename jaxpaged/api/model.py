@@ -12,11 +12,12 @@ from jaxpaged.api.prompts import (
     template_text,
     tokenization,
 )
+from jaxpaged.api.rollouts import RolloutMethods
 from jaxpaged.checks import InputError, check, checked_bool, checked_choice
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine import gpu_flags, machine
 from jaxpaged.engine.adapters import Adapters
-from jaxpaged.engine.driver import CALL_CLASSES
+from jaxpaged.engine.driver_calls import CALL_CLASSES
 from jaxpaged.engine.engine import Engine
 from jaxpaged.engine.setup import resolve_dtype
 from jaxpaged.handover.blocks import Blocks
@@ -33,7 +34,7 @@ from jaxpaged.vllm_names import options as vllm_options
 from pallas_kernels import native
 
 
-class LoadedModel(PoolingMethods):
+class LoadedModel(RolloutMethods, PoolingMethods):
     """Base of `LLM`: a model that is loaded once, its tokenizer, and the engine that answers.
 
     `model`: "smollm2", a directory with a Hugging Face config and safetensors, a .gguf file, or a hub id (of
@@ -186,14 +187,20 @@ class LoadedModel(PoolingMethods):
         *,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         cuts: str | None = None,
+        may_continue: bool = False,
     ) -> tuple[str | None, T]:
         """Return a prompt's text, where it was given as text, and what `admit` makes of its token ids and its
-        salt. `cuts`: as `tokenize` takes it. Raises `InputError`.
+        salt; and of what the answers begin with, if they `may_continue`. `cuts`: as `tokenize` takes it.
+        Raises `InputError`.
         """
         text, token_ids, salt = split_prompt(prompt)
+        begun = prompt.get("continue_from") if isinstance(prompt, Mapping) else None
+        check("continue_from", begun, "left out here", begun is None or may_continue)
         if token_ids is None:
             token_ids = self.tokenize(str(text), cuts=cuts, **tokenization(tokenization_kwargs))
-        return text, admit(token_ids, cache_salt=salt)
+        if begun is None:
+            return text, admit(token_ids, cache_salt=salt)
+        return text, admit(token_ids, cache_salt=salt, continue_from=begun)
 
     def tokenize(self, text: str, *, add_special_tokens: bool = True, cuts: str | None = None) -> list[int]:
         """Return the token ids of a prompt. Raises `InputError`.

@@ -42,6 +42,8 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: Literal["stop", "length", "abort"] | None = None  # None while there is more to come
     stop_reason: int | str | None = None  # the stop string or `stop_token_ids` token that ended it
+    # For each place of the answer: the version of the weights that sampled it (`LLM.weight_version`).
+    weight_versions: list[int] | None = None
 
     def finished(self) -> bool:
         return self.finish_reason is not None
@@ -165,6 +167,7 @@ def _completion(answer: Delta, names: Names | None) -> CompletionOutput:
         logprobs=None if scores is None else _logprobs(answer.token_ids, scores, names),  # type: ignore[arg-type]  # none of these is None
         finish_reason=FINISH_REASONS[answer.finish_reason],
         stop_reason=answer.stop_reason,
+        weight_versions=list(answer.weight_versions),
     )
 
 

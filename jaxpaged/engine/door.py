@@ -15,6 +15,7 @@ from jaxpaged.checks import InputError, check, check_salt, checked_int, is_int, 
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine.adapters import Adapter, Adapters
 from jaxpaged.engine.arena import Grammar
+from jaxpaged.engine.continued import continued
 from jaxpaged.engine.dead_ends import dead_end
 from jaxpaged.engine.grammars import Grammars
 from jaxpaged.engine.request import Request, arrival_of
@@ -100,9 +101,12 @@ class Door:
         self,
         prompt_token_ids: Sequence[int] | np.ndarray,
         params: SamplingParams,
+        continue_from: Any = None,
         **options: Unpack[RequestOptions],
     ) -> list[Request]:
         """Return a request for each of the prompt's `params.n` answers, to be queued together.
+
+        continue_from: tokens of the answers that are known, as `LLM.generate` takes them.
 
         The requests have a copy of `params`, which may be changed afterwards. Raises `InputError`.
         """
@@ -114,7 +118,12 @@ class Door:
         first = self._first(prompt_token_ids, params, **options)
         self._check_blocks(first)
         others = range(1, params.n)
-        return [first, *(dataclasses.replace(first, params=params.of_answer(i), index=i) for i in others)]
+        made = [first, *(dataclasses.replace(first, params=params.of_answer(i), index=i) for i in others)]
+        return (
+            made
+            if continue_from is None
+            else continued(made, continue_from, self.model_config.vocab_size, self.tokenizer)
+        )
 
     def admit_search(
         self,

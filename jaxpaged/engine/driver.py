@@ -21,12 +21,14 @@ from jaxpaged.config import EngineConfig
 from jaxpaged.engine import capacity, machine, start
 from jaxpaged.engine.adapters import beside
 from jaxpaged.engine.door import Door, filled
+from jaxpaged.engine.driver_calls import CALLS
 from jaxpaged.engine.host_rows import HostRow, HostRows
 from jaxpaged.engine.occupancy import Occupancy, occupancy
 from jaxpaged.engine.pace import Pace
 from jaxpaged.engine.replicas import Replicas
 from jaxpaged.engine.request import Delta, Request
 from jaxpaged.engine.request_queue import Queued, RequestQueue
+from jaxpaged.engine.residence import MEMORY, Residence
 from jaxpaged.engine.rooms import WRITTEN_BLOCKS, InUse, Rooms
 from jaxpaged.engine.setup import Setup
 from jaxpaged.engine.snapshot import Snapshot
@@ -41,15 +43,14 @@ from jaxpaged.models.load_as import LoadAs
 from jaxpaged.models.lora import Arrays
 from jaxpaged.models.names import Names
 from jaxpaged.models.quantised import codes as quantised
-from jaxpaged.parallel.calls import SendCall, SharedCalls
+from jaxpaged.parallel.calls import SendCall
 from jaxpaged.parallel.mesh import BY_SHARD, from_host
 from jaxpaged.parallel.processes import Leader, Processes
-from jaxpaged.sampling_state import LogitRules, SamplingState
 from jaxpaged.status import raise_if_error
 from jaxpaged.step import loop
-from jaxpaged.step.automata import BLOCK_WORDS, GrammarRows
+from jaxpaged.step.automata import BLOCK_WORDS
 from jaxpaged.step.report import Report
-from jaxpaged.step.state import Beams, Counter, EngineState, Rows, empty_rows, without_kv
+from jaxpaged.step.state import Counter, EngineState, Rows, empty_rows, without_kv
 
 # Requests submitted in one dispatch, and tokens written in one.
 SUBMIT_LINES = 8
@@ -63,18 +64,10 @@ class Run:
     report: Report
     stays: np.ndarray  # `HostRows.stays` when it was dispatched
     began: float  # when it was dispatched, by `time.perf_counter`
+    weight_version: int  # of the weights that it computes with
 
 
-# The dataclasses that calls to other processes have among their arrays.
-CALL_CLASSES = Rows, SamplingState, LogitRules, Beams, GrammarRows
-# The driver's calls to its devices, of host arrays, which all processes of a model make.
-CALLS = SharedCalls(
-    *("_forget_prefixes", "_abort_arrivals", "_dispatch", "_put_adapter", "_place", "_write_chunk"),
-    "_write_automaton",
-)
-
-
-class Driver:
+class Driver(Residence):
     """The owner of model and state. One `turn` dispatches the next run and reads the one before."""
 
     def __init__(
@@ -98,6 +91,7 @@ class Driver:
         max_len = None if size is None else capacity.served_len(setup, size)
         logging.info("attention: %s (%s)", setup.attention, setup.attention_reason)
         model = start.load(setup, load_model)
+        self._load_model, self._names = load_model, adapter_names
         for implementation, count in quantised.implementations(nnx.state(model)).items():
             logging.info("products with quantised weights: %s for %d of them", implementation, count)
         adapters = beside(model, adapter_names, setup)
@@ -146,9 +140,9 @@ class Driver:
         """Counts by `Counter` as last reported: int32 [counters], or [replicas, counters]."""
         return np.asarray(self._counters)
 
-    def add(self, request: Request, answer: Sequence[int] = ()) -> None:
+    def add(self, request: Request, answer: Sequence[int] | None = None) -> None:
         """Queue a request that came through the door, with what is known of its answer."""
-        self.queue.add(request, answer)
+        self.queue.add(request, request.continues if answer is None else answer)
 
     def abort(self, request_ids: Sequence[int]) -> list[Delta]:
         """End these requests. Return the last deltas of those without a row; the others' come with turns."""
@@ -171,7 +165,7 @@ class Driver:
         dispatched = None
         if self.rows.has_any:
             began, stays = time.perf_counter(), self.rows.stays
-            dispatched = Run(self._run(max_steps), stays, began)
+            dispatched = Run(self._run(max_steps), stays, began, self.weight_version)
         self.first_run = []
         deltas = [] if self._unread is None else self._read(self._unread)
         self._unread = dispatched if self.rows.has_any else None
@@ -198,6 +192,7 @@ class Driver:
         """Format of this engine's blocks. The first time it reads all weights. Raises `InputError` if blocks
         cannot travel.
         """
+        self.require(*MEMORY)
         its = self.door.model_config, self.setup.grouping, self.params, self._state.kv_cache
         return exchange.describe_format(self.config, *its)
 
@@ -208,6 +203,7 @@ class Driver:
         return Blocks(block_format, chain.token_ids, chain.present, cache_salt, arrays)
 
     def locate(self, prompt: np.ndarray, cache_salt: str | None) -> exchange.Chain:
+        self.require(*MEMORY)
         its = self.door.salts.number(cache_salt), self.step_config.grouping.specs
         return exchange.locate(self._state, prompt, *its, self._mesh)
 
@@ -224,6 +220,7 @@ class Driver:
 
     def adopt(self, blocks: Blocks, chunks: Iterator[exchange.Chunk]) -> int:
         """Cache blocks of this engine's format, whose K and V come in chunks."""
+        self.require(*MEMORY)
         its = blocks.token_ids, blocks.present, self.door.salts.number(blocks.cache_salt)
         reservation = exchange.reserve(self._state, *its, self._mesh)
         if reservation is None:
@@ -427,7 +424,7 @@ class Driver:
         prompts = None
         if self.rows.wants_prompt_scores:
             prompts = self._replicas.merged_prompts(jax.device_get(run.report.prompt_scores))
-        deltas, self.first_run = self.rows.read(report, prompts, run.stays)
+        deltas, self.first_run = self.rows.read(report, prompts, run.stays, run.weight_version)
         self._note(report, run.began)
         return deltas
 

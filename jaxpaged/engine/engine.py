@@ -22,6 +22,7 @@ from jaxpaged.engine.handle import EngineDeadError, Handle, Sink, or_raise
 from jaxpaged.engine.occupancy import Occupancy
 from jaxpaged.engine.recording import Recorder
 from jaxpaged.engine.request import Delta, Request
+from jaxpaged.engine.rest import Rest
 from jaxpaged.engine.snapshot import Snapshot
 from jaxpaged.engine.start import Shapes
 from jaxpaged.engine.stats import Stats
@@ -36,14 +37,14 @@ from jaxpaged.parallel.processes import Follower, Processes
 from jaxpaged.sampling_params import SamplingParams
 
 
-class Engine:
+class Engine(Rest):
     """An engine that serves a model. `with` closes it; so does forgetting it, and the end of the program.
 
     load_model: returns the model in the form asked for; called when the options are known to be good.
     tokenizer: one of transformers', for the text of deltas.
     record_trace: as in `LLM`.
     shapes: returns the model with shapes for arrays, where weights are quantised.
-    adapter_names: names of the model's weights in adapters, for `enable_lora`.
+    adapter_names: names of the model's weights in Hugging Face's model: for adapters, and for new weights.
     processes: the processes that `parallel.processes.join` has met, for `num_processes`. In all but process 0
         the constructor raises `SystemExit` when process 0 ends.
     """
@@ -201,6 +202,8 @@ class Engine:
     def close(self) -> None:
         """Stop, and end what is in flight with `EngineDeadError`. May be called again."""
         self._close()
+        if self.door.grammars is not None:
+            self.door.grammars.close()
 
     def __enter__(self) -> Self:
         return self
@@ -220,9 +223,12 @@ class _Worker:
         self._last_request_id = 0
         self._in_flight: dict[int, Handle] = {}
         self._submitted: list[Request] = []
+        self._held: list[Request] = []  # which came after a pause that waits for others
         self._aborted: list[int] = []
         self._questions: list[Callable[[], None]] = []  # of `ask`
         self._stopped: EngineDeadError | None = None
+        self.is_paused = self.is_asleep = False
+        self._drained: Future[None] | None = None  # who waits for the end of all that is in flight
         self._thread = threading.Thread(target=self._serve, name="jaxpaged-engine", daemon=True)
         self._thread.start()
 
@@ -249,7 +255,8 @@ class _Worker:
             for request in requests:
                 self._last_request_id += 1
                 handles.append(handle_of(dataclasses.replace(request, request_id=self._last_request_id)))
-            self._submitted += [handle.request for handle in handles]
+            inbox = self._submitted if self._drained is None else self._held
+            inbox += [handle.request for handle in handles]
             self._in_flight |= {handle.request_id: handle for handle in handles}
             self._changed.notify()
         return handles
@@ -283,6 +290,52 @@ class _Worker:
             put()
         return answer.result()
 
+    def act[T](self, action: Callable[[Driver], tuple[list[Delta], T]]) -> T:
+        """Let the driver do something between two runs, and deliver the deltas that come of it."""
+
+        def done(driver: Driver) -> T:
+            deltas, result = action(driver)
+            self._deliver_all(deltas)
+            return result
+
+        return self.ask(done)
+
+    def drain(self) -> None:
+        """Wait for all that is in flight, and let nothing run from then on."""
+        with self._lock:
+            if self._stopped is not None:
+                or_raise(self._stopped)
+            drained = self._drained = self._drained or Future()
+            self._changed.notify()
+        drained.result()
+
+    def pause(self, *, aborts: bool) -> None:
+        """Let nothing run from now on; what is in flight is aborted, or kept as it is."""
+
+        def pause(driver: Driver) -> tuple[list[Delta], None]:
+            deltas = driver.settle()
+            if aborts:
+                with self._lock:
+                    wanted = list(self._in_flight.keys() - {new.request_id for new in self._submitted})
+                deltas += self._ended_now(wanted)
+            self.is_paused = True
+            return deltas, None
+
+        self.act(pause)
+
+    def resume(self) -> None:
+        """Let requests run again."""
+        with self._lock:
+            self.is_paused = False
+            self._changed.notify()
+
+    def _ended_now(self, request_ids: Sequence[int]) -> list[Delta]:
+        """Abort requests, and return their last deltas, without a step for any other."""
+        deltas = self._driver.abort(request_ids)
+        while self._driver.rows.has_aborted:
+            deltas += self._driver.turn(max_steps=0)
+        return deltas
+
     def stop(self, error: EngineDeadError | None = None) -> None:
         """Let the thread end after its turn, and send the error to everyone who waits."""
         if os.getpid() != self._pid:
@@ -290,6 +343,9 @@ class _Worker:
         with self._lock:
             self._stopped = self._stopped or error or EngineDeadError("the engine was closed")
             left, self._in_flight = self._in_flight, {}
+            if self._drained is not None:
+                self._drained.set_exception(self._stopped)
+                self._drained = None
             self._changed.notify()
         for handle in left.values():
             handle.put(self._stopped)
@@ -308,6 +364,8 @@ class _Worker:
         try:
             while self._take_inbox():
                 self._take_questions()
+                if self.is_paused:
+                    continue
                 next_began = time.time()
                 deltas = self._driver.turn()
                 self._note_scheduled(run_began)
@@ -324,16 +382,32 @@ class _Worker:
     def _take_inbox(self) -> bool:
         """Wait for work, and hand new requests and aborts to the driver; False when stopped."""
         with self._lock:
-            while not (self._stopped or self._has_mail or self._driver.has_work):
-                self._changed.wait()
+            while not (self._stopped or self._has_mail or self._runs):
+                self._end_drain()
+                if not self._has_mail:  # which came while it drained
+                    self._changed.wait()
             submitted, self._submitted = self._submitted, []
             aborted, self._aborted = self._aborted, []
-            stopped = self._stopped is not None
+            gone = [held for held in self._held if held.request_id in aborted]
+            self._held = [held for held in self._held if held not in gone]
         for request in submitted:
             self._driver.add(request)
+        self._deliver_all([Delta.aborted(request) for request in gone])
         if aborted:
-            self._deliver_all(self._driver.abort(aborted))
-        return not stopped
+            end = self._ended_now if self.is_paused else self._driver.abort
+            self._deliver_all(end(aborted))
+        return self._stopped is None
+
+    @property
+    def _runs(self) -> bool:
+        return self._driver.has_work and not self.is_paused
+
+    def _end_drain(self) -> None:
+        """Pause if that was to be when nothing is left in flight, and nothing is."""
+        if self._drained is not None:
+            self.is_paused = True
+            self._drained.set_result(None)
+            self._drained, self._submitted, self._held = None, self._held, []
 
     @property
     def _has_mail(self) -> bool:
@@ -357,10 +431,8 @@ class _Worker:
         with self._lock:
             handles = [self._in_flight.get(delta.request_id) for delta in deltas]
         told: list[tuple[Handle, Delta | TextError]] = []
-        ended, stopped = (
-            [],
-            [],
-        )  # stopped here, not on the device: their rows go on, and nobody waits for them
+        # Those stopped here, not on the device: their rows go on, and nobody waits for them.
+        ended, stopped = list[int](), list[int]()
         for handle, delta in zip(handles, deltas, strict=True):
             if handle is not None:
                 item = handle.told(delta)

@@ -23,7 +23,7 @@ def grammars_of(config: EngineConfig, model_config: ModelConfig, tokenizer: Any)
         return None
     vocab_size = model_config.vocab_size
     cache = GrammarCache(tokenizer, vocab_size, model_config.eos_token_ids)
-    return Grammars(lambda params: cache.get(params).result(), vocab_size, config.arena_words)
+    return Grammars(lambda params: cache.get(params).result(), vocab_size, config.arena_words, cache.close)
 
 
 class Grammars:
@@ -31,12 +31,18 @@ class Grammars:
 
     compile_: returns the automaton of a constraint; raises `InputError`.
     num_words: words of the device's arena.
+    close: ends what compiles.
     """
 
     def __init__(
-        self, compile_: Callable[[StructuredOutputsParams], Any], vocab_size: int, num_words: int
+        self,
+        compile_: Callable[[StructuredOutputsParams], Any],
+        vocab_size: int,
+        num_words: int,
+        close: Callable[[], None] = lambda: None,
     ) -> None:
         self._compile, self._vocab_size, self._num_words = compile_, vocab_size, num_words
+        self.close = close
         self._kept: collections.OrderedDict[str, Grammar] = collections.OrderedDict()
         self._lock = threading.Lock()
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from absl import logging
 
 from jaxpaged.engine.request import Delta, Request
-from jaxpaged.engine.texts import TextError, Texts, texts
+from jaxpaged.engine.texts import TextError, texts, texts_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,9 +55,7 @@ class Handle:
         self._sink = sink
         self._items: list[Item] = []
         # In the engine's thread, where a stop string is to end the row as soon as it is there.
-        self.stops = (
-            Texts(engine.tokenizer, request.params, request.prompt_token_ids) if request.params.stop else None
-        )
+        self.stops = texts_of(engine.tokenizer, request) if request.params.stop else None
         self.metrics = RequestMetrics(time.time(), None, None)
         self._more = threading.Condition()
 
@@ -159,4 +157,5 @@ def collect(deltas: Sequence[Delta]) -> Delta:
         prompt_scores=next((d.prompt_scores for d in deltas if d.prompt_scores is not None), None),
         num_hit_tokens=max(delta.num_hit_tokens for delta in deltas),
         text=None if last.text is None else "".join(delta.text or "" for delta in deltas),
+        weight_versions=tuple(version for delta in deltas for version in delta.weight_versions),
     )

@@ -81,6 +81,11 @@ class HostRows:
         return bool(self._columns["arrival"].any())
 
     @property
+    def has_aborted(self) -> bool:
+        """Whether any row has a request that was aborted, and whose end no report has told yet."""
+        return any(entry.is_aborted for _, entry in self.taken())
+
+    @property
     def stays(self) -> np.ndarray:
         """Copy of the stay in each row now, int64 [num_rows]: `read` needs it with the report of a run that
         is dispatched now.
@@ -135,13 +140,14 @@ class HostRows:
         self._columns[row] = 0
 
     def read(
-        self, report: Report, prompts: PromptScores | None, stays: np.ndarray
+        self, report: Report, prompts: PromptScores | None, stays: np.ndarray, weight_version: int = 0
     ) -> tuple[list[Delta], list[int]]:
         """Take what is new in a report of NumPy arrays, and free the rows of requests that have ended.
 
         prompts: what the run reports of prompts, where that is wanted.
         stays: `stays` as it was when the run was dispatched. A report says nothing of a row that was taken
             since, even if by the same request again.
+        weight_version: of the weights that the run computed with.
 
         Returns: the deltas, and the numbers of the requests that this report is the first to see run.
         """
@@ -156,14 +162,16 @@ class HostRows:
         begins = reported & ~columns["has_run"] & ((report.phase == Phase.RUNNING) | (num_new != 0))
         columns["has_run"] |= begins
         first_run = [entry.request.request_id for row in np.flatnonzero(begins) if (entry := self._rows[row])]
-        deltas = self._deltas(report, np.flatnonzero(changed & ~columns["is_beam"]), num_new)
+        rows = np.flatnonzero(changed & ~columns["is_beam"])
+        deltas = self._deltas(report, rows, num_new, weight_version)
         if columns["is_beam"].any():
-            deltas += self._follow_beams(report, np.flatnonzero(changed & columns["is_beam"]), num_new)
+            rows = np.flatnonzero(changed & columns["is_beam"])
+            deltas += self._follow_beams(report, rows, num_new, weight_version)
         for row in np.flatnonzero(reported & (report.finish_reason != 0)).tolist():
             self.leave(row)
         return deltas, first_run
 
-    def _deltas(self, report: Any, rows: np.ndarray, num_new: Any) -> list[Delta]:
+    def _deltas(self, report: Any, rows: np.ndarray, num_new: Any, weight_version: int) -> list[Delta]:
         """Return the newest `num_new` tokens of these rows, as deltas.
 
         The report has the last MAX_STEPS tokens of each row, oldest first.
@@ -188,12 +196,13 @@ class HostRows:
                     stop_reason=its_tokens[-1] if its_own else None,
                     prompt_scores=entry.scores_of_prompt() if its_tokens else None,
                     index=request.index,
+                    weight_versions=(weight_version,) * len(its_tokens),
                 )
             )
             entry.answer += its_tokens
         return deltas
 
-    def _follow_beams(self, report: Any, rows: np.ndarray, num_new: Any) -> list[Delta]:
+    def _follow_beams(self, report: Any, rows: np.ndarray, num_new: Any, weight_version: int) -> list[Delta]:
         """Extend what rows of beam searches hold, each from the row that held it when the run began.
 
         Return the deltas of those that have ended: a beam's answer is reported only then.
@@ -217,6 +226,7 @@ class HostRows:
                         num_hit_tokens=int(report.num_hit_tokens[row]),
                         finish_reason=reason,
                         index=request.index,
+                        weight_versions=(weight_version,) * len(entry.answer),
                         beam=Beam(float(report.cum_logprob[row]), int(report.beam_rank[row])),
                     )
                 )

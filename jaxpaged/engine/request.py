@@ -33,6 +33,8 @@ class Request:
     grammar: Grammar | None = None  # of its structured output
     grammar_opens: int | None = None  # token behind which the grammar begins; None: at the answer's beginning
     beams: BeamSearchParams | None = None  # of a beam search, of which it has a row: the first ones for beams
+    is_continued: bool = False  # whether some answers to the prompt are known in part
+    continues: tuple[int, ...] = ()  # the answer's first tokens, which are known already
     request_id: int = 0  # rises from request to request, from 1 on; given to it when it is queued
 
     @property
@@ -40,7 +42,8 @@ class Request:
         """Number of the request whose prompt it shares; 0 for none. Answers to a prompt are numbered in their
         order.
         """
-        return self.request_id - self.index if self.index and self.beams is None else 0
+        leads = self.index and self.beams is None and not self.is_continued
+        return self.request_id - self.index if leads else 0
 
     @property
     def needs_room(self) -> bool:
@@ -91,6 +94,7 @@ class Delta:
     text: str | None = None
     index: int = 0  # which of the prompt's answers
     beam: "Beam | None" = None  # of what a beam search has found
+    weight_versions: tuple[int, ...] = ()  # for each of these tokens, of the weights that sampled it
 
     @classmethod
     def aborted(cls, request: Request) -> "Delta":

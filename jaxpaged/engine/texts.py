@@ -107,6 +107,7 @@ class Texts:
             delta,
             token_ids=delta.token_ids[:num_tokens],
             scores=None if delta.scores is None else delta.scores[:num_tokens],
+            weight_versions=delta.weight_versions[:num_tokens],
             finish_reason=FinishReason.STOP,
             stop_reason=stop,
             text=self._give(end if self._includes else end - len(stop)),
@@ -129,4 +130,12 @@ def texts(tokenizer: Any, request: Request) -> Callable[[Delta], Delta]:
     params = request.params
     if tokenizer is None or params.stop or not params.detokenize:
         return lambda delta: delta
-    return Texts(tokenizer, params, request.prompt_token_ids)
+    return texts_of(tokenizer, request)
+
+
+def texts_of(tokenizer: Any, request: Request) -> Texts:
+    """Return what gives a request's deltas their text, behind the tokens with which its answer begins."""
+    made = Texts(tokenizer, request.params, request.prompt_token_ids)
+    if request.continues:
+        made(Delta(request.request_id, list(request.continues), None, 0))
+    return made

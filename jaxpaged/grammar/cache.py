@@ -1,6 +1,5 @@
-"""Cache of compiled constraints for one vocabulary: in memory, on disk, and else made by a worker."""
+"""Cache of compiled constraints for one vocabulary: on disk, and else made by a worker."""
 
-import collections
 import json
 import threading
 import weakref
@@ -13,14 +12,13 @@ from absl import logging
 from jaxpaged import disk_cache
 from jaxpaged.grammar import files
 from jaxpaged.grammar.automaton import TokenAutomaton
-from jaxpaged.grammar.nodes import Limits
+from jaxpaged.grammar.nodes import GrammarError, Limits
 from jaxpaged.grammar.vocabulary import TokenBytes, token_bytes
 from jaxpaged.grammar.worker import Worker
 from jaxpaged.text.vocabulary import Vocabulary
 
 SUFFIX = ".grammar"
 MAX_FILES = 256
-MAX_BYTES = 256 * 2**20  # of automata in memory that are done
 
 
 class Constraint(Protocol):
@@ -31,14 +29,17 @@ class Constraint(Protocol):
 
 
 class GrammarCache:
-    """Automata of constraints. Any thread may ask; one process compiles, one constraint after another."""
+    """Automata of constraints. Any thread may ask; one process compiles, one constraint after another.
+
+    What is done is kept on disk alone: who asked keeps it in memory.
+    """
 
     def __init__(
         self, tokenizer: Any, vocab_size: int, eos_ids: Sequence[int], limits: Limits | None = None
     ) -> None:
         self._made_from = tokenizer, vocab_size, tuple(eos_ids)
         self._limits = limits or Limits()
-        self._known: collections.OrderedDict[str, Future[TokenAutomaton]] = collections.OrderedDict()
+        self._under_way: dict[str, Future[TokenAutomaton]] = {}
         self._lock = threading.Lock()
         self._thread = ThreadPoolExecutor(1, "grammars")
         self._tokens: TokenBytes | None = None
@@ -46,34 +47,23 @@ class GrammarCache:
         self._finalizer = weakref.finalize(self, _end, self._thread, self.__dict__)
 
     def get(self, constraint: Constraint) -> Future[TokenAutomaton]:
-        """Return the automaton to come of a constraint: the same object while it is in memory.
+        """Return the automaton to come of a constraint: one for all who ask before it is done.
 
-        The future raises `GrammarError` for one that cannot be met, is too large or is not supported.
+        The future raises `GrammarError` for one that cannot be met, is too large or is not supported. Raises
+        `GrammarError` when the cache is closed.
         """
         key = constraint.key()
         with self._lock:
-            if (known := self._known.get(key)) is None:
-                known = self._known[key] = self._thread.submit(self._make, key)
-            self._known.move_to_end(key)
-            self._forget()
-        return known
+            if not self._finalizer.alive:
+                raise GrammarError("structured outputs cannot be compiled: the engine was closed")
+            if (found := self._under_way.get(key)) is None:
+                found = self._under_way[key] = self._thread.submit(self._make, key)
+        found.add_done_callback(lambda _: self._under_way.pop(key, None))
+        return found
 
     def close(self) -> None:
         """End the thread and the process. Nothing can be asked any more."""
         self._finalizer()
-
-    def _forget(self) -> None:
-        """Forget what failed, and what was used longest ago, until the rest is not too large."""
-        total = 0
-        for key, known in reversed(list(self._known.items())):
-            if not known.done():
-                continue
-            if known.cancelled() or known.exception() is not None:
-                del self._known[key]
-                continue
-            total += known.result().nbytes
-            if total > MAX_BYTES and key != next(reversed(self._known)):
-                del self._known[key]
 
     def _make(self, key: str) -> TokenAutomaton:
         if self._tokens is None:

@@ -10,6 +10,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxpaged.models import layers
+from jaxpaged.models.change import Change
 from jaxpaged.models.feed_forward import linear, stack
 from jaxpaged.models.norms import last_norm, norm
 from jaxpaged.models.quantised.codes import QuantisedWeight
@@ -41,6 +42,8 @@ class Streams(nnx.Module):
             whole = weights.get(role)
             assert whole is not None
             assert not isinstance(whole, QuantisedWeight)
+            if isinstance(whole, Change):
+                return layers.Linear(whole.split(self.count), form=weights.form)
             return layers.Linear(jnp.split(jnp.asarray(whole), self.count), form=weights.form)
 
         self.begin, self.end = products("altup_begin.weight"), products("altup_end.weight")

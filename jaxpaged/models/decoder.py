@@ -37,7 +37,7 @@ class Decoder(nnx.Module):
         self.embedding = nnx.Param(layers.on_device(table))
         del table
         positions = weights.get("positions.weight")
-        self.positions = None if positions is None else nnx.Param(jnp.asarray(positions))
+        self.positions = None if positions is None else nnx.Param(layers.on_device(positions))
         self.embedding_norm = last_norm(weights, "embedding_norm") if c.embedding_norm else None
         self.streams = Streams(weights) if c.altup is not None else None
         self.layer_inputs = LayerInputs(weights) if c.layer_inputs is not None else None
@@ -49,7 +49,7 @@ class Decoder(nnx.Module):
         """Make the head's product; None where a tied table serves as it is stored."""
         if not self.config.tie_word_embeddings:
             table = weights.get("lm_head.weight")
-        elif isinstance(self.embedding.get_value(), QuantisedWeight):
+        elif layers.is_quantised(self.embedding.get_value()):
             return None
         elif self.form.own == "native":
             table = self.embedding[...]

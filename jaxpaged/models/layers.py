@@ -12,6 +12,8 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int, Num
 
+from jaxpaged.models.change import Change, StackChange
+from jaxpaged.models.host_arrays import aligned, placed, put
 from jaxpaged.models.layer_form import LayerForm, form_of
 from jaxpaged.models.quantised.codes import QuantisedWeight
 from jaxpaged.models.ropes import (
@@ -28,7 +30,7 @@ from pallas_kernels.ops import ProductImplementation, low_rank
 from pallas_kernels.xla import products as xla
 
 Values = Array | np.ndarray  # a weight during loading
-type Weight = Float[Values, "..."] | QuantisedWeight
+type Weight = Float[Values, "..."] | QuantisedWeight | Change
 Layer = int | Int[Array, ""]  # a layer's number, counted from 0; an array in a loop over layers
 
 
@@ -69,43 +71,26 @@ def stacked(weights: Iterable[Any], count: int) -> Any:
     together: Any = None
     rest = iter(weights)
     for i, weight in enumerate(rest):
+        if isinstance(weight, Change):
+            return StackChange(itertools.chain([weight], rest))
         if isinstance(jax.tree.leaves(weight)[0], jax.core.Tracer):
             return jax.tree.map(lambda *each: jnp.stack(each), weight, *rest)
         if together is None:
-            together = jax.tree.map(lambda array: _aligned((count, *array.shape), array.dtype), weight)
-        jax.tree.map(lambda target, array, i=i: _put(target[i], np.asarray(array)), together, weight)
+            together = jax.tree.map(lambda array: aligned((count, *array.shape), array.dtype), weight)
+        jax.tree.map(lambda target, array, i=i: put(target[i], np.asarray(array)), together, weight)
     return jax.device_put(together)
 
 
-def on_device(weight: Num[Values, "..."] | QuantisedWeight) -> Any:
-    """Put an array, or the arrays of a quantised weight, on the device."""
-    return jax.tree.map(_placed, weight) if isinstance(weight, QuantisedWeight) else jnp.asarray(weight)
+def on_device(weight: Num[Values, "..."] | QuantisedWeight | Change) -> Any:
+    """Put an array, or the arrays of a quantised weight, on the device. A change stays as it is."""
+    if isinstance(weight, Change):
+        return weight
+    return jax.tree.map(placed, weight) if isinstance(weight, QuantisedWeight) else jnp.asarray(weight)
 
 
-def _placed(array: Num[Values, "..."]) -> Num[Array, "..."]:
-    if not isinstance(array, np.ndarray):
-        return array
-    target = _aligned(array.shape, array.dtype)
-    _put(target, array)
-    return jax.device_put(target)
-
-
-def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Return an empty array aligned as JAX needs on a CPU, so that JAX takes it over without a copy."""
-    num_bytes = math.prod(shape) * dtype.itemsize
-    memory = np.empty(num_bytes + _ALIGNMENT, np.uint8)
-    start = -memory.ctypes.data % _ALIGNMENT
-    return memory[start : start + num_bytes].view(dtype).reshape(shape)
-
-
-_ALIGNMENT = 64
-
-
-def _put(target: np.ndarray, values: np.ndarray) -> None:
-    """Copy values into `target`, two numbers of two bytes at a time where possible: twice as fast."""
-    if values.itemsize == 2 and values.ndim and values.shape[-1] % 2 == 0 and values.strides[-1] == 2:
-        target, values = target.view(np.uint32), values.view(np.uint32)
-    target[...] = values
+def is_quantised(weight: Any) -> bool:
+    """Return whether a weight is quantised, or the change of one that is."""
+    return isinstance(weight, QuantisedWeight) or (isinstance(weight, Change) and weight.is_quantised)
 
 
 class Stack(nnx.Module):
@@ -150,8 +135,8 @@ class Linear(nnx.Module):
 
     def __init__(
         self,
-        weights: Sequence[Float[Values, "out_features in_features"] | QuantisedWeight] | Each,
-        biases: Sequence[Float[Values, " out_features"]] | Each | None = None,
+        weights: Sequence[Float[Values, "out_features in_features"] | QuantisedWeight | Change] | Each,
+        biases: Sequence[Float[Values, " out_features"] | Change] | Each | None = None,
         *,
         form: LayerForm | None = None,
         together: bool | None = None,
@@ -162,7 +147,7 @@ class Linear(nnx.Module):
         rest = iter(weights)
         first = next(rest)
         self.out_features = first.shape[0]
-        self.is_quantised = isinstance(first, QuantisedWeight)
+        self.is_quantised = is_quantised(first)
         form = form or form_of(jnp.dtype(first.dtype))
         together = form.loops if together is None else together
         self.implementation = form.stacked if together else form.own
@@ -175,7 +160,7 @@ class Linear(nnx.Module):
         elif self.is_quantised:
             self.kernel = Stack(each, len(weights), together=together)
         else:
-            kernels = (_PACKED[self.implementation](w) for w in each)
+            kernels = (_packed(w, self.implementation) for w in each)
             self.kernel = Stack(kernels, len(weights), together=together)
         self.bias = None if biases is None else Stack(biases, len(biases), together=together)
 
@@ -220,6 +205,11 @@ _PACKED: dict[ProductImplementation, Callable[[Any], Any]] = {
     "mosaic_gpu": dense_product.pack,
     "xla": lambda weight: weight.T,
 }
+
+
+def _packed(weight: Any, implementation: ProductImplementation) -> Any:
+    pack = _PACKED[implementation]
+    return weight.mapped(pack) if isinstance(weight, Change) else pack(weight)
 
 
 def _places(count: int, groups: Sequence[Sequence[int]]) -> Int[Array, "2 num_layers"]:

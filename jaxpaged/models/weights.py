@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -193,7 +194,13 @@ class StoredWeights(Weights):
         segments: tuple[SegmentSpec, ...] | None = None,
         layer: int | None = None,
     ) -> layers.Weight:
-        pieces, shard = self._restored(role, pieces, layer), self._shard
+        return self._formed(role, self._restored(role, pieces, layer), segments)
+
+    def _formed(
+        self, role: str, pieces: Pieces, segments: tuple[SegmentSpec, ...] | None = None
+    ) -> layers.Weight:
+        """Make a weight of its pieces in the decoder's order: cut, joined, and quantised or converted."""
+        shard = self._shard
         shape = sum(map(len, pieces)), *pieces[0].shape[1:]
         cut, quantised = self._cut(role, shape), None
         if cut is not None and (cut.inputs is None or segments is None):
@@ -217,7 +224,7 @@ class StoredWeights(Weights):
 
     def _read(self, name: str, shape: Shape) -> np.ndarray:
         weight = self._tensors[name]
-        _check_form(name, weight, shape)
+        check_form(name, weight, shape)
         if self._shard is None:
             _check_numbers(name, weight)
         return weight
@@ -286,11 +293,12 @@ def check_names(config: ModelConfig, names: Names, found: Iterable[str]) -> None
 
 
 def _check(name: str, weight: np.ndarray, shape: Shape) -> None:
-    _check_form(name, weight, shape)
+    check_form(name, weight, shape)
     _check_numbers(name, weight)
 
 
-def _check_form(name: str, weight: np.ndarray, shape: Shape) -> None:
+def check_form(name: str, weight: Any, shape: Shape) -> None:
+    """Refuse an array of another shape, or of a type that no unquantised weight has."""
     if tuple(weight.shape) != shape:
         raise InputError(f"weight {name!r} has shape {tuple(weight.shape)}, must be {shape}")
     if weight.dtype.name not in ("float32", "bfloat16", "float16", "float64"):
@@ -325,7 +333,7 @@ def random_weights(config: ModelConfig, names: Names, seed: int) -> dict[str, np
         noise = rng.standard_normal(shape, dtype=np.float32)
         if name.endswith("norm.weight"):
             return 1 + 0.1 * noise
-        return noise * (0.1 if name.endswith("bias") else shape[-1] ** -0.5)
+        return noise * (0.1 if name.endswith("bias") else math.prod(shape[-1:]) ** -0.5)
 
     return {name: draw(name, shape) for name, shape in stored_shapes(config, names)}
 

@@ -102,7 +102,7 @@ def assembled[Model: nnx.Module](mesh: Mesh, load: Callable[[int], Model]) -> Mo
 
     shards = [loaded(number) for number in here]
     states = [states[replica] for replica in range(devices.shape[0]) for _, states in shards]
-    return nnx.merge(shards[0][0], jax.tree.map(lambda *parts: _joined(mesh, parts), *states))
+    return nnx.merge(shards[0][0], jax.tree.map(lambda *parts: joined_by_shard(mesh, parts), *states))
 
 
 def from_host(mesh: Mesh, spec: PartitionSpec, tree: Any) -> Any:
@@ -114,10 +114,12 @@ def from_host(mesh: Mesh, spec: PartitionSpec, tree: Any) -> Any:
 def repeated(mesh: Mesh, tree: Any) -> Any:
     """Return global arrays of which every shard has the same values."""
     devices = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
-    return jax.tree.map(lambda x: _joined(mesh, [jax.device_put(x, device) for device in devices]), tree)
+    return jax.tree.map(
+        lambda x: joined_by_shard(mesh, [jax.device_put(x, device) for device in devices]), tree
+    )
 
 
-def _joined(mesh: Mesh, parts: Iterable[jax.Array]) -> jax.Array:
+def joined_by_shard(mesh: Mesh, parts: Iterable[jax.Array]) -> jax.Array:
     """Join the arrays of this process's devices, one replica's after another's, into a global array."""
     arrays = list(parts)
     first, *rest = arrays[0].shape

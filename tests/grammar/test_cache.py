@@ -56,7 +56,6 @@ def test_a_grammar_is_compiled_once_and_found_in_its_file(caches, tmp_path, monk
     cache = caches()
     made = cache.get(Constraint(choice=["yes", "no"])).result()
     assert made.allowed(made.start).nonzero()[0].tolist() == [ord("n"), ord("y")]
-    assert cache.get(Constraint(choice=["yes", "no"])).result() is made
     [file] = tmp_path.glob(f"*{SUFFIX}")
     monkeypatch.setattr(subprocess, "Popen", None)  # what is on disk needs no process
     found = caches().get(Constraint(choice=["yes", "no"])).result()
@@ -75,6 +74,17 @@ def test_what_takes_too_long_or_too_much_is_stopped_and_others_are_compiled(cach
     assert cache.get(Constraint(regex="a|b")).result().num_states == 2
     with pytest.raises(GrammarError, match="more than 160 MB"):
         caches(memory_bytes=160 << 20, max_states=10**6).get(Constraint(regex=BOMB)).result()
+
+
+def test_one_that_is_under_way_is_compiled_once_and_a_closed_cache_says_so(caches):
+    cache = caches()
+    first, second = (cache.get(Constraint(regex="a{9}")) for _ in range(2))
+    assert first.result() is second.result()
+    process = cache._worker._process
+    cache.close()
+    assert process.poll() is not None
+    with pytest.raises(GrammarError, match="the engine was closed"):
+        cache.get(Constraint(regex="b"))
 
 
 def test_a_refusal_comes_with_its_place(caches):

@@ -33,16 +33,21 @@ def answer(engine, prompt, **options):
     return (found.token_ids, found.scores), found.num_hit_tokens
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "kinds", "present"),
     [
         # Of 48 tokens a window of 11 begins in block 4, of 40 tokens in block 3; a chunk of 20 at 40 and 40.
-        ("float32", [FULL_LAYER, WINDOW], [[1] * 6, [0, 0, 0, 1, 1, 1]]),
-        (
+        pytest.param(
+            "float32",
+            [FULL_LAYER, WINDOW],
+            [[1] * 6, [0, 0, 0, 1, 1, 1]],
+            marks=pytest.mark.nightly,
+        ),
+        pytest.param(
             "bfloat16",
             [FULL_LAYER, WINDOW, CHUNK],
             [[1] * 6, [0, 0, 0, 0, 0, 1], [0, 0, 0, 1, 1, 1]],
+            marks=pytest.mark.slow,
         ),
     ],
 )

@@ -18,8 +18,10 @@ from jaxpaged.lora import LoRARequest
 from jaxpaged.memory import kv_cache
 from jaxpaged.models import loading, lora
 from jaxpaged.models.config import LayerKind
+from jaxpaged.models.families.llama import NAMES
 from jaxpaged.models.load_as import LoadAs
 from jaxpaged.models.shards import Shard, Shards
+from jaxpaged.models.weights import by_role, random_weights
 from jaxpaged.parallel.mesh import BY_SHARD, ON_EACH, assembled, mesh_of, on_each_shard
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.status import PagedMemoryError
@@ -29,6 +31,7 @@ from pallas_kernels.layouts import LAYOUTS, Fp8
 from reference import model as reference_model
 from tests import tiny, tiny_lora
 from tests.engine import test_layouts as one_device
+from tests.marks import slow_and_nightly
 from tests.models.test_decoder import COVERING, GOLDENS, LLAMAS, assert_equal, logits_of
 from tests.parallel.asks import differing
 
@@ -196,8 +199,9 @@ def of_shards(function, places, results):
     return jax.jit(on_each_shard(function, mesh_of(2), places, results))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [*one_device.in_engines(), "fp8_e4m3"])  # one of each kind
+@pytest.mark.parametrize(
+    "name", slow_and_nightly([*one_device.in_engines(), "fp8_e4m3"], ["int4_grouped", "fp8_e4m3"])
+)  # one of each kind
 def test_a_layout_in_shares_gives_the_tokens_of_one_device(name):
     """Each device has blocks of its own heads; some go to the host and back, and are copied."""
     layout = LAYOUTS[name]
@@ -258,6 +262,10 @@ def test_blocks_go_to_as_many_devices(kinds):
     assert there.adopt(blocks, iter(here.chunks(chain))) == 5
     assert tiny.generate(there, [prompt], tiny.greedy(12)) == want
     assert there.stats.num_hit_tokens == 2 * 32  # one token is left to compute
+    new = random_weights(config, NAMES, seed=7)
+    there.update_weights(there.read_names(new.items()))
+    want = reference_model.generate(config, by_role(config, NAMES, new), prompt, 12)
+    assert tiny.generate(there, [prompt], tiny.greedy(12)) == [want]
     assert [each.num_compiled() for each in (loop.run, loop.submit, loop.write_tokens, loop.abort)] == before
     tiny.assert_nothing_is_held(there)
     assert_same_on_each(there.state)

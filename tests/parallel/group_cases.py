@@ -74,7 +74,7 @@ def searched(driver, searches):
     "options",
     [
         pytest.param(TWO, id="2 x 2"),
-        pytest.param(TWO | tiny.SWAP, id="2 x 2, swap", marks=pytest.mark.slow),
+        pytest.param(TWO | tiny.SWAP, id="2 x 2, swap", marks=pytest.mark.nightly),
         pytest.param(
             TWO | {"tensor_parallel_size": 1, "loop": "host"}, id="2, by the host", marks=pytest.mark.slow
         ),

@@ -52,11 +52,19 @@ SETTINGS = [
 # Run every time: rows are swapped out while the host pool has room, and recomputed when it has none.
 QUICK = SETTINGS[1]
 GAPS = SETTINGS[-1]
+# Each is a program of its own. `test_mixes` has random windows and chunks in one program.
+SLOW = ("tight", "full and windows", "big blocks", "answers with gaps")
+
+
+def marks(setting):
+    if setting is QUICK:
+        return ()
+    return pytest.mark.slow if setting.name in SLOW else pytest.mark.nightly
 
 
 @pytest.mark.parametrize(
     "setting",
-    [pytest.param(each, id=each.name, marks=[pytest.mark.slow] * (each is not QUICK)) for each in SETTINGS],
+    [pytest.param(each, id=each.name, marks=marks(each)) for each in SETTINGS],
 )
 @settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
