@@ -100,9 +100,9 @@ def encoded(node: Node) -> Node:
             return Either(tuple(map(encoded, parts)))
         case Repeat(part, least, most):
             return Repeat(encoded(part), least, most)
-        case Members(parts, comma, rest):
+        case Members(parts, comma, rest, least, most):
             its = tuple((encoded(part), required) for part, required in parts)
-            return Members(its, encoded(comma), None if rest is None else encoded(rest))
+            return Members(its, encoded(comma), None if rest is None else encoded(rest), least, most)
         case _:
             raise TypeError(f"{type(node).__name__} is no part of a string")
 

@@ -42,31 +42,33 @@ def token_automaton(machine: ByteMachine, tokens: TokenBytes, limits: Limits) ->
 def _columns(
     states: np.ndarray, steps: np.ndarray, kind_of: np.ndarray, tokens: TokenBytes
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return each token's column, [V], and the columns, [C, states]: the state behind it from each state."""
-    dead = len(steps) - 1
-    nothing = np.full(len(states), dead, np.int32)
-    numbers: dict[bytes, int] = {nothing.tobytes(): 0}
-    rows = [nothing]
+    """Return each token's column, [V], and the columns, [C, states]: the state behind it from each state.
+
+    Nodes of the tokens' tree have few columns between them, so each is computed once for all nodes before it
+    with the same column and the same kind of byte.
+    """
+    nothing = np.full(len(states), len(steps) - 1, np.int32)
+    numbers = {nothing.tobytes(): 0, states.tobytes(): 1}
+    columns = [nothing, states]
     column_of = np.zeros(len(tokens.raw), np.int32)
-    behind = states[None]  # [nodes that are alive, states]
-    place = np.zeros(1, np.int64)  # of each node of the level before among those; -1: not alive
+    its = np.ones(1, np.int32)  # column of each node of the level before
     for level in tokens.trie:
-        alive = place[level.parent] >= 0
-        now = steps[behind[place[level.parent[alive]]], kind_of[level.byte[alive]][:, None]]
-        is_left = (now != dead).any(axis=1)
-        behind = now[is_left]
-        place = np.full(len(level.parent), -1)
-        place[np.flatnonzero(alive)[is_left]] = np.arange(len(behind))
-        if not len(behind):
+        before = its[level.parent]
+        alive = np.flatnonzero(before)
+        ways = before[alive] * 256 + kind_of[level.byte[alive]]
+        distinct, way_of = np.unique(ways, return_inverse=True)
+        now = steps[np.stack(columns)[distinct // 256], (distinct % 256)[:, None]]
+        found = np.empty(len(distinct), np.int32)
+        for i, column in enumerate(now):
+            found[i] = numbers.setdefault(column.tobytes(), len(columns))
+            if found[i] == len(columns):
+                columns.append(column)
+        its = np.zeros(len(level.parent), np.int32)
+        its[alive] = found[way_of]
+        column_of[level.token] = its[level.node]
+        if not its.any():
             break
-        ends = place[level.node]
-        for token, at in zip(level.token[ends >= 0].tolist(), ends[ends >= 0].tolist(), strict=True):
-            row = behind[at]
-            column = numbers.setdefault(row.tobytes(), len(rows))
-            if column == len(rows):
-                rows.append(row)
-            column_of[token] = column
-    return column_of, np.stack(rows)
+    return column_of, np.stack(columns)
 
 
 def _too_large(limits: Limits) -> GrammarError:
