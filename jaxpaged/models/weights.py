@@ -333,7 +333,7 @@ def random_weights(config: ModelConfig, names: Names, seed: int) -> dict[str, np
         noise = rng.standard_normal(shape, dtype=np.float32)
         if name.endswith("norm.weight"):
             return 1 + 0.1 * noise
-        return noise * (0.1 if name.endswith("bias") else math.prod(shape[-1:]) ** -0.5)
+        return np.asarray(noise * (0.1 if name.endswith("bias") else math.prod(shape[-1:]) ** -0.5))
 
     return {name: draw(name, shape) for name, shape in stored_shapes(config, names)}
 

@@ -263,9 +263,9 @@ def test_blocks_go_to_as_many_devices(kinds):
     assert tiny.generate(there, [prompt], tiny.greedy(12)) == want
     assert there.stats.num_hit_tokens == 2 * 32  # one token is left to compute
     new = random_weights(config, NAMES, seed=7)
-    there.update_weights(there.read_names(new.items()))
+    here.update_weights(here.read_names(new.items()))
     want = reference_model.generate(config, by_role(config, NAMES, new), prompt, 12)
-    assert tiny.generate(there, [prompt], tiny.greedy(12)) == [want]
+    assert tiny.generate(here, [prompt], tiny.greedy(12)) == [want]
     assert [each.num_compiled() for each in (loop.run, loop.submit, loop.write_tokens, loop.abort)] == before
     tiny.assert_nothing_is_held(there)
     assert_same_on_each(there.state)
