@@ -329,7 +329,6 @@ REQUEST: dict[str, Verdict] = {
 # What a beam search has not of `SamplingParams`.
 BEAM: dict[str, Verdict] = {
     **REQUEST,
-    **_only("structured outputs in a beam search", "structured_outputs", is_strict=True),
     **_only("a choice of tokens", "allowed_token_ids", is_strict=True),
     **_only("special tokens in the text", "skip_special_tokens"),
     **_only("ends in the text", "include_stop_str_in_output"),
