@@ -49,16 +49,21 @@ class _Compiler:
 
     def __init__(self, most: int) -> None:
         self.most, self.work = most, 0  # states of one machine; states that were looked at
-        self.known: dict[Node, ByteMachine | None] = {}
+        # By identity: nodes share parts, so a hash or a comparison of their values could take forever.
+        self.known: dict[int, tuple[Node, ByteMachine | None]] = {}
 
     def machine(self, node: Node) -> ByteMachine | None:
         """Return the machine of a node; None if it has no text."""
-        if node not in self.known:
-            parts = _Parts(self)
-            start, end = parts.new(), parts.new()
-            parts.add(node, start, end)
-            self.known[node] = useful(_without_choices(parts, start, end))
-        return self.known[node]
+        if id(node) not in self.known:
+            if isinstance(node, Both | Minus):
+                made = self.combined(node)
+            else:
+                parts = _Parts(self)
+                start, end = parts.new(), parts.new()
+                parts.add(node, start, end)
+                made = useful(_without_choices(parts, start, end))
+            self.known[id(node)] = node, made
+        return self.known[id(node)][1]
 
     def combined(self, node: Both | Minus) -> ByteMachine | None:
         """Return the machine of what several machines accept, or one does and another does not."""
@@ -118,7 +123,7 @@ class _Parts:
             case Tagged():
                 self._tagged(node, start, end)
             case Both() | Minus():
-                if (machine := self.compiler.combined(node)) is not None:
+                if (machine := self.compiler.machine(node)) is not None:
                     self._copy(machine, start, end)
             case Multiples():
                 self._multiples(node, start, end)

@@ -147,13 +147,13 @@ def optional(part: Node) -> Node:
 
 def either(parts: Iterable[Node]) -> Node:
     """Return one of some parts, without those that have no text."""
-    kept = [part for part in dict.fromkeys(parts) if part != NOTHING]
+    kept = [part for part in parts if part != NOTHING]
     return kept[0] if len(kept) == 1 else Either(tuple(kept))
 
 
 def both(parts: Iterable[Node]) -> Node:
     """Return what is in all of some parts."""
-    kept = tuple(dict.fromkeys(parts))
+    kept = tuple(parts)
     if NOTHING in kept:
         return NOTHING
     return kept[0] if len(kept) == 1 else Both(kept)
