@@ -15,6 +15,7 @@ from jaxpaged.checks import (
 )
 from jaxpaged.options import Check, checks_of, choice, number, option, optional, whole
 from jaxpaged.sampling_params import MAX_LOGPROBS, checked_seed
+from jaxpaged.speculation import speculation
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["gguf", "int8", "int4", "fp8"]
@@ -261,6 +262,17 @@ class EngineConfig:
         whole("an int in [0, 4096]", 0, 4096),
         flag=count("MiB of the device's memory for structured outputs (default 0: requests have none)"),
     )
+    # Drafts of coming tokens, verified in decode slots that no sequence needs; vLLM's words. None: no drafts.
+    # The answers are the same.
+    speculative_config: Any = option(
+        None,
+        speculation,
+        flag={
+            "metavar": "JSON",
+            "help": 'drafts of coming tokens, {"method": "ngram", "num_speculative_tokens": 7} (default: none)',
+        },
+        short="-sc",
+    )
     # Adapters kept in host memory. None: all that were used.
     max_cpu_loras: int | None = option(None, flag=count("adapters kept in host memory (default: all)"))
     # Rows of narrower decode passes, rising, each below max_num_seqs. A step takes the narrowest pass that
@@ -360,6 +372,11 @@ class EngineConfig:
     def arena_words(self) -> int:
         """Number of 32-bit words for the automata of structured outputs."""
         return self.structured_outputs_mib * 2**18
+
+    @property
+    def most_drafts(self) -> int:
+        """Drafts of a sequence in one step; 0: there are none."""
+        return self.speculative_config.num_speculative_tokens if self.speculative_config else 0
 
     def _check_tokens_and_blocks(self) -> None:
         least = self.max_num_seqs + PREFILL_TILE

@@ -22,9 +22,10 @@ from jaxpaged.memory.policies import LRU, Policy
 from jaxpaged.sampling_state import token_bits
 from jaxpaged.status import Status
 from jaxpaged.step import admission, automata, scheduler
-from jaxpaged.step.config import StepConfig
+from jaxpaged.step.config import Lookup, StepConfig
 from jaxpaged.step.scheduler import Decision
 from jaxpaged.step.state import (
+    Counter,
     EngineState,
     FinishReason,
     HostPool,
@@ -37,6 +38,7 @@ from jaxpaged.step.state import (
 from jaxpaged.step.step import step
 from jaxpaged.verify.generations import FREE_PROFILES
 from reference import engine_state as reference
+from reference import speculation
 from reference.engine import Engine
 from tests.step.automata_of_tests import AUTOMATA, arena
 from tests.step.sum_model import VOCAB, SumModel, logprobs_of, next_token
@@ -78,6 +80,7 @@ class Setting:
     policy: Policy = LRU
     reuse_answers: bool = False
     has_arena: bool = False  # whether answers may have automata
+    most_drafts: int = 0
 
     @property
     def reaches(self) -> tuple[reference.Reach, ...]:
@@ -110,7 +113,13 @@ class Setting:
             watermark_blocks=self.watermark_blocks,
             grouping=Grouping(self.specs, tuple((layer,) for layer in range(len(self.specs)))).of_step,
             reuse_answers=self.reuse_answers,
+            lookup=Lookup(*self.lookup) if self.most_drafts else None,
         )
+
+    @property
+    def lookup(self) -> tuple[int, int, int]:
+        """Drafts at once, and tokens of the longest and the shortest end that is looked for."""
+        return self.most_drafts, 3, 1
 
     def advance(self, state: EngineState) -> Any:
         """Make a step: the next state and what was decided."""
@@ -137,6 +146,7 @@ class Setting:
                 free_profile=FREE_PROFILES[self.policy.name],
                 reuse_answers=self.reuse_answers,
                 preemption_mode="swap" if self.num_host_blocks else "recompute",
+                lookup=speculation.Lookup(*self.lookup) if self.most_drafts else None,
             ),
             functools.partial(next_token, self.reaches),
         )
@@ -164,7 +174,8 @@ class Setting:
         device = tables(self.num_blocks, cached=self.prefix_caching)
         words = automata.BLOCK_WORDS * (1 + len(AUTOMATA)) if self.has_arena else 0
         sizes = MAX_MODEL_LEN, VOCAB_ROOM
-        state = create_state(device, arrays(self.num_blocks), *sizes, host, arena_words=words)
+        more = {"arena_words": words, "most_drafts": self.most_drafts}
+        state = create_state(device, arrays(self.num_blocks), *sizes, host, **more)
         state = dataclasses.replace(state, arena=arena()) if words else state
         # Bound to its device, as what a step gives back is: else the second step would be another program.
         return jax.tree.map(lambda x: jax.device_put(x, x.sharding), state)
@@ -273,7 +284,8 @@ class LockStep:
         self.state = setting.state()
         self.num_steps = self.num_computed = 0
         self.queue: list[reference.Request] = []  # those without a row
-        self.seen = {"preempted": 0, "swapped": 0, "hits": 0, "forked": 0, "copied": 0, "constrained": 0}
+        kinds = "preempted", "swapped", "hits", "forked", "copied", "constrained", "drafted", "accepted"
+        self.seen = dict.fromkeys(kinds, 0)
 
     @property
     def unfinished(self) -> bool:
@@ -323,7 +335,8 @@ class LockStep:
         self.state = dataclasses.replace(self.state, tables=dataclasses.replace(self.state.tables, pool=pool))
 
     def submit(self, request: reference.Request, row: int, index: int, head: int) -> None:
-        line = empty_rows(1, MAX_MODEL_LEN, VOCAB_ROOM, grammars=self.setting.has_arena)
+        more = {"grammars": self.setting.has_arena, "most_drafts": self.setting.most_drafts}
+        line = empty_rows(1, MAX_MODEL_LEN, VOCAB_ROOM, **more)
         for array, value in (
             (line.phase, Phase.HELD if request.search and index >= request.search.width else Phase.WAITING),
             (line.arrival, request.arrival + index),
@@ -391,6 +404,8 @@ class LockStep:
         self.seen["hits"] += sum(want.admitted.values())
         self.seen["forked"] += len(want.forked)
         self.seen["copied"] += len(want.copies)
+        self.seen["drafted"] = int(self.state.counters[Counter.NUM_DRAFT_TOKENS])
+        self.seen["accepted"] = int(self.state.counters[Counter.NUM_ACCEPTED_TOKENS])
 
     def tables_after_step(self) -> dict[int, list[int]]:
         self.step()
@@ -431,6 +446,9 @@ class LockStep:
                 behind = automaton.state(row.tokens[row.prompt_len :])
                 self.seen["constrained"] += behind is not None and behind >= 0
                 assert state.rows.grammars.state[index] == (automata.WAITS if behind is None else behind)
+            if row.drafting is not None and row.finish_reason is None:
+                mine = [int(field[index]) for field in jax.tree.leaves(state.rows.drafting)]
+                assert mine == [row.drafting.most, row.drafting.misses, row.drafting.wait]
             reason = FinishReason(state.rows.finish_reason[index]).name.lower()
             assert reason == (row.finish_reason or "none")
             swapped = row.phase is reference.Phase.SWAPPED
