@@ -338,7 +338,9 @@ class EngineConfig:
     logprobs_mode: LogprobsMode = option(
         "raw_logprobs",
         choice(*get_args(LogprobsMode)),
-        flag=text("numbers told of tokens: raw_logprobs (default), processed_logprobs, or the same of logits"),
+        flag=text(
+            "numbers told of tokens: raw_logprobs (default), processed_logprobs, or the same of logits"
+        ),
     )
     # Whether compiled programs and packed weights are kept on disk for the next start.
     keep_programs: bool = option(

@@ -249,7 +249,9 @@ def told_in_each_mode(logits: jax.Array, rows: Rows, token_ids: jax.Array):
 def test_each_mode_tells_the_reference_numbers():
     rng = np.random.default_rng(2)
     bias, ban = {"logit_bias": {1: 3.0}, "repetition_penalty": 1.5}, {"allowed_token_ids": [*range(20, 60)]}
-    asked = [row | rules for row, rules in zip([*OPTIONS[::2], OPTIONS[-1]], [{}, bias, ban] * 3, strict=False)]
+    asked = [
+        row | rules for row, rules in zip([*OPTIONS[::2], OPTIONS[-1]], [{}, bias, ban] * 3, strict=False)
+    ]
     params = [SamplingParams(logprobs=4, max_tokens=None, **row) for row in [*asked, OPTIONS[0]]]
     logits = rng.normal(scale=3, size=(NUM_ROWS, ROOM)).astype(np.float32)
     texts = [rng.integers(0, FEW, 20).tolist() for _ in params]
