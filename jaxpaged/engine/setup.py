@@ -218,6 +218,7 @@ class Setup:
             reuse_answers=config.reuse_answers,
             decode_widths=config.decode_widths,
             lookup=None if drafts is None else Lookup(*dataclasses.astuple(drafts)[1:]),
+            logprobs_mode=config.logprobs_mode,
         )
 
     def description(self) -> dict[str, str]:

@@ -9,7 +9,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxpaged.contracts.samplers import Sampler, SamplingOptions
-from jaxpaged.sampling import Context, Scores, edited, is_among, likeliest, no_scores, sample, score
+from jaxpaged.sampling import Context, Scores, edited, is_among, likeliest, no_scores, sample, score, told
 from jaxpaged.sampling_state import SamplingState
 from jaxpaged.status import Status
 from jaxpaged.step import automata, speculation
@@ -81,7 +81,11 @@ def answer(
         wants = is_told & (options.num_logprobs >= 0)
 
         def note_scores() -> tuple[Scores, Scores]:
-            new = score(logits, token_ids, options.num_logprobs, temperature)
+            if config.logprobs_mode == "raw_logprobs":
+                new = score(logits, token_ids, options.num_logprobs, temperature)
+            else:
+                its = told(config.logprobs_mode, logits, options, edit, rows.beams.width[row] > 0)
+                new = score(its.values, token_ids, options.num_logprobs, temperature, its.are_logits)
             at = jnp.where(wants, row, index.shape[0]), position % MAX_STEPS
             return jax.tree.map(lambda ring, values: ring.at[at].set(values, mode="drop"), scores, new), new
 

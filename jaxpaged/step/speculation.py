@@ -188,7 +188,7 @@ def settle(
     state = state.on_tables(block_table.truncate, drafts.num - num_accepted)
     rows = state.rows
     assert rows.drafting is not None
-    drafting = _after(rows.drafting, rows.running, drafts.num, num_accepted, lookup)
+    drafting = after(rows.drafting, rows.running, drafts.num, num_accepted, lookup)
     state = replace(state, rows=replace(rows, drafting=drafting)).count(
         {
             Counter.NUM_DRAFTS: jnp.sum(drafts.num > 0),
@@ -199,7 +199,7 @@ def settle(
     return state, state.tables.pool.num_free - before
 
 
-def _after(
+def after(
     drafting: DraftRows,
     running: Bool[Array, " rows"],
     num: Int[Array, " rows"],
