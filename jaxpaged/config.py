@@ -1,6 +1,5 @@
 """The engine's fixed sizes and choices, checked once; each message names the value and the rule."""
 
-import argparse
 import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
@@ -13,7 +12,7 @@ from jaxpaged.checks import (
     checked_int,
     is_int,
 )
-from jaxpaged.options import Check, checks_of, choice, number, option, optional, whole
+from jaxpaged.options import Check, checks_of, choice, count, number, option, optional, text, whole, yes_or_no
 from jaxpaged.sampling_params import MAX_LOGPROBS, checked_seed
 from jaxpaged.speculation import speculation
 
@@ -53,18 +52,6 @@ DTYPE_ALIASES = {"half": "float16", "float": "float32"}  # vLLM's
 def config_of(options: Mapping[str, Any]) -> "EngineConfig":
     """Return the config of those of `LLM`'s options that are the engine's. Raises `InputError`."""
     return EngineConfig(**{n: v for n, v in options.items() if n in EngineConfig.__dataclass_fields__})
-
-
-def text(help_: str) -> dict[str, Any]:
-    return {"help": help_}
-
-
-def count(help_: str) -> dict[str, Any]:
-    return {"type": int, "help": help_}
-
-
-def yes_or_no(help_: str) -> dict[str, Any]:
-    return {"action": argparse.BooleanOptionalAction, "help": help_}
 
 
 def _length(name: str, value: Any) -> Any:

@@ -1,5 +1,6 @@
 """Tables of options: a dataclass field declares an option's default, its check, and where users set it."""
 
+import argparse
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -43,6 +44,21 @@ def flags_of(table: Any) -> dict[str, tuple[list[str], Mapping[str, Any]]]:
             short = field.metadata["short"]
             found[field.name] = ([f"--{field.name.replace('_', '-')}", *([short] if short else [])], flag)
     return found
+
+
+def text(help_: str) -> dict[str, Any]:
+    """Return what `add_argument` takes for a text."""
+    return {"help": help_}
+
+
+def count(help_: str) -> dict[str, Any]:
+    """Return what `add_argument` takes for an integer."""
+    return {"type": int, "help": help_}
+
+
+def yes_or_no(help_: str) -> dict[str, Any]:
+    """Return what `add_argument` takes for a flag that also has a --no- form."""
+    return {"action": argparse.BooleanOptionalAction, "help": help_}
 
 
 def whole(rule: str, least: int, most: int = INT32_MAX) -> Check:

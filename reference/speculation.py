@@ -35,7 +35,7 @@ def followers(tokens: Sequence[int], lookup: Lookup) -> list[int]:
 
 @dataclass
 class Drafting:
-    """How the drafts of a sequence have done, and so how many it may make next."""
+    """Record of how a sequence's drafts have done: it says how many it may make next."""
 
     lookup: Lookup
     most: int = field(init=False)  # drafts that it may make at once

@@ -62,7 +62,7 @@ class Beams:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DraftRows:
-    """How each row's drafts have done; see `step.speculation`."""
+    """Record of how each row's drafts have done; see `step.speculation`."""
 
     most: Int[Array, " rows"]  # drafts that it may make at once
     misses: Int[Array, " rows"]  # times in turn that no draft was right

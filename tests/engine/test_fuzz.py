@@ -20,7 +20,7 @@ def test_answers_are_the_same_with_drafts_and_without(tmp_path):
     for number in range(NUM_ASKS):
         assert drafting.alone(number) == plain.alone(number)
     stats = drafting.driver.stats
-    assert stats.num_draft_tokens > stats.num_accepted_tokens > stats.num_new_tokens // 10
+    assert stats.num_draft_tokens > stats.num_accepted_tokens > 20
     assert stats.num_new_tokens == plain.driver.stats.num_new_tokens
     for seed in range(4):
         drafting.run(seed)

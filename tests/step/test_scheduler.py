@@ -10,8 +10,9 @@ from jaxpaged.memory.cache_specs import FULL, ChunkedLocal, SlidingWindow
 from jaxpaged.memory.policies import LRU_SPLIT
 from reference.engine_state import Phase, Request
 from tests.outsiders.layer_kind import WindowWithSinks
-from tests.step.lockstep import VOCAB, Event, LockStep, Setting, workloads
-from tests.step.sum_model import next_token
+from tests.step.lockstep import Event, LockStep, Setting
+from tests.step.sum_model import VOCAB, next_token
+from tests.step.workloads import workloads
 
 pytestmark = pytest.mark.usefixtures("small_chunks")
 
