@@ -1,6 +1,5 @@
 """The engine's fixed sizes and choices, checked once; each message names the value and the rule."""
 
-import argparse
 import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
@@ -13,7 +12,18 @@ from jaxpaged.checks import (
     checked_int,
     is_int,
 )
-from jaxpaged.options import Check, checks_of, choice, number, option, optional, whole
+from jaxpaged.options import (
+    Check,
+    checks_of,
+    choice,
+    count,
+    number,
+    option,
+    optional,
+    text,
+    whole,
+    yes_or_no,
+)
 from jaxpaged.sampling_params import MAX_LOGPROBS, checked_seed
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
@@ -51,18 +61,6 @@ DTYPE_ALIASES = {"half": "float16", "float": "float32"}  # vLLM's
 def config_of(options: Mapping[str, Any]) -> "EngineConfig":
     """Return the config of those of `LLM`'s options that are the engine's. Raises `InputError`."""
     return EngineConfig(**{n: v for n, v in options.items() if n in EngineConfig.__dataclass_fields__})
-
-
-def text(help_: str) -> dict[str, Any]:
-    return {"help": help_}
-
-
-def count(help_: str) -> dict[str, Any]:
-    return {"type": int, "help": help_}
-
-
-def yes_or_no(help_: str) -> dict[str, Any]:
-    return {"action": argparse.BooleanOptionalAction, "help": help_}
 
 
 def _length(name: str, value: Any) -> Any:
@@ -237,6 +235,18 @@ class EngineConfig:
     )
     # Blocks of the pool in host memory that preempted requests are swapped to.
     num_host_blocks: int = option(0, flag=count("blocks in host memory to swap to"))
+    # GiB of host memory for blocks of prompts that leave the device. None: they are forgotten.
+    kv_offloading_size: float | None = option(
+        None,
+        optional(number("None or a number > 0", 0, 2**20, above=True)),
+        flag={"type": float, "help": "GiB of host memory for prompts' blocks that leave the device"},
+    )
+    # Stores of such blocks: host memory (vLLM's name: native), or "package.module:Name" of one below it.
+    kv_offloading_backend: Any = option(
+        "host",
+        _ours_or_path(("host", "native"), "host, or 'package.module:Name'"),
+        flag=text("store of such blocks: host memory (default), or module:Name of yours below it"),
+    )
     scheduling_policy: SchedulingPolicy = option(
         "fcfs", choice(*get_args(SchedulingPolicy)), flag=text("fcfs (default) or priority")
     )
@@ -351,6 +361,15 @@ class EngineConfig:
             self._set(name, checked(name, getattr(self, name)))
         rule = "False without enable_prefix_caching"
         check("reuse_answers", self.reuse_answers, rule, self.enable_prefix_caching or not self.reuse_answers)
+        if isinstance(self.kv_offloading_backend, str) and self.kv_offloading_backend == "native":
+            self._set("kv_offloading_backend", "host")
+        if self.kv_offloading_size is not None:
+            is_one = self.num_processes == self.data_parallel_size == 1 and not self.calculate_kv_scales
+            rule = (
+                "None with several processes or replicas, measured scales, or without enable_prefix_caching"
+            )
+            size = self.kv_offloading_size
+            check("kv_offloading_size", size, rule, is_one and self.enable_prefix_caching)
         self._check_tokens_and_blocks()
         self._check_processes()
         self._set_int("max_cpu_loras", f"None or an int >= max_loras={self.max_loras}", self.max_loras)

@@ -1,5 +1,6 @@
 """Tables of options: a dataclass field declares an option's default, its check, and where users set it."""
 
+import argparse
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -63,3 +64,18 @@ def choice(*choices: str) -> Check:
 def optional(check: Check) -> Check:
     """Check a value that may be None."""
     return lambda name, value: None if value is None else check(name, value)
+
+
+def text(help_: str) -> dict[str, Any]:
+    """Return what `add_argument` takes for a flag with a text."""
+    return {"help": help_}
+
+
+def count(help_: str) -> dict[str, Any]:
+    """Return what `add_argument` takes for a flag with an integer."""
+    return {"type": int, "help": help_}
+
+
+def yes_or_no(help_: str) -> dict[str, Any]:
+    """Return what `add_argument` takes for a flag and its opposite."""
+    return {"action": argparse.BooleanOptionalAction, "help": help_}

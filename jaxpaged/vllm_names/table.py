@@ -102,7 +102,7 @@ ENGINE: dict[str, Verdict] = {
         "it goes with another option, which alone decides",
         "enable_cumem_allocator fully_sharded_loras guided_decoding_backend "
         "guided_decoding_disable_additional_properties guided_decoding_disable_any_whitespace "
-        "guided_decoding_disable_fallback kv_offloading_backend lora_extra_vocab_size "
+        "guided_decoding_disable_fallback lora_extra_vocab_size "
         "max_prompt_adapter_token max_prompt_adapters offload_backend offload_num_in_group "
         "offload_prefetch_step sleep_mode_backend sleep_mode_offload_cudagraph "
         "sleep_preserve_parameter_names specialize_active_lora structured_outputs_config "
@@ -180,9 +180,6 @@ ENGINE: dict[str, Verdict] = {
         "weights in host memory",
         "cpu_offload_gb cpu_offload_params offload_group_size offload_params",
         use="quantization",
-    ),
-    **_only(
-        "a cache in host memory", "kv_offloading_size", use="preemption_mode='swap' with num_host_blocks"
     ),
     **_only("a cache of so many bytes", "kv_cache_memory_bytes", use="num_blocks or gpu_memory_utilization"),
     **_only("layers with another cache", "kv_cache_dtype_skip_layers"),
