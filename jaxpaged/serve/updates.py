@@ -18,6 +18,7 @@ FLOAT32_BYTES = 4
 MOST_HEADER_BYTES = 16 * 2**20  # of a body: JSON that is parsed
 LENGTH_BYTES = 8  # at a body's beginning: the length of its header
 WRITTEN_TOGETHER = 2**20  # bytes of a body that are written to disk at a time
+BODY = "the body"
 CLOSE = {"connection": "close"}  # behind a body that was not read to its end
 
 
@@ -26,6 +27,8 @@ class Part:
     """Part of an update: tensors by name, and the folder that is deleted after it; None for a client's."""
 
     tensors: Tensors
+    path: Path
+    said: str  # the client's word for it
     folder: tempfile.TemporaryDirectory[str] | None = None
     num_bytes: int = 0  # of the body
 
@@ -70,8 +73,9 @@ class Updates:
             folder = tempfile.TemporaryDirectory(prefix="jaxpaged-weights-")
             try:
                 num_bytes = await self._received(chunks, length, Path(folder.name) / SINGLE, held)
-                tensors = await asyncio.to_thread(_read, Path(folder.name), "the body")
-                return await self._take(Part(tensors, folder, num_bytes), version)
+                part = await asyncio.to_thread(_read, Path(folder.name), BODY)
+                part = dataclasses.replace(part, folder=folder, num_bytes=num_bytes)
+                return await self._take(part, version)
             finally:
                 if folder not in [part.folder for part in self._parts or ()]:
                     folder.cleanup()
@@ -119,7 +123,10 @@ class Updates:
 
     def _pairs(self, parts: list[Part]) -> Iterator[tuple[str, Any]]:
         for part in parts:
-            yield from part.tensors.items()
+            for name in part.tensors:
+                with _said(part.path, part.said):
+                    tensor = part.tensors[name]
+                yield name, tensor
 
     def _opened(self, said: str) -> Part:
         """Open a directory's weights, if all of them lie under the root. Raises `InputError`."""
@@ -133,7 +140,7 @@ class Updates:
             found = self._under_root(said, file)
             if not found.is_file():
                 raise InputError(f"path={shown(said)}: {file.name} must be a file")
-        return Part(_read(folder, f"path={shown(said)}"))
+        return _read(folder, f"path={shown(said)}")
 
     def _under_root(self, said: str, path: str | Path) -> Path:
         """Return where a path leads to, by links too. Raises `InputError` for a place outside of the root.
@@ -180,12 +187,19 @@ class Updates:
         return ApiError(413, message, headers=CLOSE)
 
 
-def _read(folder: Path, what: str) -> Tensors:
-    """Open a folder's tensors. Raises `InputError` that names the client's word for it, not the place."""
+def _read(folder: Path, said: str) -> Part:
+    with _said(folder, said):
+        return Part(Tensors(folder), folder, said)
+
+
+@contextlib.contextmanager
+def _said(folder: Path, said: str) -> Iterator[None]:
+    """Let an `InputError` name a client's word for a folder, in the place of the folder."""
     try:
-        return Tensors(folder)
+        yield
     except InputError as error:
-        raise InputError(str(error).replace(f"model={str(folder)!r}", what)) from None
+        told = str(error).replace(f"model={str(folder)!r}", said)
+        raise InputError(told.replace(f"{BODY}: {SINGLE}", BODY)) from None
 
 
 def _check_header(begin: bytearray) -> None:

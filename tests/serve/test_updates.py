@@ -11,14 +11,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import save, save_file
 
-from jaxpaged.api.async_llm import AsyncLLM
 from jaxpaged.checks import InputError
 from jaxpaged.models.families.llama import NAMES
 from jaxpaged.models.weights import random_weights
 from jaxpaged.serve import updates
 from jaxpaged.serve.options import ServerOptions
 from tests import tiny
-from tests.serve.conftest import ENGINE, serving, soon
+from tests.serve.conftest import serving, soon
 
 NEW = random_weights(tiny.CONFIG, NAMES, seed=7)
 NORM = "model.norm.weight"
@@ -31,14 +30,6 @@ ROUTES += ("start_weight_update", "update_weights", "finish_weight_update", "ini
 
 
 @pytest.fixture(scope="module")
-def llm(model):
-    """A model of its own: its weights change."""
-    made = AsyncLLM(model, **ENGINE)
-    yield made
-    made.shutdown()
-
-
-@pytest.fixture(scope="module")
 def root(tmp_path_factory):
     return tmp_path_factory.mktemp("root")
 
@@ -46,9 +37,10 @@ def root(tmp_path_factory):
 @pytest.fixture(scope="module")
 def served(llm, root):
     options = {"api_keys": ("trainer",), "enable_weight_updates": True, "weights_root": str(root)}
-    with serving(llm, body_timeout_s=1, **options) as made:
+    with serving(llm, **options) as made:
         made.http.headers.update(KEY)
         yield made
+    llm.llm.update_weights(tiny.weights())  # other modules share the model
 
 
 @pytest.fixture(autouse=True)
@@ -172,7 +164,7 @@ def test_it_sleeps_and_wakes(served, llm):
     assert served.http.get("/is_sleeping").json() == {"is_sleeping": True}
     assert said(post(served, "/resume")) == (
         400,
-        "sleep=the weights are away must be over: wake_up(tags=['weights'])",
+        "sleep='the weights are away' must be over: wake_up(tags=['weights'])",
     )
     assert sent(served, tiny.weights())[0] == 200
     assert post(served, "/wake_up?tags=weights&tags=kv_cache")[1]["status"] == "awake"
@@ -209,6 +201,10 @@ F32 = {"dtype": "F32", "shape": [32], "data_offsets": [0, 128]}
         (header({NORM: F32 | {"data_offsets": [-4, 124]}}, ZEROS), "the body cannot be read"),
         (header({NORM: F32 | {"shape": [2**62, 4]}}, ZEROS), "the body cannot be read"),
         (header({NORM: F32 | {"dtype": "I32"}}, ZEROS), "has type int32, must be float32"),
+        (
+            header({NORM: F32 | {"dtype": "U32"}}, ZEROS),
+            "the body cannot be read: 'model.norm.weight' has type U32",
+        ),
         (header({NORM: F32 | {"dtype": "O"}}, ZEROS), "the body cannot be read"),
         (header({NORM: F32 | {"shape": [4, 8]}}, ZEROS), r"has shape (4, 8), must be (32,)"),
         (header({"../x": F32}, ZEROS), "weight '../x' is none that the model has"),
@@ -292,18 +288,21 @@ def test_paths_stay_under_the_root(served, llm, root, tmp_path):
     assert llm.weight_version == version
 
 
-def test_bodies_have_limits_and_come_one_at_a_time(served, llm, root):
+def test_bodies_have_limits_and_come_one_at_a_time(served, llm, tmp_path, monkeypatch):
     """A body is refused by its length, by what comes of it, and when it does not go on."""
-    small, version = save({NORM: NEW[NORM]}), llm.weight_version
+    monkeypatch.setattr(updates.tempfile, "tempdir", str(tmp_path))
+    table = "model.embed_tokens.weight"
+    small, version = save({table: NEW[table]}), llm.weight_version
     rest = threading.Event()
 
-    def drip():
+    def drip(most_s):
         yield small[:20]
-        rest.wait(20)
+        rest.wait(most_s)
         yield small[20:]
 
     def pour():
-        for _ in range(5000):
+        yield small
+        for _ in range(100):
             yield bytes(1000)
 
     options = {
@@ -311,27 +310,27 @@ def test_bodies_have_limits_and_come_one_at_a_time(served, llm, root):
         "enable_weight_updates": True,
         "max_weight_bytes": 2 * len(small) - 1,
     }
-    with serving(llm, body_timeout_s=0.5, **options) as other:
+    with serving(llm, body_timeout_s=0.2, **options) as other:
         other.http.headers.update(KEY)
         assert said(sent(other, bytes(2 * len(small))))[0] == 413
-        status, told = said(post(other, "/update_weights", content=drip(), headers=BINARY))
-        assert (status, told) == (408, "the body did not come in time")
-        assert said(post(other, "/update_weights", json={"update_info": {"path": "."}})) == (
-            400,
-            "path='.' must be left out without --weights-root",
-        )
+        late = post(other, "/update_weights", content=drip(0.5), headers=BINARY)
+        assert said(late) == (408, "the body did not come in time")
+        no_root = 400, "path='.' must be left out without --weights-root"
+        assert said(post(other, "/update_weights", json={"update_info": {"path": "."}})) == no_root
         assert post(other, "/start_weight_update")[0] == 200
         assert sent(other, small)[0] == 200
         assert said(sent(other, small))[0] == 413  # together they are too many
         assert post(other, "/finish_weight_update")[0] == 200
         with contextlib.suppress(httpx.TransportError):  # closed while it still sends
             assert said(post(other, "/update_weights", content=pour(), headers=BINARY))[0] == 413
-    slow = tiny.start(post, served, "/update_weights", content=drip(), headers=BINARY)
-    soon(lambda: sent(served, small)[0] == 409)
+    slow = tiny.start(post, served, "/update_weights", content=drip(20), headers=BINARY)
+    soon(lambda: [*tmp_path.iterdir()])
+    assert said(sent(served, small))[0] == 409
     assert said(post(served, "/start_weight_update"))[0] == 409
     rest.set()
     assert slow.result(30)[0] == 200
-    assert llm.weight_version > version
+    assert llm.weight_version == version + 2
+    assert not [*tmp_path.iterdir()]
 
 
 def test_nothing_of_it_is_there_without_the_option_or_a_key(served, llm):
