@@ -136,7 +136,6 @@ ENGINE: dict[str, Verdict] = {
     **_only("answers other than text", "override_pooler_config", use="pooler_config"),
     **_only("answers other than text", "io_processor_plugin"),
     **_only("code of the user's in each step", "logits_processors logits_processor_pattern"),
-    **_only("other numbers than the model's own log-probabilities", "logprobs_mode", "raw_logprobs"),
     **_only(
         "another description of the model than its config.json",
         "hf_config_path model_class_overrides override_attention_dtype override_neuron_config "
