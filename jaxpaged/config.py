@@ -46,6 +46,7 @@ EvictionPolicy = Literal[
 ]
 Loop = Literal["auto", "device", "host"]
 Sums = Literal["fast", "ordered"]  # see `models.shards.Shards`
+LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
 SchedulingPolicy = Literal["fcfs", "priority"]  # first come first served; or lower `priority` first
 
 # Prompts are computed in tiles of so many neighbouring tokens, counted from the prompt's start, so that a
@@ -342,6 +343,14 @@ class EngineConfig:
         MAX_LOGPROBS,
         whole(f"an int in [0, {MAX_LOGPROBS}], as many as a step tells of", 0, MAX_LOGPROBS),
         flag=count("likeliest tokens that a request may ask for (default and most: 20)"),
+    )
+    # Meaning of the numbers told of an answer's tokens; "processed": after all options that change them.
+    logprobs_mode: LogprobsMode = option(
+        "raw_logprobs",
+        choice(*get_args(LogprobsMode)),
+        flag=text(
+            "numbers told of tokens: raw_logprobs (default), processed_logprobs, or the same of logits"
+        ),
     )
     # Whether compiled programs and packed weights are kept on disk for the next start.
     keep_programs: bool = option(

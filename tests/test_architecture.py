@@ -83,6 +83,7 @@ ALLOWED = {
     "jaxpaged/routing.py": {"jaxpaged/checks.py"},
     "jaxpaged/sampling.py": {
         "jaxpaged/arithmetic.py",
+        "jaxpaged/config.py",
         "jaxpaged/sampling_params.py",
         "jaxpaged/sampling_state.py",
     },

@@ -8,10 +8,12 @@ purpose: properties come in their order; where `properties` is given, others mus
 import json
 import math
 from collections.abc import Callable
+from decimal import Decimal
 from typing import Any, NamedTuple
 
 from jaxpaged.checks import shown
-from jaxpaged.grammar import json_values
+from jaxpaged.grammar import json_values, numbers
+from jaxpaged.grammar.formats import FORMATS
 from jaxpaged.grammar.nodes import (
     EMPTY,
     NOTHING,
@@ -23,6 +25,7 @@ from jaxpaged.grammar.nodes import (
     NotRegularError,
     Repeat,
     Then,
+    both,
     chars,
     optional,
     text,
@@ -39,20 +42,21 @@ ANNOTATIONS = {
 TYPES = ("object", "array", "string", "integer", "number", "boolean", "null")
 # Each type's own keywords that are regular here.
 KEYWORDS = {
-    "object": {"properties", "required", "additionalProperties"},
+    "object": {"properties", "required", "additionalProperties", "minProperties", "maxProperties"},
     "array": {"items", "prefixItems", "minItems", "maxItems", "uniqueItems"},
     "string": {"minLength", "maxLength", "pattern", "format"},
-    "integer": {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"},
-    "number": {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"},
+    "integer": {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"},
+    "number": {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"},
 }
+BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+FREE_FORMATS = {"path", "file-path", "directory-path", "password"}  # any string is one
 # Keywords of some type or other that no automaton of ours follows.
 BEYOND = {
     *("allOf", "oneOf", "not", "if", "then", "else", "dependentSchemas", "dependentRequired", "contains"),
-    *("minContains", "maxContains", "patternProperties", "propertyNames", "minProperties", "maxProperties"),
+    *("minContains", "maxContains", "patternProperties", "propertyNames"),
     *(
         "unevaluatedItems",
         "unevaluatedProperties",
-        "multipleOf",
         "$dynamicRef",
         "$dynamicAnchor",
         "$recursiveRef",
@@ -248,7 +252,17 @@ class _Reader:
             value = self.node(rest, f"{path}/additionalProperties", refs)
             if value != NOTHING:
                 rest_node = Then((json_values.other_string(list(properties)), self.colon, value))
-        return self.braces(Members(tuple(parts), self.comma, rest_node))
+        least, most = _count(schema, "minProperties", path) or 0, _count(schema, "maxProperties", path)
+        num_required = sum(is_required for _, is_required in parts)
+        if rest_node is not None and least > max(1, num_required):
+            # A name that is not declared may be written twice, and is one property then.
+            raise _not_regular(path, f"minProperties={least} counts names that are not declared")
+        if least > len(parts) and rest_node is None:
+            raise _error(path, f"cannot be met: minProperties={least}, and only {len(parts)} are declared")
+        if most is not None and most < max(least, num_required):
+            raise _error(path, f"cannot be met: maxProperties={most} is less than must be there")
+        least = 0 if least <= num_required else least
+        return self.braces(Members(tuple(parts), self.comma, rest_node, least, most))
 
     def array(self, schema: dict[str, Any], path: str, refs: tuple[str, ...]) -> Node:
         first = schema.get("prefixItems", [])
@@ -295,31 +309,35 @@ class _Reader:
         least, most = _count(schema, "minLength", path) or 0, _count(schema, "maxLength", path)
         if most is not None and most < least:
             raise _error(path, f"cannot be met: minLength={least} is more than maxLength={most}")
-        kinds = [key for key in ("pattern", "format") if key in schema]
-        if len(kinds) > 1 or (kinds and (least or most is not None)):
-            raise _not_regular(path, f"{kinds[0]} stands beside other bounds of a string")
-        if kinds and not isinstance(schema[kinds[0]], str):
-            raise _error(path, f"has a {kinds[0]} that is not a string")
+        for key in ("pattern", "format"):
+            if not isinstance(schema.get(key, ""), str):
+                raise _error(path, f"has a {key} that is not a string")
+        texts = []
         if "pattern" in schema:
-            return json_values.pattern_string(schema["pattern"], f"{path}/pattern")
-        if "format" in schema:
-            if schema["format"] not in json_values.FORMATS:
+            texts.append(json_values.pattern_text(schema["pattern"], f"{path}/pattern"))
+        if "format" in schema and schema["format"] not in FREE_FORMATS:
+            if schema["format"] not in FORMATS:
                 raise _not_regular(path, f"format={shown(schema['format'])} has no automaton")
-            return json_values.format_string(schema["format"])
-        return json_values.string(least, most)
+            texts += json_values.format_texts(schema["format"])
+        if not texts:
+            return json_values.string(least, most)
+        if least or most is not None:
+            texts.append(json_values.length_text(least, most))
+        return json_values.quoted(both(map(json_values.encoded, texts)))
 
     def number(self, schema: dict[str, Any], path: str, *, is_integer: bool) -> Node:
-        bounds = {key: schema[key] for key in KEYWORDS["number"] if key in schema}
+        bounds = {key: schema[key] for key in BOUNDS if key in schema}
         for key, bound in bounds.items():
             is_number = isinstance(bound, int | float) and not isinstance(bound, bool)
             if not is_number or not abs(bound) < 10**json_values.MAX_DIGITS:
                 raise _error(
                     path, f"has {key}={shown(bound)}, must be a number below 1e{json_values.MAX_DIGITS}"
                 )
+        multiple = None
+        if "multipleOf" in schema:
+            multiple = _multiple(schema["multipleOf"], path, is_integer=is_integer)
         if not is_integer:
-            if bounds:
-                raise _not_regular(path, "a number's bounds have no automaton")
-            return json_values.NUMBER
+            return self.decimal(bounds, multiple, path)
         lows = [math.ceil(bounds["minimum"])] if "minimum" in bounds else []
         lows += [math.floor(bounds["exclusiveMinimum"]) + 1] if "exclusiveMinimum" in bounds else []
         highs = [math.floor(bounds["maximum"])] if "maximum" in bounds else []
@@ -327,7 +345,37 @@ class _Reader:
         low, high = max(lows, default=None), min(highs, default=None)
         if low is not None and high is not None and low > high:
             raise _error(path, f"cannot be met: no integer is from {low} to {high}")
-        return json_values.integer(low, high)
+        found = json_values.integer(low, high)
+        return found if multiple is None else both([found, multiple])
+
+    def decimal(self, bounds: dict[str, float], multiple: Node | None, path: str) -> Node:
+        """Return numbers that are no integers by their type, with their bounds and multiples."""
+        if not bounds and multiple is None:
+            return json_values.NUMBER
+        lows = [numbers.bound(bounds["minimum"])] if "minimum" in bounds else []
+        if "exclusiveMinimum" in bounds:
+            lows.append(numbers.bound(bounds["exclusiveMinimum"], is_open=True))
+        highs = [numbers.bound(bounds["maximum"])] if "maximum" in bounds else []
+        if "exclusiveMaximum" in bounds:
+            highs.append(numbers.bound(bounds["exclusiveMaximum"], is_open=True, is_low=False))
+        low, high = max(lows, default=None), min(highs, default=None)
+        for value in (low, high):
+            if value is not None and -int(value.normalize().as_tuple().exponent) > numbers.MAX_PLACES:
+                raise _error(path, f"has a bound with more than {numbers.MAX_PLACES} digits in its fraction")
+        if low is not None and high is not None and low > high:
+            raise _error(path, f"cannot be met: no number is from {low} to {high}")
+        found = numbers.decimal(low, high)
+        return found if multiple is None else both([found, multiple])
+
+
+def _multiple(value: Any, path: str, *, is_integer: bool) -> Node:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 1e-18 <= value < 10**json_values.MAX_DIGITS:
+        raise _error(path, f"has multipleOf={shown(value)}, must be a number above 0 and below 1e18")
+    found = numbers.multiples(Decimal(repr(value)), is_whole=is_integer)
+    if found is None:
+        raise _not_regular(path, f"multipleOf={shown(value)} has too many remainders")
+    return found
 
 
 def read_schema(value: str, limits: Limits) -> Any:

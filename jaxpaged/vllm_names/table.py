@@ -58,6 +58,7 @@ ENGINE: dict[str, Verdict] = {
         "prefix_caching_hash_algo prefix_match_unit scheduler_delay_factor scheduler_reserve_full_isl "
         "stream_interval swa_bounded_replay swap_space use_v2_block_manager watermark",
     ),
+    **_all("every engine can sleep", "enable_sleep_mode"),
     **_all(
         "devices talk by XLA's own collectives",
         "all2all_backend cp_kv_cache_interleave_size cpu_distributed_timeout_seconds data_parallel_address "
@@ -135,7 +136,6 @@ ENGINE: dict[str, Verdict] = {
     **_only("answers other than text", "override_pooler_config", use="pooler_config"),
     **_only("answers other than text", "io_processor_plugin"),
     **_only("code of the user's in each step", "logits_processors logits_processor_pattern"),
-    **_only("other numbers than the model's own log-probabilities", "logprobs_mode", "raw_logprobs"),
     **_only(
         "another description of the model than its config.json",
         "hf_config_path model_class_overrides override_attention_dtype override_neuron_config "
@@ -188,8 +188,11 @@ ENGINE: dict[str, Verdict] = {
         "kv_transfer_config kv_events_config ec_transfer_config",
         use="LLM.export_blocks and LLM.adopt_blocks",
     ),
-    **_only("weights handed over while it runs", "weight_transfer_config"),
-    **_only("an engine that sleeps", "enable_sleep_mode"),
+    **_only(
+        "weights handed over while it runs",
+        "weight_transfer_config",
+        use="LLM.update_weights, or --enable-weight-updates",
+    ),
     **_only("limits of the queue", "max_num_queued_reqs max_num_queued_tokens", use="--max-queue"),
     **_only("a server of token ids alone", "tokens_only"),
     **_only("options of plugins", "additional_config"),
@@ -247,10 +250,26 @@ SERVER: dict[str, Verdict] = {
 }
 
 REQUEST: dict[str, Verdict] = {
+    **{
+        name: verdict
+        for names, field in (
+            ("guided_json json_schema", "json"),
+            ("guided_regex regex", "regex"),
+            ("guided_choice", "choice"),
+            ("guided_grammar grammar ebnf", "grammar"),
+            ("guided_whitespace_pattern", "whitespace_pattern"),
+            ("structural_tag", "structural_tag"),
+        )
+        for name, verdict in _only(
+            "structured outputs by their older names",
+            names,
+            is_strict=True,
+            use=f"structured_outputs={{{field!r}: ...}}",
+        ).items()
+    },
     **_only(
         "structured outputs by their older names",
-        "guided_decoding guided_json guided_regex guided_choice guided_grammar "
-        "guided_decoding_backend guided_whitespace_pattern structural_tag regex json_schema grammar ebnf",
+        "guided_decoding guided_decoding_backend",
         is_strict=True,
         use="structured_outputs",
     ),
@@ -315,7 +334,7 @@ REQUEST: dict[str, Verdict] = {
     **_only("caches handed between engines", "kv_transfer_params ec_transfer_params"),
     **_only(
         "more outputs",
-        "return_prompt_text return_weight_versions return_assistant_tokens_mask enable_response_messages",
+        "return_prompt_text return_assistant_tokens_mask enable_response_messages",
     ),
     **_only("a template from a client", "chat_template", use="--chat-template"),
     **_only("a conversation that is kept", "previous_input_messages", use="input, sent whole"),
