@@ -13,13 +13,13 @@ from jaxpaged.checks import (
     is_int,
 )
 from jaxpaged.options import (
-    Check,
     checks_of,
     choice,
     count,
     number,
     option,
     optional,
+    ours_or_path,
     text,
     whole,
     yes_or_no,
@@ -72,22 +72,6 @@ def _length(name: str, value: Any) -> Any:
     return optional(whole(rule, 2))(name, value)
 
 
-def _ours_or_path(choices: tuple[str, ...], rule: str) -> Check:
-    """Check that a value is one of these names, a path to a part from outside, or such a part.
-
-    Only the engine's start imports what a path names.
-    """
-
-    def check_one(name: str, value: Any) -> Any:
-        if isinstance(value, str):
-            check(name, value, rule, value in choices or ":" in value)
-        elif value is not None or choices:
-            check(name, value, rule, callable(value) or hasattr(value, "contract"))
-        return value
-
-    return check_one
-
-
 def _quantization(name: str, value: Any) -> Any:
     """Check `quantization`."""
     choices = get_args(Quantization)
@@ -128,7 +112,7 @@ class EngineConfig:
     # one from outside (`jaxpaged.contracts`).
     attention: Any = option(
         "auto",
-        _ours_or_path(
+        ours_or_path(
             get_args(Attention), f"one of {', '.join(get_args(Attention))}, or 'package.module:function'"
         ),
         flag=text("implementation of attention: auto (default), mosaic_gpu, native, xla, or module:function"),
@@ -137,7 +121,7 @@ class EngineConfig:
     # (`jaxpaged.contracts`).
     sampler: Any = option(
         None,
-        _ours_or_path((), "None or 'package.module:function' of a sampler"),
+        ours_or_path((), "None or 'package.module:function' of a sampler"),
         flag=text("function that chooses tokens: module:function of yours (default: ours)"),
     )
     block_size: int = option(
@@ -210,7 +194,7 @@ class EngineConfig:
     # model's own. "package.module:Name" is one from outside (`jaxpaged.contracts`).
     layer_kind: Any = option(
         None,
-        _ours_or_path((), "None or 'package.module:Name' of a kind of layer"),
+        ours_or_path((), "None or 'package.module:Name' of a kind of layer"),
         flag=text(
             "kind of the layers that would read all tokens: module:Name of yours (default: the model's)"
         ),
@@ -218,7 +202,7 @@ class EngineConfig:
     # Order in which free blocks are taken and lose their content: a name, "package.module:Name", or a policy.
     eviction_policy: Any = option(
         "lru",
-        _ours_or_path(
+        ours_or_path(
             get_args(EvictionPolicy),
             f"one of {', '.join(get_args(EvictionPolicy))}, or 'package.module:Name'",
         ),
@@ -245,7 +229,7 @@ class EngineConfig:
     # Stores of such blocks: host memory (vLLM's name: native), or "package.module:Name" of one below it.
     kv_offloading_backend: Any = option(
         "host",
-        _ours_or_path(("host", "native"), "host, or 'package.module:Name'"),
+        ours_or_path(("host", "native"), "host, or 'package.module:Name'"),
         flag=text("store of such blocks: host memory (default), or module:Name of yours below it"),
     )
     scheduling_policy: SchedulingPolicy = option(
