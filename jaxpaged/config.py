@@ -12,7 +12,18 @@ from jaxpaged.checks import (
     checked_int,
     is_int,
 )
-from jaxpaged.options import Check, checks_of, choice, count, number, option, optional, text, whole, yes_or_no
+from jaxpaged.options import (
+    checks_of,
+    choice,
+    count,
+    number,
+    option,
+    optional,
+    ours_or_path,
+    text,
+    whole,
+    yes_or_no,
+)
 from jaxpaged.sampling_params import MAX_LOGPROBS, checked_seed
 from jaxpaged.speculation import speculation
 
@@ -62,22 +73,6 @@ def _length(name: str, value: Any) -> Any:
     return optional(whole(rule, 2))(name, value)
 
 
-def _ours_or_path(choices: tuple[str, ...], rule: str) -> Check:
-    """Check that a value is one of these names, a path to a part from outside, or such a part.
-
-    Only the engine's start imports what a path names.
-    """
-
-    def check_one(name: str, value: Any) -> Any:
-        if isinstance(value, str):
-            check(name, value, rule, value in choices or ":" in value)
-        elif value is not None or choices:
-            check(name, value, rule, callable(value) or hasattr(value, "contract"))
-        return value
-
-    return check_one
-
-
 def _quantization(name: str, value: Any) -> Any:
     """Check `quantization`."""
     choices = get_args(Quantization)
@@ -118,7 +113,7 @@ class EngineConfig:
     # one from outside (`jaxpaged.contracts`).
     attention: Any = option(
         "auto",
-        _ours_or_path(
+        ours_or_path(
             get_args(Attention), f"one of {', '.join(get_args(Attention))}, or 'package.module:function'"
         ),
         flag=text("implementation of attention: auto (default), mosaic_gpu, native, xla, or module:function"),
@@ -127,7 +122,7 @@ class EngineConfig:
     # (`jaxpaged.contracts`).
     sampler: Any = option(
         None,
-        _ours_or_path((), "None or 'package.module:function' of a sampler"),
+        ours_or_path((), "None or 'package.module:function' of a sampler"),
         flag=text("function that chooses tokens: module:function of yours (default: ours)"),
     )
     block_size: int = option(
@@ -200,7 +195,7 @@ class EngineConfig:
     # model's own. "package.module:Name" is one from outside (`jaxpaged.contracts`).
     layer_kind: Any = option(
         None,
-        _ours_or_path((), "None or 'package.module:Name' of a kind of layer"),
+        ours_or_path((), "None or 'package.module:Name' of a kind of layer"),
         flag=text(
             "kind of the layers that would read all tokens: module:Name of yours (default: the model's)"
         ),
@@ -208,7 +203,7 @@ class EngineConfig:
     # Order in which free blocks are taken and lose their content: a name, "package.module:Name", or a policy.
     eviction_policy: Any = option(
         "lru",
-        _ours_or_path(
+        ours_or_path(
             get_args(EvictionPolicy),
             f"one of {', '.join(get_args(EvictionPolicy))}, or 'package.module:Name'",
         ),
@@ -226,6 +221,18 @@ class EngineConfig:
     )
     # Blocks of the pool in host memory that preempted requests are swapped to.
     num_host_blocks: int = option(0, flag=count("blocks in host memory to swap to"))
+    # GiB of host memory for blocks of prompts that leave the device. None: they are forgotten.
+    kv_offloading_size: float | None = option(
+        None,
+        optional(number("None or a number > 0", 0, 2**20, above=True)),
+        flag={"type": float, "help": "GiB of host memory for prompts' blocks that leave the device"},
+    )
+    # Stores of such blocks: host memory (vLLM's name: native), or "package.module:Name" of one below it.
+    kv_offloading_backend: Any = option(
+        "host",
+        ours_or_path(("host", "native"), "host, or 'package.module:Name'"),
+        flag=text("store of such blocks: host memory (default), or module:Name of yours below it"),
+    )
     scheduling_policy: SchedulingPolicy = option(
         "fcfs", choice(*get_args(SchedulingPolicy)), flag=text("fcfs (default) or priority")
     )
@@ -359,6 +366,15 @@ class EngineConfig:
             self._set(name, checked(name, getattr(self, name)))
         rule = "False without enable_prefix_caching"
         check("reuse_answers", self.reuse_answers, rule, self.enable_prefix_caching or not self.reuse_answers)
+        if isinstance(self.kv_offloading_backend, str) and self.kv_offloading_backend == "native":
+            self._set("kv_offloading_backend", "host")
+        if self.kv_offloading_size is not None:
+            is_one = self.num_processes == self.data_parallel_size == 1 and not self.calculate_kv_scales
+            rule = (
+                "None with several processes or replicas, measured scales, or without enable_prefix_caching"
+            )
+            size = self.kv_offloading_size
+            check("kv_offloading_size", size, rule, is_one and self.enable_prefix_caching)
         self._check_tokens_and_blocks()
         self._check_processes()
         self._set_int("max_cpu_loras", f"None or an int >= max_loras={self.max_loras}", self.max_loras)
