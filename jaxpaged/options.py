@@ -46,21 +46,6 @@ def flags_of(table: Any) -> dict[str, tuple[list[str], Mapping[str, Any]]]:
     return found
 
 
-def text(help_: str) -> dict[str, Any]:
-    """Return what `add_argument` takes for a text."""
-    return {"help": help_}
-
-
-def count(help_: str) -> dict[str, Any]:
-    """Return what `add_argument` takes for an integer."""
-    return {"type": int, "help": help_}
-
-
-def yes_or_no(help_: str) -> dict[str, Any]:
-    """Return what `add_argument` takes for a flag that also has a --no- form."""
-    return {"action": argparse.BooleanOptionalAction, "help": help_}
-
-
 def whole(rule: str, least: int, most: int = INT32_MAX) -> Check:
     """Check that a value is an integer in [least, most]; errors say `rule`."""
     return lambda name, value: checked_int(name, value, rule, least, most)
