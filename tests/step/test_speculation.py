@@ -11,8 +11,9 @@ from jaxpaged.step import speculation
 from jaxpaged.step.config import Lookup
 from jaxpaged.step.state import DraftRows
 from reference import speculation as reference
-from tests.step.lockstep import MAX_MODEL_LEN, Event, LockStep
-from tests.step.test_scheduler import SETTINGS, request
+from tests.step.lockstep import Event, LockStep, Request
+from tests.step.sum_model import next_token
+from tests.step.test_scheduler import SETTINGS
 
 LOOKUP = Lookup(most=5, longest=3, shortest=2)
 
@@ -51,11 +52,15 @@ def test_a_row_drafts_more_after_hits_and_waits_after_misses():
 
 
 @pytest.mark.slow
-def test_what_repeats_itself_takes_fewer_steps():
+def test_what_repeats_itself_takes_fewer_steps_and_ends_where_it_must():
     """The sum of all tokens, modulo 13, doubles from token to token: after 12 it begins again."""
     [setting] = [each for each in SETTINGS if each.name == "drafts"]
     lock = LockStep(setting)
-    length = min(setting.longest, MAX_MODEL_LEN)
-    lock.run([Event((request(1, 3, length, priority=0),))])
+    tokens = [1]
+    while len(tokens) < 40:
+        tokens.append(next_token(setting.reaches, tokens))
+    lock.run([Event((Request(1, tuple(tokens[:26]), 80),))])
     assert lock.seen["accepted"] > 30
-    assert lock.num_steps < length - 3 - 30
+    assert lock.num_steps < 1 + (80 - 26) // 2
+    for arrival in range(2, 9):  # it stops at a draft, the first or second one, or behind both
+        lock.run([Event((Request(arrival, tuple(tokens[:26]), 80, stop_token_ids=(tokens[25 + arrival],)),))])
