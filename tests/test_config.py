@@ -115,6 +115,10 @@ def test_bad_sampling_params_are_refused(options, message):
         ({"seed": "x"}, r"seed='x' must be an int in \[-2\*\*63, 2\*\*64\)"),
         ({"max_logprobs": 100}, r"max_logprobs=100 must be an int in \[0, 20\], as many as a step tells of"),
         ({"max_logprobs": -1}, "max_logprobs=-1 must be an int in"),
+        (
+            {"logprobs_mode": "raw"},
+            "logprobs_mode='raw' must be one of raw_logprobs, processed_logprobs, raw_l",
+        ),
     ],
 )
 def test_bad_engine_options_are_refused(options, message):

@@ -217,6 +217,7 @@ class Setup:
             grouping=self.grouping.of_step,
             reuse_answers=config.reuse_answers,
             decode_widths=config.decode_widths,
+            logprobs_mode=config.logprobs_mode,
         )
 
     def description(self) -> dict[str, str]:

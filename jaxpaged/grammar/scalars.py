@@ -11,6 +11,7 @@ from jaxpaged.grammar.nodes import Either, Minus, Node, both, either, text
 from jaxpaged.grammar.places import Place, Way, counts, not_regular, type_of, unmet, wrong
 
 BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+MAX_EXACT = 16  # characters of a decimal that no other has the double of: 15 digits and a point
 FREE_FORMATS = {"path", "file-path", "directory-path", "password"}  # any string is one
 
 
@@ -64,6 +65,8 @@ def number(way: Way, *, is_integer: bool) -> Node:
                     way[0].path, f"has a bound of more than {numbers.MAX_PLACES} digits in its fraction"
                 )
         found.insert(0, numbers.decimal(low, high))
+        if barred:  # what differs in decimals must differ for readers with doubles
+            found.append(json_values.length_text(0, MAX_EXACT))
     else:
         return json_values.NUMBER
     made = both(found)

@@ -11,14 +11,14 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxpaged.arithmetic import cdiv
-from jaxpaged.config import PREFILL_TILE
+from jaxpaged.config import PREFILL_TILE, LogprobsMode
 from jaxpaged.contracts.samplers import Sampler, SamplingOptions
 from jaxpaged.memory import block_table, kv_cache
 from jaxpaged.memory.block_table import BlockTables
 from jaxpaged.memory.entries import dealt
 from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.models.attention import PassBatch
-from jaxpaged.sampling import Context, Scores, edited, is_among, likeliest, no_scores, sample, score
+from jaxpaged.sampling import Context, Scores, edited, is_among, likeliest, no_scores, sample, score, told
 from jaxpaged.sampling_state import SamplingState
 from jaxpaged.status import Status
 from jaxpaged.step import admission, automata, beams, scheduler
@@ -98,7 +98,7 @@ def advance(
     # A row whose tokens are all in the cache has the hidden state of its newest token: it samples the next.
     num_cached = jnp.where(forks, state.rows.prompt_lens, state.tables.seq_lens)
     due = (ran | forks) & (num_cached == state.rows.num_tokens)
-    state, new = answer(model, state, hidden, slots, due, config.sampler)
+    state, new = answer(model, state, hidden, slots, due, config.sampler, config.logprobs_mode)
 
     in_prompt = plan.num_tiles > 0
     state = state.count(
@@ -290,6 +290,7 @@ def answer(
     slots: DecodeSlots,
     due: Bool[Array, " rows"],
     sampler: Sampler | None = None,
+    logprobs_mode: LogprobsMode = "raw_logprobs",
 ) -> tuple[EngineState, Scores]:
     """Sample a token for each row that is due, append it, and finish the rows that end with it.
 
@@ -326,7 +327,11 @@ def answer(
         wants = options.num_logprobs >= 0
 
         def note_scores() -> tuple[Scores, Scores]:
-            new = score(logits, token_ids, options.num_logprobs, temperature)
+            if logprobs_mode == "raw_logprobs":
+                new = score(logits, token_ids, options.num_logprobs, temperature)
+            else:
+                its = told(logprobs_mode, logits, options, edit, rows.beams.width[row] > 0)
+                new = score(its.values, token_ids, options.num_logprobs, temperature, its.are_logits)
             at = jnp.where(wants, row, index.shape[0]), position % MAX_STEPS
             return jax.tree.map(lambda ring, values: ring.at[at].set(values, mode="drop"), scores, new), new
 
