@@ -182,3 +182,27 @@ def test_a_store_that_is_slow_or_fails_costs_hits_alone(cold):
     assert [delta.request_id for delta in gone] == [requests[0].request_id]
     driver.abort([requests[1].request_id])
     assert not driver.has_work
+
+
+def test_a_directory_is_found_after_a_restart_and_by_another_engine(cold, tmp_path):
+    options = {"kv_offloading_backend": f"disk:{tmp_path / 'kept'}"}
+    driver, prompts = tiered(4, **options), tiny.prompts([70, 90], seed=7)
+    for prompt in prompts:
+        ask(driver, prompt)
+    other = tiered(**options)
+    driver.close_tiers()
+    ended = tiered(**options)
+    for again in (other, ended):
+        again.tiers.below.flush()
+        for prompt in prompts:
+            answer, num_hits, fetched = ask(again, prompt, SCORED)
+            assert tokens(answer) == cold(prompt)
+            assert fetched == {"disk": num_hits} != {"disk": 0}
+        counts = again.tier_counts["disk"]
+        assert (counts.num_hits, counts.read_bytes) == (8 + 11, 19 * BLOCK_BYTES)
+    # Forgetting forgets the files of this model, for all.
+    assert other.reset_prefix_cache()
+    other.tiers.below.flush()
+    assert ask(other, prompts[0])[1:] == (0, {})
+    for each in (other, ended):
+        each.close_tiers()
