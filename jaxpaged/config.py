@@ -227,11 +227,17 @@ class EngineConfig:
         optional(number("None or a number > 0", 0, 2**20, above=True)),
         flag={"type": float, "help": "GiB of host memory for prompts' blocks that leave the device"},
     )
-    # Stores of such blocks: host memory (vLLM's name: native), or "package.module:Name" of one below it.
+    # Stores of such blocks: host memory (vLLM's name: native); with "disk:DIR" a directory below it, and with
+    # "package.module:Name" a store of one's own.
     kv_offloading_backend: Any = option(
         "host",
-        ours_or_path(("host", "native"), "host, or 'package.module:Name'"),
-        flag=text("store of such blocks: host memory (default), or module:Name of yours below it"),
+        ours_or_path(("host", "native"), "host, disk:DIR, or 'package.module:Name'"),
+        flag=text("stores of such blocks: host (default); with disk:DIR or module:Name one below it, too"),
+    )
+    kv_offloading_disk_size: float = option(
+        16.0,
+        number("a number > 0", 0, 2**20, above=True),
+        flag={"type": float, "help": "GiB of files in the directory of disk:DIR (default 16)"},
     )
     scheduling_policy: SchedulingPolicy = option(
         "fcfs", choice(*get_args(SchedulingPolicy)), flag=text("fcfs (default) or priority")

@@ -55,7 +55,8 @@ class Offloading(Passing):
         self.rule = Rule()
         if size is not None:
             self._space = keys.space_of(self.block_format)
-            self.tiers = tiers.opened(size, self.config.kv_offloading_backend)
+            its = self.config.kv_offloading_backend, self.config.kv_offloading_disk_size
+            self.tiers = tiers.opened(size, *its)
             self._compile_copies()
 
     def _compile_copies(self) -> None:

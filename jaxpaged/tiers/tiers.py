@@ -9,15 +9,18 @@ import queue
 import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from absl import logging
 
 from jaxpaged.contracts import block_stores
 from jaxpaged.contracts.block_stores import BlockKey, BlockStore, StoredBlock
+from jaxpaged.tiers.disk import DiskStore
 from jaxpaged.tiers.host import HostStore
 
 HOST = "host"
+DISK, DISK_PREFIX = "disk", "disk:"
 BELOW = "below"  # name of a store of somebody's
 
 
@@ -140,9 +143,12 @@ class Tiers:
                 counts.read_seconds += time.perf_counter() - began
 
 
-def opened(size_gib: float, backend: Any) -> Tiers:
-    """Make the tiers that options name. Raises `InputError` for a store that cannot be used."""
+def opened(size_gib: float, backend: Any, disk_size_gib: float) -> Tiers:
+    """Make the tiers that options name, of so many GiB. Raises `InputError` if one cannot be used."""
     host = HostStore(int(size_gib * 2**30))
     if isinstance(backend, str) and backend == HOST:
         return Tiers(host)
+    if isinstance(backend, str) and backend.startswith(DISK_PREFIX):
+        folder = Path(backend.removeprefix(DISK_PREFIX))
+        return Tiers(host, DiskStore(folder, int(disk_size_gib * 2**30)), DISK)
     return Tiers(host, block_stores.named(backend), BELOW)

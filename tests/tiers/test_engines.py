@@ -37,8 +37,8 @@ class Always(Rule):
 
 
 def tiered(num_host_blocks=1000, **options):
-    """Make a driver over a small pool, with room for so many blocks in host memory."""
-    driver = tiny.driver(**tiny.SMALL, kv_offloading_size=num_host_blocks * BLOCK_BYTES / GIB, **options)
+    """Make a driver with room for so many blocks in host memory."""
+    driver = tiny.driver(kv_offloading_size=num_host_blocks * BLOCK_BYTES / GIB, **options)
     driver.rule = Always()
     return driver
 
@@ -62,7 +62,7 @@ def tokens(answer):
 @pytest.fixture(scope="module")
 def cold():
     """Answer as an engine does that has never seen a prompt."""
-    driver = tiny.driver(**tiny.SMALL)
+    driver = tiny.driver()
 
     def answer(prompt):
         driver.reset_prefix_cache()
@@ -74,15 +74,15 @@ def cold():
 
 @pytest.mark.parametrize("has_below", [False, True])
 def test_hits_are_in_lock_step_with_the_oracle(has_below):
-    """Conversations that do not fit, in a pool of 16 blocks, 24 in host memory and perhaps more below."""
+    """Conversations that do not fit, in a pool of 64 blocks, 80 in host memory and perhaps more below."""
     below = Kept()
-    driver = tiered(24, kv_offloading_backend=below if has_below else "host")
-    stores = [Store(24), *([Store(10_000)] if has_below else [])]
-    plain = TieredCache(17, 8, stores)
-    rng, talks = np.random.default_rng(1), [[] for _ in range(6)]
+    driver = tiered(80, kv_offloading_backend=below if has_below else "host")
+    stores = [Store(80), *([Store(10_000)] if has_below else [])]
+    plain = TieredCache(65, 8, stores)
+    rng, talks = np.random.default_rng(1), [[] for _ in range(20)]
     seen = np.zeros(3, int)
-    for _ in range(60):
-        which = int(rng.integers(6))
+    for _ in range(120):
+        which = int(rng.integers(20))
         talk = talks[which]
         if len(talk) > 90:
             talk.clear()
@@ -102,7 +102,7 @@ def test_hits_are_in_lock_step_with_the_oracle(has_below):
 
 
 def test_answers_have_the_bits_of_cold_ones_and_what_is_apart_stays_apart(cold):
-    driver, prompts = tiered(), tiny.prompts([70, 90, 60, 97], seed=3)
+    driver, prompts = tiered(), tiny.prompts([70, 90, 60, 97, 101, 103, 99, 105], seed=3)
     whole = SamplingParams(max_tokens=4, temperature=0)
     first = [ask(driver, prompt, SCORED) for prompt in prompts]
     again = [ask(driver, prompt, SCORED) for prompt in prompts]
@@ -114,12 +114,11 @@ def test_answers_have_the_bits_of_cold_ones_and_what_is_apart_stays_apart(cold):
     assert [fetched for *_, fetched in again[:3]] == [{"host": 64}, {"host": 88}, {"host": 56}]
     # Another salt finds nothing, and then its own.
     assert ask(driver, prompts[0], whole, cache_salt="x")[1] == 0
-    ask(driver, prompts[1])
-    ask(driver, prompts[3])
+    for prompt in prompts[3:]:
+        ask(driver, prompt)
     assert ask(driver, prompts[0], whole, cache_salt="x")[1:] == (64, {"host": 64})
     # A request that wants scores of its prompt computes all of it.
     told = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
-    ask(driver, prompts[2])
     assert ask(driver, prompts[1], told)[1:] == (0, {})
     # Forgetting forgets all tiers.
     assert driver.reset_prefix_cache()
@@ -156,9 +155,10 @@ class Slow(Kept):
 def test_a_store_that_is_slow_or_fails_costs_hits_alone(cold):
     store = Slow()
     driver = tiered(4, kv_offloading_backend=store)
-    first, other = tiny.prompts([70, 90], seed=5)
+    first, *others = tiny.prompts([70, *[100] * 5], seed=5)
     ask(driver, first, SCORED)
-    ask(driver, other)
+    for other in others:
+        ask(driver, other)
     for store.seconds, store.fails in ((0.2, False), (0.0, True)):
         driver.rule.seconds_to_wait = 0.05
         began = time.monotonic()
@@ -167,7 +167,8 @@ def test_a_store_that_is_slow_or_fails_costs_hits_alone(cold):
         assert tokens(answer) == cold(first)
         assert "below" not in fetched or store.seconds
         assert num_hits < 64
-        ask(driver, other)
+        for other in others:
+            ask(driver, other)
         time.sleep(0.3)
     # A request that is given up while it waits leaves nothing behind, and those of its prompt wait with it.
     store.seconds, store.fails = 5.0, False
@@ -182,3 +183,27 @@ def test_a_store_that_is_slow_or_fails_costs_hits_alone(cold):
     assert [delta.request_id for delta in gone] == [requests[0].request_id]
     driver.abort([requests[1].request_id])
     assert not driver.has_work
+
+
+def test_a_directory_is_found_after_a_restart_and_by_another_engine(cold, tmp_path):
+    options = {"kv_offloading_backend": f"disk:{tmp_path / 'kept'}"}
+    driver, prompts = tiered(4, **options), tiny.prompts([70, 90], seed=7)
+    for prompt in prompts:
+        ask(driver, prompt)
+    other = tiered(**options)
+    driver.close_tiers()
+    ended = tiered(**options)
+    for again in (other, ended):
+        again.tiers.below.flush()
+        for prompt in prompts:
+            answer, num_hits, fetched = ask(again, prompt, SCORED)
+            assert tokens(answer) == cold(prompt)
+            assert fetched == {"disk": num_hits} != {"disk": 0}
+        counts = again.tier_counts["disk"]
+        assert (counts.num_hits, counts.read_bytes) == (8 + 11, 19 * BLOCK_BYTES)
+    # Forgetting forgets the files of this model, for all.
+    assert other.reset_prefix_cache()
+    other.tiers.below.flush()
+    assert ask(other, prompts[0])[1:] == (0, {})
+    for each in (other, ended):
+        each.close_tiers()

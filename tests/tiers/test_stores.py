@@ -27,7 +27,7 @@ def key_of(number):
     return key
 
 
-def history(store, capacity, num_steps=400, num_keys=9, seed=0, settle=lambda: None):
+def history(store, capacity, num_steps=400, num_keys=9, seed=0, settle=lambda: None, size_of=None):
     """Run one history of random operations on a store and on the oracle, and compare what they give."""
     rng, plain = np.random.default_rng(seed), oracle.Store(capacity)
     for step in range(num_steps):
@@ -35,8 +35,9 @@ def history(store, capacity, num_steps=400, num_keys=9, seed=0, settle=lambda: N
         key, name = key_of(number), (number % 2, None, None, (number,))
         if its < 0.4:
             num_bytes, value = int(rng.integers(1, 4)), step % 256
-            store.put(key, block(value, num_bytes))
-            plain.put(name, num_bytes, (value, num_bytes))
+            new = block(value, num_bytes)
+            store.put(key, new)
+            plain.put(name, size_of(key, new) if size_of else num_bytes, (value, num_bytes))
         elif its < 0.7:
             assert store.contains(key) == plain.contains(name)
         elif its < 0.98:
@@ -114,7 +115,7 @@ def test_stores_from_outside_are_checked():
             {"kv_offloading_size": 1, "data_parallel_size": 2},
             "kv_offloading_size=1.0 must be None with sever",
         ),
-        ({"kv_offloading_backend": "tape"}, "kv_offloading_backend='tape' must be host, or 'package.module"),
+        ({"kv_offloading_backend": "tape"}, "kv_offloading_backend='tape' must be host, disk:DIR, or 'pack"),
     ):
         with pytest.raises(InputError, match=message):
             EngineConfig(**options)
