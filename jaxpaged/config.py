@@ -4,14 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
-from jaxpaged.checks import (
-    INT32_MAX,
-    check,
-    checked_bool,
-    checked_choice,
-    checked_int,
-    is_int,
-)
+from jaxpaged.checks import INT32_MAX, check, checked_bool, checked_choice, checked_int, is_int
 from jaxpaged.options import (
     checks_of,
     choice,
@@ -33,18 +26,9 @@ Attention = Literal["auto", "mosaic_gpu", "native", "xla"]
 PreemptionMode = Literal["recompute", "swap"]
 # Names of the policies in `memory/eviction.py`.
 EvictionPolicy = Literal[
-    "lru",
-    "lru_split",
-    "fifo",
-    "lfu",
-    "depth",
-    "sieve",
-    "plain_lfu",
-    "s3fifo",
-    "tinylfu",
-    "greedy_dual",
-    "queue_lru",
-]
+    "lru", "lru_split", "fifo", "lfu", "depth", "sieve",
+    "plain_lfu", "s3fifo", "tinylfu", "greedy_dual", "queue_lru",
+]  # fmt: skip
 Loop = Literal["auto", "device", "host"]
 Sums = Literal["fast", "ordered"]  # see `models.shards.Shards`
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
@@ -263,15 +247,11 @@ class EngineConfig:
         whole("an int in [0, 4096]", 0, 4096),
         flag=count("MiB of the device's memory for structured outputs (default 0: requests have none)"),
     )
-    # Drafts of coming tokens, verified in decode slots that no sequence needs; vLLM's words. None: no drafts.
-    # The answers are the same.
+    # Drafts of coming tokens, verified in slots that no sequence needs; vLLM's words. Answers stay the same.
     speculative_config: Any = option(
         None,
         speculation,
-        flag={
-            "metavar": "JSON",
-            "help": 'drafts of coming tokens: {"method": "ngram", "num_speculative_tokens": 7} (default: no)',
-        },
+        flag=text('drafts of coming tokens: {"method": "ngram", "num_speculative_tokens": 7} (default: no)'),
         short="-sc",
     )
     # Adapters kept in host memory. None: all that were used.
