@@ -129,7 +129,9 @@ def test_one_that_is_removed_while_in_use_stays_with_its_requests(driver, folder
 
 def test_adapters_stay_over_an_update_of_the_weights(driver, folder):
     """Requests under way go on with theirs, on new weights; what old weights made is not found again."""
-    prompts, compiled = tiny.prompts([30, 9, 20], seed=8), loop.put_adapter.num_compiled()
+    prompts = tiny.prompts([30, 9, 20], seed=8)
+    answers(driver, folder, [(0, prompts[0]), (1, prompts[0])])  # so that both adapters are on the device
+    compiled = loop.put_adapter.num_compiled()
     try:
         ids = submit(driver, folder, zip((0, None, 1), prompts, strict=True), greedy(20))
         begun: list[Delta] = []
