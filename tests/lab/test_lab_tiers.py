@@ -43,13 +43,13 @@ def plain(trace, stores, first):
 @pytest.mark.parametrize("disk", [None, 6400, "unbounded"])
 def test_hits_by_tier_are_those_of_plain_python(tmp_path, capsys, disk):
     file = write(tmp_path / "trace.jsonl", conversations())
-    tiers = "device=1600,host=3200" + (f",disk={disk}" if disk else "")
+    tiers = "device=1600,host=2048" + (f",disk={disk}" if disk else "")
     assert cli.main(f"lab {file} --tiers {tiers} --warmup 0.25 --json".split()) == 0
     line = json.loads(capsys.readouterr().out)
     below = {None: [], 6400: [oracle.Store(100)], "unbounded": [oracle.Store(10**9)]}[disk]
-    hits, stored = plain(traces.read(file), [oracle.Store(50), *below], 50)
+    hits, stored = plain(traces.read(file), [oracle.Store(32), *below], 50)
     assert [*line["hit_tokens"].values()] == [64 * blocks for blocks in hits]
-    assert min(hits) > 10
+    assert min(hits) > 5
     assert [*line["read_bytes"].values()] == [64 * KV_BYTES * blocks for blocks in hits[1:]]
     assert line["stored_bytes"] == 64 * KV_BYTES * stored
     assert 0 < line["modelled_ttft_s"]["mean"] < line["modelled_ttft_uncached_s"]["mean"]
