@@ -4,14 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
-from jaxpaged.checks import (
-    INT32_MAX,
-    check,
-    checked_bool,
-    checked_choice,
-    checked_int,
-    is_int,
-)
+from jaxpaged.checks import INT32_MAX, check, checked_bool, checked_choice, checked_int, is_int
 from jaxpaged.options import (
     checks_of,
     choice,
@@ -25,6 +18,7 @@ from jaxpaged.options import (
     yes_or_no,
 )
 from jaxpaged.sampling_params import MAX_LOGPROBS, checked_seed
+from jaxpaged.speculation import speculation
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["gguf", "int8", "int4", "fp8"]
@@ -32,18 +26,9 @@ Attention = Literal["auto", "mosaic_gpu", "native", "xla"]
 PreemptionMode = Literal["recompute", "swap"]
 # Names of the policies in `memory/eviction.py`.
 EvictionPolicy = Literal[
-    "lru",
-    "lru_split",
-    "fifo",
-    "lfu",
-    "depth",
-    "sieve",
-    "plain_lfu",
-    "s3fifo",
-    "tinylfu",
-    "greedy_dual",
-    "queue_lru",
-]
+    "lru", "lru_split", "fifo", "lfu", "depth", "sieve",
+    "plain_lfu", "s3fifo", "tinylfu", "greedy_dual", "queue_lru",
+]  # fmt: skip
 Loop = Literal["auto", "device", "host"]
 Sums = Literal["fast", "ordered"]  # see `models.shards.Shards`
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
@@ -262,6 +247,13 @@ class EngineConfig:
         whole("an int in [0, 4096]", 0, 4096),
         flag=count("MiB of the device's memory for structured outputs (default 0: requests have none)"),
     )
+    # Drafts of coming tokens, verified in slots that no sequence needs; vLLM's words. Answers stay the same.
+    speculative_config: Any = option(
+        None,
+        speculation,
+        flag=text('drafts of coming tokens: {"method": "ngram", "num_speculative_tokens": 7} (default: no)'),
+        short="-sc",
+    )
     # Adapters kept in host memory. None: all that were used.
     max_cpu_loras: int | None = option(None, flag=count("adapters kept in host memory (default: all)"))
     # Rows of narrower decode passes, rising, each below max_num_seqs. A step takes the narrowest pass that
@@ -378,6 +370,11 @@ class EngineConfig:
     def arena_words(self) -> int:
         """Number of 32-bit words for the automata of structured outputs."""
         return self.structured_outputs_mib * 2**18
+
+    @property
+    def most_drafts(self) -> int:
+        """Drafts of a sequence in one step; 0: there are none."""
+        return self.speculative_config.num_speculative_tokens if self.speculative_config else 0
 
     def _check_tokens_and_blocks(self) -> None:
         least = self.max_num_seqs + PREFILL_TILE

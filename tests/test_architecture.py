@@ -20,6 +20,7 @@ GROUND = {
     "jaxpaged/lora",
     "jaxpaged/options.py",
     "jaxpaged/sampling_params.py",
+    "jaxpaged/speculation.py",
     "jaxpaged/structured_outputs.py",
     "jaxpaged/status.py",
     "jaxpaged/text/limits.py",
@@ -66,7 +67,13 @@ ALLOWED = {
     "jaxpaged/checks.py": set(),
     "jaxpaged/status.py": set(),
     "jaxpaged/options.py": {"jaxpaged/checks.py"},
-    "jaxpaged/config.py": {"jaxpaged/checks.py", "jaxpaged/options.py", "jaxpaged/sampling_params.py"},
+    "jaxpaged/config.py": {
+        "jaxpaged/checks.py",
+        "jaxpaged/options.py",
+        "jaxpaged/sampling_params.py",
+        "jaxpaged/speculation.py",
+    },
+    "jaxpaged/speculation.py": {"jaxpaged/checks.py"},
     "jaxpaged/sampling_params.py": {
         "jaxpaged/checks.py",
         "jaxpaged/options.py",

@@ -52,6 +52,7 @@ SLOW = {
     "docs/guides/adapters.md",
     "docs/concepts/layouts.md",
     "docs/guides/pooling.md",
+    "docs/guides/speculation.md",
     "docs/guides/streams.md",
 }
 LANGUAGES = {"python", "sh", "json", "text"}

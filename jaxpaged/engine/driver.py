@@ -113,7 +113,7 @@ class Driver(Offloading):
         # What submitted requests are filled into, a line each.
         sizes = SUBMIT_LINES, 0, setup.model_config.vocab_size
         more = {"lora": config.enable_lora, "grammars": config.arena_words > 0}
-        self._empty_lines = empty_rows(*sizes, **more)
+        self._empty_lines = empty_rows(*sizes, **more, most_drafts=config.most_drafts)
         self.first_run: list[int] = []  # requests that the last report was the first to see run
         self._unread: Run | None = None
         self.pace = Pace()
@@ -193,11 +193,13 @@ class Driver(Offloading):
     def snapshot(self) -> Snapshot:
         """Copy the state of this engine to the host, and change nothing. Waits for the run under way.
 
-        Raises `InputError` with several replicas, or with room for structured outputs.
+        Raises `InputError` with several replicas, room for structured outputs, or drafts.
         """
         check("data_parallel_size", self._replicas.size, "1 for a snapshot", self._replicas.size == 1)
         arena = self.config.structured_outputs_mib
         check("structured_outputs_mib", arena, "0 for a snapshot", arena == 0)
+        drafts = self.config.speculative_config
+        check("speculative_config", drafts, "None for a snapshot", drafts is None)
         values = jax.device_get(without_kv(self._state))
         queue = tuple(self.queue)
         return Snapshot(values, self.step_config, self.door.model_config.vocab_size, queue)

@@ -125,10 +125,11 @@ ENGINE: dict[str, Verdict] = {
     **_only("an engine that goes on when a device is lost", "enable_fault_tolerance"),
     **_only(
         "speculative decoding",
-        "speculative_config spec_method spec_model spec_tokens num_speculative_tokens speculative_model "
+        "spec_method spec_model spec_tokens num_speculative_tokens speculative_model "
         "speculative_model_quantization speculative_draft_tensor_parallel_size speculative_max_model_len "
         "speculative_disable_by_batch_size speculative_disable_mqa_scorer ngram_prompt_lookup_max "
         "ngram_prompt_lookup_min disable_logprobs_during_spec_decoding",
+        use="speculative_config",
     ),
     **_only("another kind of model", "diffusion_config engram_config"),
     **_only("answers other than text", "task", "auto", "generate", use="runner='pooling'"),
