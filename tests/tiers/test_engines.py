@@ -241,7 +241,7 @@ def test_groups_of_layers_are_fetched_as_they_were_computed():
     sizes = {"num_blocks": 1 + 4 * 24}
     driver = tiny.driver(load, config, kv_offloading_size=0.1, **sizes)
     driver.rule = Always()
-    talks = tiny.prompts([100] * 8, seed=11)
+    talks = tiny.prompts([100] * 14, seed=11)
     first = [ask(driver, talk[:60], SCORED) for talk in talks]
     again = [ask(driver, talk[:60], SCORED) for talk in talks]
     longer = [ask(driver, talk, SCORED) for talk in talks]
