@@ -2,7 +2,7 @@
 
     python -m benchmarks.grammars --tokenizer DIRECTORY --out benchmarks/results/grammars-cpu.jsonl
 
-`byte level` is the vocabulary of a GPT-2-style tokenizer. `128256` is that one with pairs of its own tokens, up
+`byte level` is the vocabulary of a GPT-2-style tokenizer. `128256` is that one with pairs of its tokens, up
 to the size of Llama 3's. `sentencepiece` is trained on this repository's text, with byte fallback.
 """
 
