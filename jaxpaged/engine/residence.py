@@ -42,6 +42,7 @@ class Residence:
     _load_model: Callable[[LoadAs], Decoder]
     _names: Names | None
     _forget_prefixes: Callable[[], None]
+    forget_tiers: Callable[[], None]
 
     weight_version = 0  # how often the weights have changed, or what the last update said
     resident: frozenset[str] = frozenset(MEMORY)  # what of `MEMORY` is there
@@ -58,6 +59,7 @@ class Residence:
         if self.rows.has_any or KV_CACHE not in self.resident:
             return False
         self._forget_prefixes()
+        self.forget_tiers()
         return True
 
     def stand_down(self) -> list[Delta]:

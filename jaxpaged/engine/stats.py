@@ -15,12 +15,15 @@ class Stats:
 
     num_steps: int = 0
     num_prompt_tokens: int = 0  # computed in prompt tiles
-    num_decode_tokens: int = 0  # computed one a row and step
+    num_decode_tokens: int = 0  # computed in decode slots, drafts included
     num_new_tokens: int = 0  # of answers
     num_preemptions: int = 0
     num_lookup_tokens: int = 0  # looked up in the prefix cache
     num_hit_tokens: int = 0  # found there
     num_prompt_passes: int = 0  # of the model over prompt tiles
+    num_drafts: int = 0  # steps of a sequence with drafts
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0  # drafts that were right
     num_running: int = 0
     num_waiting: int = 0  # on the device or on the host, preempted ones included
     num_blocks: int = 0  # of the pool, the null block left out

@@ -8,9 +8,11 @@ from jaxpaged.grammar.nodes import (
     EMPTY,
     MAX_POINT,
     NOTHING,
+    Both,
     Chars,
     Either,
     Members,
+    Minus,
     Node,
     Ranges,
     Repeat,
@@ -100,6 +102,10 @@ def encoded(node: Node) -> Node:
             return Either(tuple(map(encoded, parts)))
         case Repeat(part, least, most):
             return Repeat(encoded(part), least, most)
+        case Both(parts):
+            return Both(tuple(map(encoded, parts)))
+        case Minus(part, other):
+            return Minus(encoded(part), encoded(other))
         case Members(parts, comma, rest, least, most):
             its = tuple((encoded(part), required) for part, required in parts)
             return Members(its, encoded(comma), None if rest is None else encoded(rest), least, most)

@@ -11,6 +11,7 @@ from jaxpaged.grammar.deterministic import ByteMachine, paired, too_many_states,
 from jaxpaged.grammar.nodes import (
     Both,
     Chars,
+    Distinct,
     Either,
     GrammarError,
     Limits,
@@ -127,6 +128,8 @@ class _Parts:
                     self._copy(machine, start, end)
             case Multiples():
                 self._multiples(node, start, end)
+            case Distinct():
+                self._distinct(node, start, end)
 
     def _after(self, state: int, low: int, high: int) -> int:
         new = self.new()
@@ -239,6 +242,30 @@ class _Parts:
                 self.arcs[point].append((48 + digit, 48 + digit, states[1][(10 * rest + digit) % modulus]))
         if places:
             self.free[states[places][0]].append(zeros)
+
+    def _distinct(self, node: Distinct, start: int, end: int) -> None:
+        """Add a state for each set of parts that have been written."""
+        states = {0: start}  # by the sum of 2**i of the parts in a set
+        waiting = [0]
+        for taken in waiting:
+            state, size = states[taken], taken.bit_count()
+            if size >= node.least:
+                self.free[state].append(end)
+            if size == node.most:
+                continue
+            entry = self.new()
+            if taken:
+                self._alone(node.comma, state, entry)
+            else:
+                self.free[state].append(entry)
+            for i, part in enumerate(node.parts):
+                there = taken | 1 << i
+                if there == taken:
+                    continue
+                if there not in states:
+                    states[there] = self.new()
+                    waiting.append(there)
+                self._alone(part, entry, states[there])
 
     def _tagged(self, node: Tagged, start: int, end: int) -> None:
         """Add free text: a state for each beginning of a trigger that the text so far may end with."""

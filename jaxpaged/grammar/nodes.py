@@ -126,7 +126,17 @@ class Multiples:
     is_whole: bool = True
 
 
-Node = Chars | Then | Either | Repeat | Members | Tagged | Both | Minus | Multiples
+@dataclass(frozen=True)
+class Distinct:
+    """Some parts in any order, each once at most, with `comma` between: from `least` to `most` of them."""
+
+    parts: "tuple[Node, ...]"
+    comma: "Node"
+    least: int
+    most: int
+
+
+Node = Chars | Then | Either | Repeat | Members | Tagged | Both | Minus | Multiples | Distinct
 EMPTY = Then(())
 NOTHING = Either(())
 

@@ -260,7 +260,10 @@ class _EngineCollector(Collector):
             ("prefix_cache_queries", "Tokens looked up in the prefix cache.", stats.num_lookup_tokens),
             ("prefix_cache_hits", "Tokens found there.", stats.num_hit_tokens),
             ("num_preemptions", "Times that a request gave way.", stats.num_preemptions),
-        ):
+            ("spec_decode_num_drafts", "Steps of a sequence with drafts.", stats.num_drafts),
+            ("spec_decode_num_draft_tokens", "Tokens drafted.", stats.num_draft_tokens),
+            ("spec_decode_num_accepted_tokens", "Drafts that were right.", stats.num_accepted_tokens),
+        )[: None if config.speculative_config else 3]:
             yield self._of(CounterMetricFamily, name, help_, value)
 
     def _of(

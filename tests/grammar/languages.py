@@ -6,7 +6,18 @@ import numpy as np
 
 from jaxpaged.grammar.automaton import NOT_ALLOWED
 from jaxpaged.grammar.machine import byte_machine
-from jaxpaged.grammar.nodes import Both, Chars, Either, Limits, Members, Minus, Multiples, Repeat, Then
+from jaxpaged.grammar.nodes import (
+    Both,
+    Chars,
+    Distinct,
+    Either,
+    Limits,
+    Members,
+    Minus,
+    Multiples,
+    Repeat,
+    Then,
+)
 from jaxpaged.grammar.tables import token_automaton
 from jaxpaged.grammar.vocabulary import TokenBytes
 from reference import grammar as oracle
@@ -79,9 +90,21 @@ def language(node) -> oracle.Language:
             return oracle.minus(language(part), language(other))
         case Multiples(modulus, places, is_whole):
             return oracle.multiple(modulus, places, is_whole)
+        case Distinct(parts, comma, least, most):
+            return distinct(list(map(language, parts)), language(comma), least, most)
         case Members(parts, comma, rest, least, most):
             its = [(language(part), must) for part, must in parts]
             return members(its, language(comma), rest, least, most)
+
+
+def distinct(parts, comma, least, most, count=0) -> oracle.Language:
+    """Return parts in every order, each once at most, spelled out."""
+    ways = [oracle.EMPTY] if count >= least else []
+    for i, part in enumerate(parts if count < most else []):
+        behind = distinct(parts[:i] + parts[i + 1 :], comma, least, most, count + 1)
+        there = oracle.then(part, behind)
+        ways.append(oracle.then(comma, there) if count else there)
+    return oracle.either(ways)
 
 
 def members(parts, comma, rest, least=0, most=None, count=0) -> oracle.Language:

@@ -5,6 +5,8 @@ Texts that may not be written are invalid, or `NARROWER`: valid, but not in the 
 
 import numpy as np
 
+from tests.grammar.combined_cases import COMBINED
+
 CASES = {
     "type": [
         ({"type": "integer"}, ["0", "-0", "12", "-301"], ["01", "1.5", "+1", "", '"1"']),
@@ -258,6 +260,7 @@ CASES = {
         ({"type": "array", "title": "x", "x-own": 1}, ["[]", '[1,"a"]'], ["{}"]),
     ],
 }
+CASES |= COMBINED
 # Valid under the schema, and not written by us.
 NARROWER = [
     ({"type": "integer"}, ["1.0", "1e3"]),
@@ -277,9 +280,29 @@ REFUSED = [
         "is required",
     ),
     ({"type": "object", "required": ["b"], "additionalProperties": False}, "#", "requires 'b'"),
-    ({"type": "array", "items": {"type": "array", "uniqueItems": True}}, "#/items", "'uniqueItems'"),
+    ({"type": "array", "items": {"type": "array", "uniqueItems": True}}, "#/items", "uniqueItems is only"),
     ({"type": "object", "properties": {"a": {"type": "string", "madeUp": 1}}}, "#/properties/a", "'madeUp'"),
-    ({"anyOf": [{"const": 1}, {"not": {"const": 1}}]}, "#/anyOf/1", "not is not followed"),
+    ({"anyOf": [{"const": 1}, {"not": {"items": {"const": 1}}}]}, "#/anyOf/1/not", "a negation of items"),
+    ({"not": {}}, "#", "no value is valid"),
+    ({"allOf": [{"type": "string"}, {"type": "integer"}]}, "#", "no value is valid"),
+    ({"allOf": [{"type": "string", "minLength": 3}, {"maxLength": 2}]}, "#/allOf/0", "minLength=3"),
+    ({"oneOf": [{"const": 1}, {"const": 1}]}, "#", "no value is valid"),
+    (
+        {"type": "array", "items": {"enum": list(range(9))}, "uniqueItems": True},
+        "#",
+        "of at most 8 values",
+    ),
+    (
+        {"type": "object", "patternProperties": {key: {"const": 1} for key in "abcde"}},
+        "#",
+        "more than 4 patterns",
+    ),
+    ({"allOf": [{"unevaluatedProperties": False}, {"type": "object"}]}, "#/allOf/0", "outermost"),
+    ({"enum": ["a"], "pattern": "("}, "#/pattern", "cannot be read"),
+    ({"enum": [1], "allOf": [{"$ref": "https://example.org/s"}]}, "#/allOf/0", "nothing is fetched"),
+    ({"enum": [{}], "properties": {"a": {}}, "not": {"$ref": "#"}}, "#/not", "itself"),
+    ({"type": "object", "dependentRequired": {"a": "b"}}, "#/dependentRequired", "not a list of names"),
+    ({"type": "object", "$dynamicRef": "#a"}, "#", "$dynamicRef is not followed"),
     ({"type": "array", "items": {"type": "any"}}, "#/items", "type='any'"),
     ({"type": "number", "minimum": 1e-50}, "#", "digits in its fraction"),
     ({"type": "number", "minimum": 0.5, "maximum": 0.25}, "#", "no number is from 0.5 to 0.25"),
@@ -341,6 +364,17 @@ BOMBS = [
     {"type": "string", "pattern": "((a{0,999}){0,999}){0,999}"},
     {"type": "string", "pattern": "(a|b)*a(a|b){30}"},
     {"enum": [f"{i}" * 40 for i in range(9999)]},
+    {"allOf": [{"anyOf": [{"minimum": i}, {"maximum": -i}]} for i in range(1, 20)], "type": "integer"},
+    {"oneOf": [{"type": "object", "properties": {str(i): {"type": "string"}}} for i in range(50)]},
+    {"type": "string", "allOf": [{"pattern": f"(a|b)*a(a|b){{{i}}}$"} for i in range(4, 14)]},
+    {"type": "array", "items": {"enum": [f"{i}" * 400 for i in range(8)]}, "uniqueItems": True},
+    {"$ref": "#/$defs/a", "$defs": {"a": {"allOf": [{"properties": {"b": {"$ref": "#/$defs/a"}}}] * 9}}},
+    {
+        "$ref": "#/$defs/a",
+        "$defs": {"a": {"oneOf": [{"items": {"$ref": "#/$defs/a"}}, {"not": {"$ref": "#/$defs/a"}}]}},
+    },
+    {"type": "object", "dependentRequired": {f"p{i}": [f"q{i}"] for i in range(20)}},
+    {"enum": ["a" * 40 + "!"], "pattern": "^(a|a)*$"},
 ]
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import time
+from pathlib import Path
 
 import jsonschema
 import numpy as np
@@ -12,10 +13,12 @@ from jaxpaged.grammar.compile import compile_constraint, nodes_of
 from jaxpaged.grammar.nodes import GrammarError, Limits
 from jaxpaged.grammar.regex import parse_regex
 from jaxpaged.grammar.schema import Style, schema_node
-from tests.grammar import schema_cases
+from tests.grammar import official, schema_cases
 from tests.grammar.languages import VOCABULARY, accepts, automaton, compare, language, write
 
 Validator = jsonschema.Draft202012Validator
+ROOT = Path(__file__).parents[2]
+OFFICIAL = json.loads(official.FILE.read_text())
 
 
 def validator(schema):
@@ -164,3 +167,29 @@ def test_random_schemas_raise_nothing_else():
         )
         with contextlib.suppress(GrammarError):
             schema_node(schema)
+
+
+def assert_official(case):
+    made, _ = official.machine(case["schema"])
+    assert [value for value in case["valid"] if not official.is_accepted(made, value)] == [], case["schema"]
+    assert [value for value in case["invalid"] if official.is_accepted(made, value)] == [], case["schema"]
+
+
+def test_official_cases_of_bounded_schemas():
+    """Every valid value of the official suite may be written, and no invalid one."""
+    cases = [case for cases in OFFICIAL["chapters"].values() for case in cases if not case["deep"]]
+    assert len(cases) > 60
+    for case in cases:
+        assert_official(case)
+
+
+@pytest.mark.slow
+def test_official_cases_of_all_other_schemas():
+    for cases in OFFICIAL["chapters"].values():
+        for case in cases:
+            if case["deep"]:
+                assert_official(case)
+
+
+def test_the_table_of_chapters_is_that_of_the_cases():
+    assert official.table(OFFICIAL) in (ROOT / "docs/concepts/grammars.md").read_text()
