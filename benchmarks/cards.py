@@ -2,9 +2,9 @@
 
     python -m benchmarks.cards
 
-Figures of the cards are those of `pallas_kernels.gpu.targets`. A floor is all bytes at the published
-bandwidth, or all products at the published peak. The model of a decode step adds what the units of work and the programs
-of the kernel cost. Nothing here was measured: the constants below are assumptions.
+The figures of the cards are in `pallas_kernels.gpu.targets`. A floor is all bytes at the published bandwidth,
+or all products at the published peak. The model of a decode step adds the cost of the kernel's own units of
+work and programs. Nothing here was measured: the constants below are assumptions.
 """
 
 import dataclasses

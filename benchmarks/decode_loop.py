@@ -26,6 +26,7 @@ from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.status import raise_if_error
 from jaxpaged.step import admission, loop
 from jaxpaged.step.config import StepConfig
+from jaxpaged.step.model import Model
 from jaxpaged.step.state import (
     MAX_STEPS,
     Counter,
@@ -36,7 +37,6 @@ from jaxpaged.step.state import (
     create_tables,
     empty_rows,
 )
-from jaxpaged.step.step import Model
 from pallas_kernels.ops import TiledImplementation
 
 BLOCK_SIZE = 16

@@ -1,20 +1,24 @@
 """The engine's fixed sizes and choices, checked once; each message names the value and the rule."""
 
-import argparse
 import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
-from jaxpaged.checks import (
-    INT32_MAX,
-    check,
-    checked_bool,
-    checked_choice,
-    checked_int,
-    is_int,
+from jaxpaged.checks import INT32_MAX, check, checked_bool, checked_choice, checked_int, is_int
+from jaxpaged.options import (
+    checks_of,
+    choice,
+    count,
+    number,
+    option,
+    optional,
+    ours_or_path,
+    text,
+    whole,
+    yes_or_no,
 )
-from jaxpaged.options import Check, checks_of, choice, number, option, optional, whole
 from jaxpaged.sampling_params import MAX_LOGPROBS, checked_seed
+from jaxpaged.speculation import speculation
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["gguf", "int8", "int4", "fp8"]
@@ -22,20 +26,12 @@ Attention = Literal["auto", "mosaic_gpu", "native", "xla"]
 PreemptionMode = Literal["recompute", "swap"]
 # Names of the policies in `memory/eviction.py`.
 EvictionPolicy = Literal[
-    "lru",
-    "lru_split",
-    "fifo",
-    "lfu",
-    "depth",
-    "sieve",
-    "plain_lfu",
-    "s3fifo",
-    "tinylfu",
-    "greedy_dual",
-    "queue_lru",
-]
+    "lru", "lru_split", "fifo", "lfu", "depth", "sieve",
+    "plain_lfu", "s3fifo", "tinylfu", "greedy_dual", "queue_lru",
+]  # fmt: skip
 Loop = Literal["auto", "device", "host"]
 Sums = Literal["fast", "ordered"]  # see `models.shards.Shards`
+LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
 SchedulingPolicy = Literal["fcfs", "priority"]  # first come first served; or lower `priority` first
 
 # Prompts are computed in tiles of so many neighbouring tokens, counted from the prompt's start, so that a
@@ -53,40 +49,12 @@ def config_of(options: Mapping[str, Any]) -> "EngineConfig":
     return EngineConfig(**{n: v for n, v in options.items() if n in EngineConfig.__dataclass_fields__})
 
 
-def text(help_: str) -> dict[str, Any]:
-    return {"help": help_}
-
-
-def count(help_: str) -> dict[str, Any]:
-    return {"type": int, "help": help_}
-
-
-def yes_or_no(help_: str) -> dict[str, Any]:
-    return {"action": argparse.BooleanOptionalAction, "help": help_}
-
-
 def _length(name: str, value: Any) -> Any:
     """Check `max_model_len`."""
     if value == AUTO if isinstance(value, str) else is_int(value) and value == -1:
         return AUTO
     rule = "None or an int >= 2, at most 2**31 - 1, or 'auto' (-1) for what fits"
     return optional(whole(rule, 2))(name, value)
-
-
-def _ours_or_path(choices: tuple[str, ...], rule: str) -> Check:
-    """Check that a value is one of these names, a path to a part from outside, or such a part.
-
-    Only the engine's start imports what a path names.
-    """
-
-    def check_one(name: str, value: Any) -> Any:
-        if isinstance(value, str):
-            check(name, value, rule, value in choices or ":" in value)
-        elif value is not None or choices:
-            check(name, value, rule, callable(value) or hasattr(value, "contract"))
-        return value
-
-    return check_one
 
 
 def _quantization(name: str, value: Any) -> Any:
@@ -129,7 +97,7 @@ class EngineConfig:
     # one from outside (`jaxpaged.contracts`).
     attention: Any = option(
         "auto",
-        _ours_or_path(
+        ours_or_path(
             get_args(Attention), f"one of {', '.join(get_args(Attention))}, or 'package.module:function'"
         ),
         flag=text("implementation of attention: auto (default), mosaic_gpu, native, xla, or module:function"),
@@ -138,7 +106,7 @@ class EngineConfig:
     # (`jaxpaged.contracts`).
     sampler: Any = option(
         None,
-        _ours_or_path((), "None or 'package.module:function' of a sampler"),
+        ours_or_path((), "None or 'package.module:function' of a sampler"),
         flag=text("function that chooses tokens: module:function of yours (default: ours)"),
     )
     block_size: int = option(
@@ -211,7 +179,7 @@ class EngineConfig:
     # model's own. "package.module:Name" is one from outside (`jaxpaged.contracts`).
     layer_kind: Any = option(
         None,
-        _ours_or_path((), "None or 'package.module:Name' of a kind of layer"),
+        ours_or_path((), "None or 'package.module:Name' of a kind of layer"),
         flag=text(
             "kind of the layers that would read all tokens: module:Name of yours (default: the model's)"
         ),
@@ -219,7 +187,7 @@ class EngineConfig:
     # Order in which free blocks are taken and lose their content: a name, "package.module:Name", or a policy.
     eviction_policy: Any = option(
         "lru",
-        _ours_or_path(
+        ours_or_path(
             get_args(EvictionPolicy),
             f"one of {', '.join(get_args(EvictionPolicy))}, or 'package.module:Name'",
         ),
@@ -237,6 +205,24 @@ class EngineConfig:
     )
     # Blocks of the pool in host memory that preempted requests are swapped to.
     num_host_blocks: int = option(0, flag=count("blocks in host memory to swap to"))
+    # GiB of host memory for blocks of prompts that leave the device. None: they are forgotten.
+    kv_offloading_size: float | None = option(
+        None,
+        optional(number("None or a number > 0", 0, 2**20, above=True)),
+        flag={"type": float, "help": "GiB of host memory for prompts' blocks that leave the device"},
+    )
+    # Stores of such blocks: host memory (vLLM's name: native); with "disk:DIR" a directory below it, and with
+    # "package.module:Name" a store of one's own.
+    kv_offloading_backend: Any = option(
+        "host",
+        ours_or_path(("host", "native"), "host, disk:DIR, or 'package.module:Name'"),
+        flag=text("stores of such blocks: host (default); with disk:DIR or module:Name one below it, too"),
+    )
+    kv_offloading_disk_size: float = option(
+        16.0,
+        number("a number > 0", 0, 2**20, above=True),
+        flag={"type": float, "help": "GiB of files in the directory of disk:DIR (default 16)"},
+    )
     scheduling_policy: SchedulingPolicy = option(
         "fcfs", choice(*get_args(SchedulingPolicy)), flag=text("fcfs (default) or priority")
     )
@@ -260,6 +246,13 @@ class EngineConfig:
         0,
         whole("an int in [0, 4096]", 0, 4096),
         flag=count("MiB of the device's memory for structured outputs (default 0: requests have none)"),
+    )
+    # Drafts of coming tokens, verified in slots that no sequence needs; vLLM's words. Answers stay the same.
+    speculative_config: Any = option(
+        None,
+        speculation,
+        flag=text('drafts of coming tokens: {"method": "ngram", "num_speculative_tokens": 7} (default: no)'),
+        short="-sc",
     )
     # Adapters kept in host memory. None: all that were used.
     max_cpu_loras: int | None = option(None, flag=count("adapters kept in host memory (default: all)"))
@@ -333,6 +326,14 @@ class EngineConfig:
         whole(f"an int in [0, {MAX_LOGPROBS}], as many as a step tells of", 0, MAX_LOGPROBS),
         flag=count("likeliest tokens that a request may ask for (default and most: 20)"),
     )
+    # Meaning of the numbers told of an answer's tokens; "processed": after all options that change them.
+    logprobs_mode: LogprobsMode = option(
+        "raw_logprobs",
+        choice(*get_args(LogprobsMode)),
+        flag=text(
+            "numbers told of tokens: raw_logprobs (default), processed_logprobs, or the same of logits"
+        ),
+    )
     # Whether compiled programs and packed weights are kept on disk for the next start.
     keep_programs: bool = option(
         True,
@@ -351,6 +352,15 @@ class EngineConfig:
             self._set(name, checked(name, getattr(self, name)))
         rule = "False without enable_prefix_caching"
         check("reuse_answers", self.reuse_answers, rule, self.enable_prefix_caching or not self.reuse_answers)
+        if isinstance(self.kv_offloading_backend, str) and self.kv_offloading_backend == "native":
+            self._set("kv_offloading_backend", "host")
+        if self.kv_offloading_size is not None:
+            is_one = self.num_processes == self.data_parallel_size == 1 and not self.calculate_kv_scales
+            rule = (
+                "None with several processes or replicas, measured scales, or without enable_prefix_caching"
+            )
+            size = self.kv_offloading_size
+            check("kv_offloading_size", size, rule, is_one and self.enable_prefix_caching)
         self._check_tokens_and_blocks()
         self._check_processes()
         self._set_int("max_cpu_loras", f"None or an int >= max_loras={self.max_loras}", self.max_loras)
@@ -360,6 +370,11 @@ class EngineConfig:
     def arena_words(self) -> int:
         """Number of 32-bit words for the automata of structured outputs."""
         return self.structured_outputs_mib * 2**18
+
+    @property
+    def most_drafts(self) -> int:
+        """Drafts of a sequence in one step; 0: there are none."""
+        return self.speculative_config.num_speculative_tokens if self.speculative_config else 0
 
     def _check_tokens_and_blocks(self) -> None:
         least = self.max_num_seqs + PREFILL_TILE

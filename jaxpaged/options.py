@@ -1,10 +1,11 @@
 """Tables of options: a dataclass field declares an option's default, its check, and where users set it."""
 
+import argparse
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxpaged.checks import FLOAT32_MAX, INT32_MAX, checked_choice, checked_int, checked_number
+from jaxpaged.checks import FLOAT32_MAX, INT32_MAX, check, checked_choice, checked_int, checked_number
 
 # Brings a value into its form, given the option's name; raises `InputError`.
 type Check = Callable[[str, Any], Any]
@@ -63,3 +64,34 @@ def choice(*choices: str) -> Check:
 def optional(check: Check) -> Check:
     """Check a value that may be None."""
     return lambda name, value: None if value is None else check(name, value)
+
+
+def ours_or_path(choices: tuple[str, ...], rule: str) -> Check:
+    """Check that a value is one of these names, a path to a part from outside, or such a part.
+
+    Only the engine's start imports what a path names.
+    """
+
+    def check_one(name: str, value: Any) -> Any:
+        if isinstance(value, str):
+            check(name, value, rule, value in choices or ":" in value)
+        elif value is not None or choices:
+            check(name, value, rule, callable(value) or hasattr(value, "contract"))
+        return value
+
+    return check_one
+
+
+def text(help_: str) -> dict[str, Any]:
+    """Return what `add_argument` takes for a flag with a text."""
+    return {"help": help_}
+
+
+def count(help_: str) -> dict[str, Any]:
+    """Return what `add_argument` takes for a flag with an integer."""
+    return {"type": int, "help": help_}
+
+
+def yes_or_no(help_: str) -> dict[str, Any]:
+    """Return what `add_argument` takes for a flag and its opposite."""
+    return {"action": argparse.BooleanOptionalAction, "help": help_}

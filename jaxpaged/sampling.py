@@ -4,6 +4,7 @@ samples.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key, Num, UInt32
 
 from jaxpaged.arithmetic import cdiv
+from jaxpaged.config import LogprobsMode
 from jaxpaged.sampling_params import MAX_LOGPROBS
 from jaxpaged.sampling_state import LogitRules, SamplingState
 
@@ -237,18 +239,56 @@ def is_among(token_ids: Int[Array, " rows"], tokens: UInt32[Array, "rows words"]
     return ((word >> (token_ids % 32).astype(jnp.uint32)) & 1).astype(bool)
 
 
+class Told(NamedTuple):
+    """Values that scores are made of, in place of the model's logits."""
+
+    values: Float[Array, "rows vocab"]
+    are_logits: Bool[Array, " rows"]  # rows whose scores are the values themselves
+
+
+def told(
+    mode: LogprobsMode,
+    logits: Float[Array, "rows vocab"],
+    options: SamplingState,
+    edit: Callable[[Float[Array, "rows vocab"]], Float[Array, "rows vocab"]],
+    searches: Bool[Array, " rows"],
+) -> Told:
+    """Return what `score` is given under a mode of `EngineConfig.logprobs_mode`; `edit` as in `sample`.
+
+    Processed ones are those of the distribution that a row's token is drawn from: after its rules, divided
+    by its temperature, minus infinity for the tokens that its filters exclude. A greedy row's are after its
+    rules. Rows of beam searches keep the model's own log-probabilities, by which beams are ranked.
+    """
+    values = logits
+    if mode.startswith("processed"):
+        changed = lax.cond(jnp.any(options.has_rules), edit, lambda logits: logits, logits)
+        largest = jnp.max(changed, axis=1)
+        draws = (options.temperature > 0) & jnp.isfinite(largest)
+        drawn_from = filtered(changed, largest, options)
+        if mode == "processed_logits":
+            scaled = changed / jnp.where(draws, options.temperature, 1)[:, None]
+            drawn_from = jnp.where(drawn_from == -jnp.inf, -jnp.inf, scaled)
+        values = jnp.where((searches | ~draws)[:, None], changed, drawn_from)
+    return Told(values, ~searches if mode.endswith("logits") else jnp.zeros_like(searches))
+
+
 def score(
     logits: Float[Array, "rows vocab"],
     token_ids: Int[Array, " rows"],
     num_top: Int[Array, " rows"],
     temperature: Float[Array, " rows"] | None = None,
+    as_they_are: Bool[Array, " rows"] | None = None,
 ) -> Scores:
     """Score tokens by `softmax(logits / temperature)`, and the likeliest tokens, too, if any row wants
     some.
+
+    as_they_are: rows whose scores are `logits / temperature`, not the logarithms of shares; None: no row's.
     """
     num_rows, vocab = logits.shape
     divisor = 1 if temperature is None else temperature[:, None]
     total = jax.nn.logsumexp(logits / divisor, axis=1, keepdims=True)
+    if as_they_are is not None:
+        total = jnp.where(as_they_are[:, None], 0, total)
     chosen = jnp.take_along_axis(logits, token_ids[:, None], axis=1)
     is_before = jnp.arange(vocab) < token_ids[:, None]
     rank = 1 + jnp.sum((logits > chosen) | ((logits == chosen) & is_before), axis=1, dtype=jnp.int32)

@@ -18,16 +18,16 @@ its first token comes from the same position. If there are too few blocks then, 
 other.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from . import model
 from .beam_search import BeamSearch
-from .engine_blocks import Blocks, cdiv
+from .engine_blocks import Blocks, cdiv, ids, num_common
 from .engine_state import EngineConfig, Group, NextToken, Phase, Request, Row, Step
-from .v1.kv_cache_utils import BlockHash, KVCacheBlock
+from .speculation import Drafting
+from .v1.kv_cache_utils import BlockHash
 
 
 def greedy(config: model.Config, weights: model.Weights) -> NextToken:
@@ -96,6 +96,7 @@ class Engine:
                 replace(request, arrival=request.arrival + i),
                 list(request.prompt),
                 lines=self.blocks.no_blocks,
+                drafting=None if config.lookup is None or request.search else Drafting(config.lookup),
             )
             for i, row in enumerate(rows)
         ]
@@ -146,6 +147,9 @@ class Engine:
             if head.computed < head.prompt_len == head.computed + new[head]:
                 row.phase, row.forks_from, new[row] = Phase.RUNNING, head, 0
 
+        in_prompt = [row for row, num in new.items() if num and row.computed < row.prompt_len]
+        self._draft(new)
+
         # Blocks for the new tokens, then the tokens.
         running = [row for row in self._by_row() if row.phase is Phase.RUNNING]
         for row in running:
@@ -160,21 +164,17 @@ class Engine:
         # A row that has computed all its tokens gets the next.
         searches = []
         for row in running:
-            computed = row.computed if row.forks_from is None else row.prompt_len
+            computed = row.computed - len(row.drafts) if row.forks_from is None else row.prompt_len
             if computed == row.num_tokens and row.group is not None:
                 if row is row.group.rows[0]:
                     searches.append(row.group)
             elif computed == row.num_tokens:
-                token = (row.request.next_token or self.next_token)(list(row.tokens))
-                row.tokens.append(token)
-                step.new_tokens[row.index] = token
-                if token in row.request.stop_token_ids:
-                    row.phase, row.finish_reason = Phase.FINISHED, "stop"
-                elif row.num_tokens == row.request.max_num_tokens:
-                    row.phase, row.finish_reason = Phase.FINISHED, "length"
+                step.new_tokens[row.index] = self._choose(row)
+        for row in running:
+            self._settle(row)
 
         # Computed blocks can be found from now on; finished rows and blocks out of the window are freed.
-        computes_prompt = any(row.computed - new[row] < row.prompt_len and new[row] for row in running)
+        computes_prompt = any(row in in_prompt for row in running)
         if computes_prompt or not self._may_wait_to_publish():
             for row in running:
                 self.blocks.publish(row)
@@ -199,6 +199,52 @@ class Engine:
         step.free_block_ids = ids(self.pool.free_block_queue.get_all_free_blocks())
         step.free_host_block_ids = ids(self.host_pool.free_block_queue.get_all_free_blocks())
         return step
+
+    def _draft(self, new: dict[Row, int]) -> None:
+        """Draft tokens for rows that decode their newest one, as many as there are empty slots.
+
+        All of them or none: they must not need more blocks than are free.
+        """
+        slots = self.config.max_num_seqs - len(self._in_phase(Phase.RUNNING))
+        for row in self._in_phase(Phase.RUNNING):
+            is_at_end = row.forks_from is None and row.computed == row.num_tokens - 1 >= row.prompt_len
+            if is_at_end and row.drafting is not None:
+                room = row.request.max_num_tokens - row.num_tokens - 1
+                row.drafts = row.drafting.draft(row.tokens, room)[:slots]
+                slots -= len(row.drafts)
+        drafted = {row: num + len(row.drafts) for row, num in new.items()}
+        if self._num_new_blocks(drafted) > self.pool.get_num_free_blocks():
+            for row in drafted:
+                row.drafts = []
+        else:
+            new |= drafted
+
+    def _choose(self, row: Row) -> list[int]:
+        """Append the row's next tokens: as many as its drafts foresaw, and one."""
+        choose, drafts, first = row.request.next_token or self.next_token, list(row.drafts), row.num_tokens
+        while row.finish_reason is None:
+            token = choose(list(row.tokens))
+            row.tokens.append(token)
+            if token in row.request.stop_token_ids:
+                row.phase, row.finish_reason = Phase.FINISHED, "stop"
+            elif row.num_tokens == row.request.max_num_tokens:
+                row.phase, row.finish_reason = Phase.FINISHED, "length"
+            if not drafts or drafts.pop(0) != token:
+                break
+        return row.tokens[first:]
+
+    def _settle(self, row: Row) -> None:
+        """Give back what was computed behind wrong drafts."""
+        if row.drafting is None:
+            return
+        num_drafts, row.drafts = len(row.drafts), []
+        num_wrong = max(row.computed - (row.num_tokens - 1), 0) if num_drafts else 0
+        row.drafting.note(num_drafts, num_drafts - num_wrong)
+        row.computed -= num_wrong
+        for line in row.lines if num_wrong else ():
+            left = cdiv(row.computed, self.config.block_size)
+            self.pool.free_blocks(reversed(line[left:]))
+            del line[left:]
 
     def _plan(self) -> tuple[dict[Row, int], int]:
         """Return how many tokens each running row would compute now, and how many tiles are left.
@@ -401,15 +447,3 @@ class Engine:
         return sorted(
             (row for row in self._by_row() if row.phase in phases), key=lambda row: row.request.order
         )
-
-
-def ids(blocks: Sequence[KVCacheBlock]) -> list[int]:
-    return [block.block_id for block in blocks]
-
-
-def num_common(a: Sequence[int], b: Sequence[int]) -> int:
-    """Return the length of the longest common prefix."""
-    for i, (x, y) in enumerate(zip(a, b, strict=False)):
-        if x != y:
-            return i
-    return min(len(a), len(b))

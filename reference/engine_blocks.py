@@ -1,6 +1,7 @@
 """Blocks and cache of `reference.engine`: what a row takes, shares, writes, finds and gives back."""
 
 import collections
+from collections.abc import Sequence
 
 from .engine_state import EngineConfig, Phase, Reach, Row, Step
 from .v1.block_pool import BlockPool
@@ -219,3 +220,15 @@ def cdiv(a: int, b: int) -> int:
 
 def unmarked(tokens: list[int]) -> list[int]:
     return [token if token >= 0 else -1 - token for token in tokens]
+
+
+def ids(blocks: Sequence[KVCacheBlock]) -> list[int]:
+    return [block.block_id for block in blocks]
+
+
+def num_common(a: Sequence[int], b: Sequence[int]) -> int:
+    """Return the length of the longest common prefix."""
+    for i, (x, y) in enumerate(zip(a, b, strict=False)):
+        if x != y:
+            return i
+    return min(len(a), len(b))

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from .beam_search import BeamSearch, Hypothesis, LogProbs
+from .speculation import Drafting, Lookup
 from .v1.kv_cache_utils import BlockHash, KVCacheBlock
 
 NextToken = Callable[[list[int]], int]  # the token after these, prompt and answer so far
@@ -66,6 +67,7 @@ class EngineConfig:
     free_profile: Literal["classic", "split"] = "classic"  # where freed blocks go, in both pools
     reuse_answers: bool = False  # whether a later prompt may hit blocks with an answer's tokens
     preemption_mode: Literal["recompute", "swap"] = "recompute"
+    lookup: Lookup | None = None  # how tokens are drafted; None: they are not
 
 
 @dataclass(frozen=True)
@@ -141,6 +143,8 @@ class Row:
     num_preemptions: int = 0
     forks_from: "Row | None" = None
     group: "Group | None" = None
+    drafting: Drafting | None = None
+    drafts: list[int] = field(default_factory=list)  # of this step
 
     @property
     def prompt_len(self) -> int:
@@ -172,9 +176,10 @@ class Row:
 
     @property
     def marked_tokens(self) -> list[int]:
-        """The tokens, those of the answer as `-1 - token`, for their K and V come from another shape."""
+        """The tokens and drafts; those of the answer as `-1 - token`: they have another shape."""
         return [
-            token if position < self.prompt_len else -1 - token for position, token in enumerate(self.tokens)
+            token if position < self.prompt_len else -1 - token
+            for position, token in enumerate(self.tokens + self.drafts)
         ]
 
 
@@ -203,7 +208,7 @@ class Step:
         default_factory=list
     )  # of shared blocks, before they are written to
     forked: dict[int, int] = field(default_factory=dict)  # from which row
-    new_tokens: dict[int, int] = field(default_factory=dict)
+    new_tokens: dict[int, list[int]] = field(default_factory=dict)
     finished: dict[int, FinishReason] = field(default_factory=dict)
     # Afterwards:
     block_tables: dict[int, list[int]] = field(default_factory=dict)

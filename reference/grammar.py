@@ -9,6 +9,13 @@ no automaton, no token: so a token is allowed exactly if the derivative by its b
     ("then", one, other)        one text behind another
     ("either", {languages})     a text of any
     ("repeat", one, least, most)    from `least` to `most` texts one after another; None: any number
+    ("both", one, other)        a text that is in both
+    ("minus", one, other)       a text that is in the first only
+    ("multiple", modulus, places, is_whole, rest, digits)
+                                the rest of a decimal without a sign, whose value x 10**places is a multiple.
+                                `rest` is what its digits so far leave. `digits` counts those of its fraction:
+                                None before the point, "begun" before any, "zero" behind a first 0, -1 where
+                                no more count
 """
 
 import functools
@@ -65,6 +72,41 @@ def repeat(one: Language, least: int, most: int | None) -> Language:
     return one if least == most == 1 else ("repeat", one, least, most)
 
 
+def both(one: Language, other: Language) -> Language:
+    return NONE if NONE in (one, other) else ("both", one, other)
+
+
+def minus(one: Language, other: Language) -> Language:
+    return one if NONE in (one, other) else ("minus", one, other)
+
+
+def multiple(modulus: int, places: int, is_whole: bool) -> Language:
+    """Return the language of decimals whose value x 10**places is a multiple of `modulus`."""
+    return ("multiple", modulus, places, is_whole, 0, "begun")
+
+
+def has_text(language: Language) -> bool:
+    """Return whether any text is in a language, by looking for its end if no other way tells."""
+    kind = language[0]
+    if kind == "then":
+        return has_text(language[1]) and has_text(language[2])
+    if kind == "either":
+        return any(map(has_text, language[1]))
+    if kind == "repeat":
+        return language[2] == 0 or has_text(language[1])
+    if kind not in ("both", "minus", "multiple"):
+        return language != NONE
+    seen, waiting = {language}, [language]
+    while waiting:
+        now = waiting.pop()
+        if accepts_nothing_more(now):
+            return True
+        new = {after(now, byte) for byte in range(256)} - seen - {NONE}
+        seen |= new
+        waiting += new
+    return False
+
+
 def accepts_nothing_more(language: Language) -> bool:
     """Return whether the empty text is in the language: whether a text may end here."""
     kind = language[0]
@@ -74,6 +116,16 @@ def accepts_nothing_more(language: Language) -> bool:
         return any(map(accepts_nothing_more, language[1]))
     if kind == "repeat":
         return language[2] == 0 or accepts_nothing_more(language[1])
+    if kind == "both":
+        return accepts_nothing_more(language[1]) and accepts_nothing_more(language[2])
+    if kind == "minus":
+        return accepts_nothing_more(language[1]) and not accepts_nothing_more(language[2])
+    if kind == "multiple":
+        _, modulus, places, _, rest, digits = language
+        if digits in ("begun", 0):
+            return False
+        used = places if digits == -1 else digits if isinstance(digits, int) else 0
+        return rest * 10 ** (places - used) % modulus == 0
     return kind == "empty"
 
 
@@ -94,6 +146,12 @@ def after(language: Language, byte: int) -> Language:
         _, one, least, most = language
         left = repeat(one, max(least - 1, 0), None if most is None else most - 1)
         return then(after(one, byte), left)
+    if kind == "both":
+        return both(after(language[1], byte), after(language[2], byte))
+    if kind == "minus":
+        return minus(after(language[1], byte), after(language[2], byte))
+    if kind == "multiple":
+        return _after_digit(language, chr(byte))
     return NONE
 
 
@@ -110,9 +168,31 @@ def allowed_tokens(language: Language, raw_of: Sequence[bytes], eos_ids: Iterabl
     found = {
         token
         for token, raw in enumerate(raw_of)
-        if raw and token not in ends and after_all(language, raw) != NONE
+        if raw and token not in ends and has_text(after_all(language, raw))
     }
     return found | (ends if accepts_nothing_more(language) else set())
+
+
+def _after_digit(language: Language, letter: str) -> Language:
+    _, modulus, places, is_whole, rest, digits = language
+    if letter == "." and digits in (None, "zero") and not is_whole:
+        return ("multiple", modulus, places, is_whole, rest, 0)
+    if letter not in "0123456789" or digits == "zero":
+        return NONE
+    if digits == places:  # what follows is too small to count
+        return ("multiple", modulus, places, is_whole, rest, -1) if _ends(language, letter) else NONE
+    if digits == -1:
+        return language if letter == "0" else NONE
+    rest = (10 * rest + int(letter)) % modulus
+    if digits == "begun":
+        digits = "zero" if letter == "0" else None
+    elif digits is not None:
+        digits += 1
+    return ("multiple", modulus, places, is_whole, rest, digits)
+
+
+def _ends(language: Language, letter: str) -> bool:
+    return letter == "0" and language[4] % language[1] == 0
 
 
 def _after_char(ranges: Any, lead: bytes) -> Language:

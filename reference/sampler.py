@@ -2,7 +2,7 @@
 of it.
 
 The options apply in the order of this file: `edited` logits, from them `probabilities`; log-probabilities and
-ranks are those of the logits as the model gave them; `stopped` ends the text.
+ranks are those of the logits as the model gave them, or what `told` says; `stopped` ends the text.
 """
 
 from collections import Counter
@@ -137,6 +137,32 @@ def logprobs(logits: np.ndarray) -> np.ndarray:
     """
     below = logits.astype(np.float64) - logits.max(axis=-1, keepdims=True)
     return below - np.log(np.exp(below).sum(axis=-1, keepdims=True))
+
+
+def told(
+    logits: np.ndarray,
+    changed: np.ndarray,
+    mode: str,
+    temperature: float,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+) -> np.ndarray:
+    """Return the number told of each token of one row, [vocab], in float64, under a `logprobs_mode`.
+
+    `logits`: as the model gave them; `changed`: as `edited` returns them. "raw" numbers are of the first.
+    "processed" ones are of the distribution that is drawn from: a token without a chance has minus infinity.
+    Greedy rows, and those in which nothing can be drawn, have those of `changed`.
+    """
+    if mode.startswith("raw"):
+        return logits.astype(np.float64) if mode == "raw_logits" else logprobs(logits)
+    if temperature == 0 or not np.isfinite(changed.max()):
+        return changed.astype(np.float64) if mode == "processed_logits" else logprobs(changed)
+    chance = probabilities(changed, temperature, top_k, top_p, min_p)
+    excluded = chance == 0
+    if mode == "processed_logits":
+        return np.where(excluded, -np.inf, changed.astype(np.float64) / temperature)
+    return np.log(chance, out=np.full(len(chance), -np.inf), where=~excluded)
 
 
 def stopped(

@@ -20,6 +20,7 @@ GROUND = {
     "jaxpaged/lora",
     "jaxpaged/options.py",
     "jaxpaged/sampling_params.py",
+    "jaxpaged/speculation.py",
     "jaxpaged/structured_outputs.py",
     "jaxpaged/status.py",
     "jaxpaged/text/limits.py",
@@ -31,6 +32,7 @@ VERSIONS = "jaxpaged/contracts/versions.py"
 ATTENTIONS = "jaxpaged/contracts/attentions.py"
 SAMPLERS = "jaxpaged/contracts/samplers.py"
 LAYER_KINDS = "jaxpaged/contracts/layer_kinds.py"
+BLOCK_STORES = "jaxpaged/contracts/block_stores.py"
 MEMORY = {"pallas_kernels", "jaxpaged/memory", VERSIONS, *GROUND}
 MODELS = {"jaxpaged/models", "jaxpaged/digest.py", "jaxpaged/disk_cache.py", ATTENTIONS, *MEMORY}
 # The compiled part: from here on no thread and no clock.
@@ -43,6 +45,7 @@ STEP = {
     *MODELS,
 }
 HANDOVER = {"jaxpaged/handover", *STEP}
+TIERS = {"jaxpaged/tiers", "jaxpaged/disk_cache.py", BLOCK_STORES, "pallas_kernels", VERSIONS, *GROUND}
 ENGINE = {
     "jaxpaged/engine",
     "jaxpaged/grammar",
@@ -51,6 +54,7 @@ ENGINE = {
     "jaxpaged/routing.py",
     "jaxpaged/text",
     *HANDOVER,
+    *TIERS,
 }
 POOLING = {"jaxpaged/pooling", *ENGINE}
 API = {"jaxpaged/api", *POOLING}
@@ -63,7 +67,13 @@ ALLOWED = {
     "jaxpaged/checks.py": set(),
     "jaxpaged/status.py": set(),
     "jaxpaged/options.py": {"jaxpaged/checks.py"},
-    "jaxpaged/config.py": {"jaxpaged/checks.py", "jaxpaged/options.py", "jaxpaged/sampling_params.py"},
+    "jaxpaged/config.py": {
+        "jaxpaged/checks.py",
+        "jaxpaged/options.py",
+        "jaxpaged/sampling_params.py",
+        "jaxpaged/speculation.py",
+    },
+    "jaxpaged/speculation.py": {"jaxpaged/checks.py"},
     "jaxpaged/sampling_params.py": {
         "jaxpaged/checks.py",
         "jaxpaged/options.py",
@@ -80,6 +90,7 @@ ALLOWED = {
     "jaxpaged/routing.py": {"jaxpaged/checks.py"},
     "jaxpaged/sampling.py": {
         "jaxpaged/arithmetic.py",
+        "jaxpaged/config.py",
         "jaxpaged/sampling_params.py",
         "jaxpaged/sampling_state.py",
     },
@@ -91,8 +102,10 @@ ALLOWED = {
     ATTENTIONS: {"jaxpaged/checks.py", VERSIONS, "pallas_kernels"},
     SAMPLERS: {"jaxpaged/checks.py", VERSIONS},
     LAYER_KINDS: {"jaxpaged/checks.py", VERSIONS, "jaxpaged/memory"},
+    BLOCK_STORES: {"jaxpaged/checks.py", VERSIONS},
+    "jaxpaged/tiers": TIERS,
     # What parts from outside import; nothing of ours does.
-    "jaxpaged/contracts": {"jaxpaged/sampling.py", ATTENTIONS, SAMPLERS, *MEMORY},
+    "jaxpaged/contracts": {"jaxpaged/sampling.py", ATTENTIONS, SAMPLERS, BLOCK_STORES, *MEMORY},
     "jaxpaged/moved.py": set(),
     "jaxpaged/memory": MEMORY,
     "jaxpaged/models": MODELS,

@@ -1,5 +1,6 @@
 """Engine options: every refusal names the value and the rule."""
 
+import dataclasses
 from typing import get_args
 
 import jax.numpy as jnp
@@ -115,11 +116,43 @@ def test_bad_sampling_params_are_refused(options, message):
         ({"seed": "x"}, r"seed='x' must be an int in \[-2\*\*63, 2\*\*64\)"),
         ({"max_logprobs": 100}, r"max_logprobs=100 must be an int in \[0, 20\], as many as a step tells of"),
         ({"max_logprobs": -1}, "max_logprobs=-1 must be an int in"),
+        (
+            {"speculative_config": 3},
+            'speculative_config=3 must be None or a mapping such as {"method": "ngram"',
+        ),
+        ({"speculative_config": "{"}, "speculative_config='{' must be None or a mapping"),
+        (
+            {"speculative_config": {"model": "x"}},
+            "speculative_config: key='model' must be one of method, num_s",
+        ),
+        (
+            {"speculative_config": {"method": "eagle3"}},
+            "method='eagle3' must be 'ngram': other methods of draf",
+        ),
+        (
+            {"speculative_config": {"num_speculative_tokens": 32}},
+            r"speculative_config: num_speculative_tokens=32 must be an int in \[1, 31\]",
+        ),
+        (
+            {"speculative_config": {"prompt_lookup_max": 3, "prompt_lookup_min": 4}},
+            r"speculative_config: prompt_lookup_min=4 must be an int in \[1, prompt_lookup_max=3\]",
+        ),
+        (
+            {"logprobs_mode": "raw"},
+            "logprobs_mode='raw' must be one of raw_logprobs, processed_logprobs, raw_l",
+        ),
     ],
 )
 def test_bad_engine_options_are_refused(options, message):
     with pytest.raises(InputError, match=message):
         EngineConfig(**options)
+
+
+def test_drafts_are_asked_for_in_json_or_python():
+    asked = EngineConfig(speculative_config='{"num_speculative_tokens": 3}').speculative_config
+    assert asked == EngineConfig(speculative_config=dataclasses.asdict(asked)).speculative_config
+    assert dataclasses.astuple(asked) == ("ngram", 3, 4, 2)
+    assert EngineConfig(speculative_config={"prompt_lookup_min": 6}).speculative_config.prompt_lookup_max == 6
 
 
 def test_the_engine_offers_every_policy_that_keeps_content():

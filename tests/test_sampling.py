@@ -3,6 +3,7 @@ on."""
 
 import functools
 from types import SimpleNamespace
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
 from jaxpaged import InputError, sampling
+from jaxpaged.config import LogprobsMode
 from jaxpaged.engine.door import Door, filled
 from jaxpaged.engine.request import Request
 from jaxpaged.sampling import Context, first_ranked, likeliest, sample
@@ -222,6 +224,55 @@ def test_any_mix_has_the_reference_distribution(data, seed, exact):
         if params.logprobs:
             assert scores.top_ids[i].tolist() == ranking[:MAX_LOGPROBS]
             np.testing.assert_allclose(scores.top_logprobs[i], logprobs[ranking[:MAX_LOGPROBS]], atol=1e-5)
+
+
+@jax.jit
+def told_in_each_mode(logits: jax.Array, rows: Rows, token_ids: jax.Array):
+    """Return the scores of tokens in every mode but the default; the last row is of a beam search."""
+    row = jnp.arange(len(logits))
+    context = Context(row, rows.prompt_lens, rows.num_tokens, rows.token_ids)
+    searches = row == len(logits) - 1
+    found = {}
+    for mode in get_args(LogprobsMode)[1:]:
+        told = sampling.told(
+            mode,
+            logits,
+            rows.sampling,
+            lambda logits: sampling.edited(logits, rows.rules, rows.sampling.has_rules, context),
+            searches,
+        )
+        num_top = rows.sampling.num_logprobs
+        found[mode] = sampling.score(told.values, token_ids, num_top, None, told.are_logits)
+    return found
+
+
+def test_each_mode_tells_the_reference_numbers():
+    rng = np.random.default_rng(2)
+    bias, ban = {"logit_bias": {1: 3.0}, "repetition_penalty": 1.5}, {"allowed_token_ids": [*range(20, 60)]}
+    asked = [
+        row | rules for row, rules in zip([*OPTIONS[::2], OPTIONS[-1]], [{}, bias, ban] * 3, strict=False)
+    ]
+    params = [SamplingParams(logprobs=4, max_tokens=None, **row) for row in [*asked, OPTIONS[0]]]
+    logits = rng.normal(scale=3, size=(NUM_ROWS, ROOM)).astype(np.float32)
+    texts = [rng.integers(0, FEW, 20).tolist() for _ in params]
+    requests = [request for text, its in zip(texts, params, strict=True) for request in DOOR.admit(text, its)]
+    rows = rows_of(requests, [[]] * NUM_ROWS)
+    changed = [
+        reference.edited(its, text, [], **rules_of(p))
+        for its, text, p in zip(logits, texts, params, strict=True)
+    ]
+    chosen = np.array([reference.first_likeliest(its) for its in changed], np.int32)
+    for mode, scores in jax.device_get(told_in_each_mode(logits, rows, chosen)).items():
+        for i, p in enumerate(params):
+            filters = {name: getattr(p, name) for name in ("temperature", "top_k", "top_p", "min_p")}
+            is_search = i == NUM_ROWS - 1
+            want = reference.told(logits[i], changed[i], "raw_logprobs" if is_search else mode, **filters)
+            ranking = reference.ranking(want)
+            assert scores.rank[i] == 1 + ranking.index(chosen[i]), (mode, p)
+            np.testing.assert_allclose(scores.logprob[i], want[chosen[i]], atol=2e-5, err_msg=mode)
+            top = ranking[:MAX_LOGPROBS]
+            assert scores.top_ids[i].tolist() == top
+            np.testing.assert_allclose(scores.top_logprobs[i], want[top], atol=2e-5, err_msg=mode)
 
 
 def test_the_likeliest_one_after_the_other_are_those_of_top_k():

@@ -82,7 +82,7 @@ def test_each_default_of_vllms_passes_at_its_door():
     assert ours == EngineConfig(
         gpu_memory_utilization=NAMES["EngineArgs"]["gpu_memory_utilization"]["default"]
     )
-    assert engine_config(engine_defaults()) == EngineConfig()
+    assert engine_config(engine_defaults()) == engine_config({"enable_sleep_mode": True}) == EngineConfig()
     sampling = defaults("SamplingParams")
     for name, value in sampling.items():
         assert SamplingParams(**{name: value}) == SamplingParams.from_optional(**{name: value})
@@ -126,7 +126,7 @@ def test_flags_are_taken_with_their_values_and_ours_are_left():
     is_ours = flags_of("serve")
     argv = "--max_model_len 64 -tp 1 -pp 1 -O3 --trust-remote-code m_a --no-enable-dbo "
     argv += "--compilation-config.mode 3 "
-    argv += "--logprobs-mode=raw_logprobs --allowed-media-domains a b --host h --unknown -1 -- --nnodes 2"
+    argv += "--load-format=auto --allowed-media-domains a b --host h --unknown -1 -- --nnodes 2"
     assert without_vllms(argv.split(), is_ours) == (
         ["--max-model-len", "64", "-tp", "1", "m_a", "--host", "h", "--unknown", "-1", "--", "--nnodes", "2"]
     )
@@ -136,7 +136,7 @@ def test_flags_are_taken_with_their_values_and_ours_are_left():
             r"^nnodes=2, an option of vLLM's since \S+ \(several machines\), is not supported: ",
         ),
         (["-pp=2"], "^pipeline_parallel_size=2, an option of vLLM's .* must be None or 1; use tensor_paral"),
-        (["--enable-sleep-mode"], "^enable_sleep_mode=True, .* must be None or False$"),
+        (["--enable-fault-tolerance"], "^enable_fault_tolerance=True, .* must be None or False$"),
         (["--nnodes"], "^--nnodes must have a value$"),
         (["--rope-scaling", '{"a": 1}'], "^rope_scaling={'a': 1}, .* with another config.json$"),
     ):

@@ -27,6 +27,7 @@ from jaxpaged.sampling_params import SamplingParams
 TOKENIZED_HERE = 4_000
 NUM_READERS = 4  # threads that do it
 NUM_COMPILERS = 4  # threads that wait for grammars
+NUM_CONTROLS = 8  # threads that wait for the engine's pauses, its sleep and new weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +79,7 @@ class AsyncLLM:
         self._handles: dict[str, list[Handle]] = {}
         self._readers = ThreadPoolExecutor(NUM_READERS, "jaxpaged-reader")
         self._compilers = ThreadPoolExecutor(NUM_COMPILERS, "jaxpaged-grammar")
+        self._controls = ThreadPoolExecutor(NUM_CONTROLS, "jaxpaged-control")
 
     async def generate(
         self,
@@ -227,15 +229,15 @@ class AsyncLLM:
 
     async def update_weights(self, weights: Any, *, version: int | None = None) -> int:
         """Put new weights in the place of old ones: see `LLM.update_weights`."""
-        return await asyncio.to_thread(self.engine.update_weights, weights, version)
+        return await self._control(self.engine.update_weights, weights, version)
 
     async def pause_generation(self, *, mode: str = "abort", clear_cache: bool = True) -> None:
         """Let nothing run until `resume_generation`: see `LLM.pause_generation`."""
-        await asyncio.to_thread(self.engine.pause, mode, clear_cache=clear_cache)
+        await self._control(self.engine.pause, mode, clear_cache=clear_cache)
 
     async def resume_generation(self) -> None:
         """Let requests run again: see `LLM.resume_generation`."""
-        await asyncio.to_thread(self.engine.resume)
+        await self._control(self.engine.resume)
 
     async def is_paused(self) -> bool:
         """Return whether requests wait for `resume_generation`."""
@@ -243,11 +245,11 @@ class AsyncLLM:
 
     async def sleep(self, level: int = 1, mode: str = "abort") -> None:
         """Pause generation, and give memory back: see `LLM.sleep`."""
-        await asyncio.to_thread(self.engine.sleep, level, mode)
+        await self._control(self.engine.sleep, level, mode)
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Take memory again, and go on: see `LLM.wake_up`."""
-        await asyncio.to_thread(self.engine.wake_up, tags)
+        await self._control(self.engine.wake_up, tags)
 
     async def is_sleeping(self) -> bool:
         """Return whether the engine sleeps."""
@@ -255,7 +257,12 @@ class AsyncLLM:
 
     async def release_kv_cache_memory(self) -> None:
         """Give back the memory of K and V: see `LLM.release_kv_cache_memory`."""
-        await asyncio.to_thread(self.engine.release_kv_cache)
+        await self._control(self.engine.release_kv_cache)
+
+    async def _control[T](self, call: Callable[..., T], *args: Any, **options: Any) -> T:
+        """Call what may wait long, in a thread that nothing else needs."""
+        wait = functools.partial(call, *args, **options)
+        return await asyncio.get_running_loop().run_in_executor(self._controls, wait)
 
     @property
     def is_running(self) -> bool:

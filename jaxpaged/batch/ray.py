@@ -247,23 +247,24 @@ class Ingress:
         keys = forwarding.keys(body)
         give_up = time.monotonic() + self._timeout_s
         begun: list[Message] = []  # not passed on before there is a part of the body
-        has_begun = False
+        has_begun = is_complete = False
         while True:
             answer = self._answer.remote(asked, body, keys)
             try:
                 async for messages in answer:
                     begun += messages
-                    if has_begun or any(message.get("body") for message in begun):
+                    is_complete = _ends_an_answer(messages[-1])
+                    if has_begun or is_complete or any(message.get("body") for message in begun):
                         has_begun = True
                         for message in begun:
                             await send(message)
                         begun = []
-                for message in begun:
-                    await send(message)
                 return
             except (RayActorError, DeploymentUnavailableError) as error:
                 log.warning("a replica is gone: %s", error)
                 begun = []
+                if is_complete:  # what was lost is only that no more would come
+                    return
                 if has_begun:
                     lost = event(ApiError(503, "the replica that answered is gone").body)
                     await send({"type": "http.response.body", "body": lost, "more_body": False})
@@ -275,6 +276,11 @@ class Ingress:
                 await asyncio.sleep(RETRY_S)
             finally:
                 answer.cancel()
+
+
+def _ends_an_answer(message: Message) -> bool:
+    """Tell whether an ASGI message is the last of its answer: another would break the client's connection."""
+    return message["type"] == "http.response.body" and not message.get("more_body", False)
 
 
 class _AsResponse(Response):

@@ -97,6 +97,22 @@ def add_serve(commands: Commands) -> None:
         help="let clients load and unload adapters, from any directory that the server can read",
     )
     group.add_argument(
+        "--enable-weight-updates",
+        action="store_true",
+        default=None,
+        help="let clients pause the engine, let it sleep, and give it new weights; with --api-key",
+    )
+    group.add_argument(
+        "--weights-root",
+        metavar="DIR",
+        help="directory from which clients may have weights read (default: none)",
+    )
+    group.add_argument(
+        "--max-weight-bytes",
+        type=int,
+        help="bytes of weights that clients may send (default: those of the model in float32, and 16 MiB)",
+    )
+    group.add_argument(
         "--runner",
         help="generate, pooling (embeddings, classes and scores in place of answers), or auto (default): as "
         "the model's files say",

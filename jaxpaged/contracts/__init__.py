@@ -1,4 +1,5 @@
-"""Contracts of the parts that users may write: layouts, policies, attention, samplers, kinds of layers.
+"""Contracts of the parts that users may write: layouts, policies, attention, samplers, kinds of layers,
+stores of blocks.
 
 A part from outside needs nothing of ours but what stands here. `docs/research/contracts.md` says what may
 change between releases. A part declares the version that it is written for as `contract`.
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jaxpaged.contracts.attentions import Attention, Support, attention
+    from jaxpaged.contracts.block_stores import BlockKey, BlockStore, StoredBlock
     from jaxpaged.contracts.samplers import Sampler, SamplingOptions, keys, sampler
     from jaxpaged.contracts.versions import SERVED
     from jaxpaged.memory.cache_specs import CacheSpec
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
 __all__ = [
     "SERVED",
     "Attention",
+    "BlockKey",
+    "BlockStore",
     "CacheSpec",
     "Dense",
     "Layout",
@@ -33,6 +37,7 @@ __all__ = [
     "Sampler",
     "SamplingOptions",
     "Sizes",
+    "StoredBlock",
     "Support",
     "View",
     "attention",
@@ -45,6 +50,7 @@ __all__ = [
 HOMES = {
     "SERVED": "jaxpaged.contracts.versions",
     **dict.fromkeys(("Attention", "Support", "attention"), "jaxpaged.contracts.attentions"),
+    **dict.fromkeys(("BlockKey", "BlockStore", "StoredBlock"), "jaxpaged.contracts.block_stores"),
     **dict.fromkeys(("Sampler", "SamplingOptions", "keys", "sampler"), "jaxpaged.contracts.samplers"),
     "CacheSpec": "jaxpaged.memory.cache_specs",
     "policy": "jaxpaged.memory.eviction",

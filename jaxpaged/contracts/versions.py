@@ -15,6 +15,7 @@ SERVED: dict[str, tuple[int, ...]] = {
     "attention": (1,),
     "sampler": (1,),
     "layer_kind": (1,),
+    "block_store": (1,),
 }
 
 

@@ -188,6 +188,7 @@ class Door:
             edits=edits,
             max_num_tokens=max_num_tokens,
             adapter=adapter,
+            cache_salt=cache_salt,
             grammar=self.compile_grammar(params),
             grammar_opens=self._opens(params),
         )

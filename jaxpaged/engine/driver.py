@@ -5,10 +5,9 @@ in `HostRows` those that have one.
 """
 
 import dataclasses
-import functools
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -24,18 +23,16 @@ from jaxpaged.engine.door import Door, filled
 from jaxpaged.engine.driver_calls import CALLS
 from jaxpaged.engine.host_rows import HostRow, HostRows
 from jaxpaged.engine.occupancy import Occupancy, occupancy
+from jaxpaged.engine.offloading import Offloading
 from jaxpaged.engine.pace import Pace
 from jaxpaged.engine.replicas import Replicas
 from jaxpaged.engine.request import Delta, Request
 from jaxpaged.engine.request_queue import Queued, RequestQueue
-from jaxpaged.engine.residence import MEMORY, Residence
 from jaxpaged.engine.rooms import WRITTEN_BLOCKS, InUse, Rooms
 from jaxpaged.engine.setup import Setup
 from jaxpaged.engine.snapshot import Snapshot
 from jaxpaged.engine.start import Shapes
 from jaxpaged.engine.stats import Stats
-from jaxpaged.handover import exchange
-from jaxpaged.handover.blocks import BlockFormat, Blocks
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.decoder import Decoder
 from jaxpaged.models.layers import AdapterParam
@@ -67,7 +64,7 @@ class Run:
     weight_version: int  # of the weights that it computes with
 
 
-class Driver(Residence):
+class Driver(Offloading):
     """The owner of model and state. One `turn` dispatches the next run and reads the one before."""
 
     def __init__(
@@ -116,19 +113,20 @@ class Driver(Residence):
         # What submitted requests are filled into, a line each.
         sizes = SUBMIT_LINES, 0, setup.model_config.vocab_size
         more = {"lora": config.enable_lora, "grammars": config.arena_words > 0}
-        self._empty_lines = empty_rows(*sizes, **more)
+        self._empty_lines = empty_rows(*sizes, **more, most_drafts=config.most_drafts)
         self.first_run: list[int] = []  # requests that the last report was the first to see run
         self._unread: Run | None = None
         self.pace = Pace()
         self._last_read = -np.inf  # when the last report was read, by `time.perf_counter`
         self.compile()
+        self.open_tiers()
         if isinstance(processes, Leader):
             self.send_call = processes.tell
 
     @property
     def has_work(self) -> bool:
         """Whether a turn would do anything."""
-        return bool(self.queue) or self._unread is not None or self.rows.has_any
+        return bool(self.queue) or self._unread is not None or self.rows.has_any or self.has_arrivals
 
     @property
     def state(self) -> EngineState:
@@ -142,12 +140,14 @@ class Driver(Residence):
 
     def add(self, request: Request, answer: Sequence[int] | None = None) -> None:
         """Queue a request that came through the door, with what is known of its answer."""
-        self.queue.add(request, request.continues if answer is None else answer)
+        known = request.continues if answer is None else answer
+        if not self.arrives(request, known):
+            self.queue.add(request, known)
 
     def abort(self, request_ids: Sequence[int]) -> list[Delta]:
         """End these requests. Return the last deltas of those without a row; the others' come with turns."""
         wanted = set(request_ids)
-        gone = self.queue.remove(wanted)
+        gone = self.queue.remove(wanted) + self.drop_arrivals(wanted)
         in_rows = [entry for _, entry in self.rows.taken() if entry.request.request_id in wanted]
         for entry in in_rows:
             entry.is_aborted = True
@@ -160,14 +160,16 @@ class Driver(Residence):
         So the device has work while the host reads. `max_steps` is at most `loop.MAX_STEPS`; None lets `Pace`
         choose.
         """
+        self.first_run = []
+        deltas = self.settle() if self.must_keep else []  # before others take the blocks of a prompt
+        self.release_arrivals(is_idle=not (self.queue or self.rows.has_any))
         self._recall_less_urgent()
         self.fill_rows()
         dispatched = None
         if self.rows.has_any:
             began, stays = time.perf_counter(), self.rows.stays
             dispatched = Run(self._run(max_steps), stays, began, self.weight_version)
-        self.first_run = []
-        deltas = [] if self._unread is None else self._read(self._unread)
+        deltas += [] if self._unread is None else self._read(self._unread)
         self._unread = dispatched if self.rows.has_any else None
         return deltas
 
@@ -177,6 +179,7 @@ class Driver(Residence):
             return False
         self._forget_prefixes()
         self._replicas.forget()
+        self.forget_tiers()
         return True
 
     def follow(self, name: str, arrays: Sequence[Any]) -> None:
@@ -187,56 +190,16 @@ class Driver(Residence):
     def _forget_prefixes(self) -> None:
         self._state = loop.reset_prefix_cache(self._state, mesh=self._mesh)
 
-    @functools.cached_property
-    def block_format(self) -> BlockFormat:
-        """Format of this engine's blocks. The first time it reads all weights. Raises `InputError` if blocks
-        cannot travel.
-        """
-        self.require(*MEMORY)
-        its = self.door.model_config, self.setup.grouping, self.params, self._state.kv_cache
-        return exchange.describe_format(self.config, *its)
-
-    def export_blocks(self, prompt: np.ndarray, cache_salt: str | None) -> Blocks:
-        """Copy the cached blocks of a prompt to the host's memory. Waits for the run under way."""
-        block_format, chain = self.block_format, self.locate(prompt, cache_salt)
-        arrays = exchange.on_host(self._state, chain, self._mesh)
-        return Blocks(block_format, chain.token_ids, chain.present, cache_salt, arrays)
-
-    def locate(self, prompt: np.ndarray, cache_salt: str | None) -> exchange.Chain:
-        self.require(*MEMORY)
-        its = self.door.salts.number(cache_salt), self.step_config.grouping.specs
-        return exchange.locate(self._state, prompt, *its, self._mesh)
-
-    def chunks(self, chain: exchange.Chain) -> list[exchange.Chunk]:
-        """Return K and V of a chain that `locate` has just found, on the device."""
-        return list(exchange.read_chunks(self._state, chain, self._mesh))
-
-    def adopt_blocks(self, blocks: Blocks) -> int:
-        """Cache another engine's blocks. Return how many are found: all, or 0. Raises `InputError`."""
-        self.block_format.require(blocks)
-        exchange.check_lines(blocks, self.step_config.grouping.specs)
-        its = blocks.arrays, int(blocks.present.sum()), self._state.kv_cache
-        return self.adopt(blocks, exchange.cut(*its, self._mesh))
-
-    def adopt(self, blocks: Blocks, chunks: Iterator[exchange.Chunk]) -> int:
-        """Cache blocks of this engine's format, whose K and V come in chunks."""
-        self.require(*MEMORY)
-        its = blocks.token_ids, blocks.present, self.door.salts.number(blocks.cache_salt)
-        reservation = exchange.reserve(self._state, *its, self._mesh)
-        if reservation is None:
-            return 0
-        for state in exchange.fill(self._state, reservation, chunks, self._mesh):
-            self._state = state
-        return blocks.num_blocks
-
     def snapshot(self) -> Snapshot:
         """Copy the state of this engine to the host, and change nothing. Waits for the run under way.
 
-        Raises `InputError` with several replicas, or with room for structured outputs.
+        Raises `InputError` with several replicas, room for structured outputs, or drafts.
         """
         check("data_parallel_size", self._replicas.size, "1 for a snapshot", self._replicas.size == 1)
         arena = self.config.structured_outputs_mib
         check("structured_outputs_mib", arena, "0 for a snapshot", arena == 0)
+        drafts = self.config.speculative_config
+        check("speculative_config", drafts, "None for a snapshot", drafts is None)
         values = jax.device_get(without_kv(self._state))
         queue = tuple(self.queue)
         return Snapshot(values, self.step_config, self.door.model_config.vocab_size, queue)
@@ -360,6 +323,7 @@ class Driver(Residence):
         for together in taken:
             first = together[0]
             in_use.add(first.request)
+            self.fetch(first.request)
             its_rows = free_rows[self._replicas.choose(first.request, first.token_ids, free_rows)]
             head = its_rows[0]
             filled_rows += [(its_rows.pop(0), head, queued) for queued in together]
@@ -426,7 +390,7 @@ class Driver(Residence):
             prompts = self._replicas.merged_prompts(jax.device_get(run.report.prompt_scores))
         deltas, self.first_run = self.rows.read(report, prompts, run.stays, run.weight_version)
         self._note(report, run.began)
-        return deltas
+        return self.keep(deltas)
 
     def _note(self, report: Report, dispatched: float) -> None:
         """Update the statistics, and the estimate of how long steps take."""

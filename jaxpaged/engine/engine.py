@@ -123,9 +123,7 @@ class Engine(Rest):
         self._worker.abort([handle.request_id for handle in handles])
 
     def snapshot(self) -> Snapshot:
-        """Return the state after the run under way, or when the engine stopped: see
-        `jaxpaged.replay.report`.
-        """
+        """Return the state after the run under way, or of a stopped engine: see `jaxpaged.replay.report`."""
         self.refuse_here("ask for a snapshot")
         return self._worker.ask(Driver.snapshot)
 
@@ -202,6 +200,7 @@ class Engine(Rest):
     def close(self) -> None:
         """Stop, and end what is in flight with `EngineDeadError`. May be called again."""
         self._close()
+        self._driver.close_tiers()
         if self.door.grammars is not None:
             self.door.grammars.close()
 

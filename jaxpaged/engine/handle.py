@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from absl import logging
@@ -22,6 +22,8 @@ class RequestMetrics:
     finished_time: float | None
     # When the run of steps began in which it was first seen to run: a request is told of run by run.
     first_scheduled_time: float | None = None
+    # Prompt tokens that were fetched from each tier below the device, by its name.
+    num_fetched_tokens: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
 class EngineDeadError(RuntimeError):
@@ -134,6 +136,7 @@ class Handle:
             if metrics.first_token_time is None and delta.token_ids
             else metrics.first_token_time,
             finished_time=now if delta.finish_reason else metrics.finished_time,
+            num_fetched_tokens=delta.num_fetched_tokens or metrics.num_fetched_tokens,
         )
 
 

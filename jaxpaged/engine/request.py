@@ -1,6 +1,7 @@
 """Requests that came through the door, and what comes back for them: deltas with tokens and scores."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -23,7 +24,7 @@ class Request:
     prompt_token_ids: np.ndarray  # int32
     params: SamplingParams
     priority: int
-    salt: int
+    salt: int  # the number of its salt and its adapter
     eos_token_ids: tuple[int, ...]  # the model's, unless they are ignored
     stop_token_ids: tuple[int, ...]  # these, and its own
     edits: tuple[Edit, ...]  # of `logit_bias` and `bad_words`
@@ -35,6 +36,7 @@ class Request:
     beams: BeamSearchParams | None = None  # of a beam search, of which it has a row: the first ones for beams
     is_continued: bool = False  # whether some answers to the prompt are known in part
     continues: tuple[int, ...] = ()  # the answer's first tokens, which are known already
+    cache_salt: str | None = None
     request_id: int = 0  # rises from request to request, from 1 on; given to it when it is queued
 
     @property
@@ -95,6 +97,7 @@ class Delta:
     index: int = 0  # which of the prompt's answers
     beam: "Beam | None" = None  # of what a beam search has found
     weight_versions: tuple[int, ...] = ()  # for each of these tokens, of the weights that sampled it
+    num_fetched_tokens: Mapping[str, int] | None = None  # prompt tokens that came from each tier, once
 
     @classmethod
     def aborted(cls, request: Request) -> "Delta":

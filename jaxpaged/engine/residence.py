@@ -43,6 +43,7 @@ class Residence:
     _names: Names | None
     _replicas: Any
     _forget_prefixes: Callable[[], None]
+    forget_tiers: Callable[[], None]
 
     weight_version = 0  # how often the weights have changed, or what the last update said
     resident: frozenset[str] = frozenset(MEMORY)  # what of `MEMORY` is there
@@ -60,6 +61,7 @@ class Residence:
             return False
         self._forget_prefixes()
         self._replicas.forget()
+        self.forget_tiers()
         return True
 
     def stand_down(self) -> list[Delta]:

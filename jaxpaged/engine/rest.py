@@ -11,6 +11,7 @@ from jaxpaged.engine.request import Delta
 from jaxpaged.engine.residence import MEMORY
 from jaxpaged.engine.updates import without_adapters
 from jaxpaged.models.changes import named
+from jaxpaged.models.names import num_weights
 
 MODES = "abort", "wait", "keep"
 SCHEDULING = "scheduling"
@@ -44,6 +45,16 @@ class Rest:
     def is_sleeping(self) -> bool:
         """Whether the engine sleeps, or some of its memory is away."""
         return self._worker.is_asleep
+
+    @property
+    def num_weights(self) -> int:
+        """Numbers in the model's weights, with a head that is the embedding's table."""
+        whole = self._driver.setup.whole
+        return num_weights(whole) + whole.tie_word_embeddings * whole.vocab_size * whole.hidden_size
+
+    def check_weights(self, weights: Any) -> None:
+        """Raise `InputError` unless names and arrays could be a part of an update; nothing changes."""
+        self._driver.read_names(named(weights))
 
     def update_weights(self, weights: Any, version: int | None = None) -> int:
         """Put new weights in the place of old ones, all or none; see `LLM.update_weights`."""

@@ -25,7 +25,7 @@ from jaxpaged.models.layer_form import form_of
 from jaxpaged.models.load_as import LoadAs
 from jaxpaged.models.shards import Shard, Shards
 from jaxpaged.parallel.mesh import mesh_of
-from jaxpaged.step.config import StepConfig
+from jaxpaged.step.config import Lookup, StepConfig
 from pallas_kernels import layouts, native, support
 from pallas_kernels.layouts import Layout
 from pallas_kernels.ops import TiledImplementation, choice
@@ -206,7 +206,7 @@ class Setup:
 
     def step_config(self, num_blocks: int) -> StepConfig:
         """Return the constants of the compiled step over a pool of `num_blocks` blocks."""
-        config = self.config
+        config, drafts = self.config, self.config.speculative_config
         return StepConfig(
             max_num_seqs=config.max_num_seqs,
             num_tiles=config.num_prefill_tiles,
@@ -217,6 +217,8 @@ class Setup:
             grouping=self.grouping.of_step,
             reuse_answers=config.reuse_answers,
             decode_widths=config.decode_widths,
+            lookup=None if drafts is None else Lookup(*dataclasses.astuple(drafts)[1:]),
+            logprobs_mode=config.logprobs_mode,
         )
 
     def description(self) -> dict[str, str]:

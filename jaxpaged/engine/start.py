@@ -294,6 +294,7 @@ def _created(
         policy=setup.policy,
         lora=config.enable_lora,
         arena_words=config.arena_words,
+        most_drafts=config.most_drafts,
         mesh=mesh,
     )
 

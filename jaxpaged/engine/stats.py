@@ -7,6 +7,7 @@ import numpy as np
 
 from jaxpaged.step.report import Report
 from jaxpaged.step.state import Counter, Phase
+from jaxpaged.tiers.tiers import TierCounts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,17 +16,22 @@ class Stats:
 
     num_steps: int = 0
     num_prompt_tokens: int = 0  # computed in prompt tiles
-    num_decode_tokens: int = 0  # computed one a row and step
+    num_decode_tokens: int = 0  # computed in decode slots, drafts included
     num_new_tokens: int = 0  # of answers
     num_preemptions: int = 0
     num_lookup_tokens: int = 0  # looked up in the prefix cache
     num_hit_tokens: int = 0  # found there
     num_prompt_passes: int = 0  # of the model over prompt tiles
+    num_drafts: int = 0  # steps of a sequence with drafts
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0  # drafts that were right
     num_running: int = 0
     num_waiting: int = 0  # on the device or on the host, preempted ones included
     num_blocks: int = 0  # of the pool, the null block left out
     num_free_blocks: int = 0
     num_cached_blocks: int = 0  # free ones whose content can still be found
+    # Counts of the tiers below the device, by their names; they go on.
+    tiers: Mapping[str, TierCounts] = dataclasses.field(default_factory=dict)
 
     def after(self, report: Report, done: Mapping[Counter, int], num_waiting: int) -> "Stats":
         """Return the statistics after a run: its report, its own counts, and the requests that wait."""

@@ -3,13 +3,16 @@
 import json
 from typing import Any
 
+from jaxpaged.grammar.formats import FORMATS, MAX_LENGTHS
 from jaxpaged.grammar.nodes import (
     EMPTY,
     MAX_POINT,
     NOTHING,
+    Both,
     Chars,
     Either,
     Members,
+    Minus,
     Node,
     Ranges,
     Repeat,
@@ -47,36 +50,28 @@ CHARACTER = Either(
     (Chars(PLAIN), Then((chars("\\"), Either((chars('"\\/bfnrt'), Then((chars("u"), _FOUR)))))))
 )
 
-_DAY = (
-    r"(?:\d{4}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12]\d|3[01])|(?:0[469]|11)-(?:0[1-9]|[12]\d|30)"
-    r"|02-(?:0[1-9]|1\d|2[0-8]))|(?:\d\d(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00)-02-29)"
-)
-_TIME = r"(?:[01]\d|2[0-3]):[0-5]\d:[0-5]\d(?:\.\d{1,9})?(?:Z|[+-](?:[01]\d|2[0-3]):[0-5]\d)"
-_BYTE = r"(?:25[0-5]|2[0-4]\d|1\d\d|[1-9]?\d)"
-FORMATS = {
-    "date": _DAY.replace(r"\d{4}", r"(?:000[1-9]|00[1-9]\d|0[1-9]\d\d|[1-9]\d{3})", 1).replace(
-        "[02468][048]|", "0[48]|[2468][048]|", 1
-    ),
-    "time": _TIME,
-    "uuid": r"[0-9a-fA-F]{8}-(?:[0-9a-fA-F]{4}-){3}[0-9a-fA-F]{12}",
-    "ipv4": rf"(?:{_BYTE}\.){{3}}{_BYTE}",
-}
-FORMATS["date-time"] = rf"(?:{FORMATS['date']})T{_TIME}"
-
 
 def string(least: int = 0, most: int | None = None) -> Node:
     """Return JSON strings of `least` to `most` characters."""
     return quoted(Repeat(CHARACTER, least, most))
 
 
-def pattern_string(pattern: str, path: str) -> Node:
-    """Return JSON strings that contain a match of a pattern. Raises `GrammarError`."""
-    return quoted(encoded(parse_regex(pattern, is_search=True, path=path)))
+def pattern_text(pattern: str, path: str) -> Node:
+    """Return texts that contain a match of a pattern. Raises `GrammarError`."""
+    return parse_regex(pattern, is_search=True, path=path)
 
 
-def format_string(name: str) -> Node:
-    """Return JSON strings of a format of `FORMATS`."""
-    return quoted(encoded(parse_regex(FORMATS[name])))
+def format_texts(name: str) -> list[Node]:
+    """Return nodes whose common texts are those of a format of `FORMATS`."""
+    found = [parse_regex(FORMATS[name])]
+    if name in MAX_LENGTHS:
+        found.append(length_text(0, MAX_LENGTHS[name]))
+    return found
+
+
+def length_text(least: int, most: int | None) -> Node:
+    """Return texts of `least` to `most` characters."""
+    return Repeat(Chars(((0, MAX_POINT),)), least, most)
 
 
 def literal(value: Any) -> Node:
@@ -107,9 +102,13 @@ def encoded(node: Node) -> Node:
             return Either(tuple(map(encoded, parts)))
         case Repeat(part, least, most):
             return Repeat(encoded(part), least, most)
-        case Members(parts, comma, rest):
+        case Both(parts):
+            return Both(tuple(map(encoded, parts)))
+        case Minus(part, other):
+            return Minus(encoded(part), encoded(other))
+        case Members(parts, comma, rest, least, most):
             its = tuple((encoded(part), required) for part, required in parts)
-            return Members(its, encoded(comma), None if rest is None else encoded(rest))
+            return Members(its, encoded(comma), None if rest is None else encoded(rest), least, most)
         case _:
             raise TypeError(f"{type(node).__name__} is no part of a string")
 

@@ -1,19 +1,23 @@
-"""Byte machine: nodes as an automaton over the bytes of UTF-8, first with choices, then without."""
+"""Compiler of nodes to automata over the bytes of UTF-8, first with choices, then without."""
 
 import functools
+import itertools
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, Int, UInt8
 
-from jaxpaged.grammar.automaton import NOT_ALLOWED, useful_states
+from jaxpaged.grammar.automaton import NOT_ALLOWED
+from jaxpaged.grammar.deterministic import ByteMachine, paired, too_many_states, useful
 from jaxpaged.grammar.nodes import (
+    Both,
     Chars,
+    Distinct,
     Either,
     GrammarError,
     Limits,
     Members,
+    Minus,
+    Multiples,
     Node,
     Ranges,
     Repeat,
@@ -24,17 +28,8 @@ from jaxpaged.grammar.nodes import (
 
 MAX_PARTS = 100_000  # states of the machine with choices
 STATES_AHEAD = 4  # times as many states as the limit may be there before equal ones are merged
-MAX_ROUNDS = 200  # of merging
 MAX_WORK = 5_000_000  # states of the machine with choices that are looked at
 ENCODED = ((0, 0x7F), (0x80, 0x7FF), (0x800, 0xD7FF), (0xE000, 0xFFFF), (0x10000, 0x10FFFF))
-
-
-class ByteMachine(NamedTuple):
-    """A deterministic automaton over bytes: S states, K kinds of bytes. State 0 is the start."""
-
-    steps: Int[np.ndarray, "S K"]  # int32; `NOT_ALLOWED` where such a byte may not come
-    kind_of: UInt8[np.ndarray, "256"]  # kinds of bytes
-    accepting: Bool[np.ndarray, "S"]
 
 
 def byte_machine(node: Node, limits: Limits) -> ByteMachine:
@@ -42,29 +37,59 @@ def byte_machine(node: Node, limits: Limits) -> ByteMachine:
 
     Raises `GrammarError` if no text is in the language, or it has more states than the limits allow.
     """
-    parts = _Parts()
-    start, end = parts.new(), parts.new()
-    parts.add(node, start, end)
-    machine = _without_choices(parts, start, end, STATES_AHEAD * limits.max_states)
-    kept = useful_states(machine.steps, machine.accepting, 0)
-    if not kept[0]:
+    machine = _Compiler(STATES_AHEAD * limits.max_states).machine(node)
+    if machine is None:
         raise GrammarError("the grammar cannot be met: no text is in it")
-    machine = _merged(_renumbered(machine, np.where(kept, np.cumsum(kept) - 1, NOT_ALLOWED), kept))
     if len(machine.steps) > limits.max_states:
         raise too_many_states(limits.max_states)
     return machine
 
 
-def too_many_states(most: int) -> GrammarError:
-    return GrammarError(
-        f"the grammar has more than {most} states: make repetitions shorter or leave them open"
-    )
+class _Compiler:
+    """A compiler of nodes, with the machines of parts that were made, and a bound of all work."""
+
+    def __init__(self, most: int) -> None:
+        self.most, self.work = most, 0  # states of one machine; states that were looked at
+        # By identity: nodes share parts, so a hash or a comparison of their values could take forever.
+        self.known: dict[int, tuple[Node, ByteMachine | None]] = {}
+
+    def machine(self, node: Node) -> ByteMachine | None:
+        """Return the machine of a node; None if it has no text."""
+        if id(node) not in self.known:
+            if isinstance(node, Both | Minus):
+                made = self.combined(node)
+            else:
+                parts = _Parts(self)
+                start, end = parts.new(), parts.new()
+                parts.add(node, start, end)
+                made = useful(_without_choices(parts, start, end))
+            self.known[id(node)] = node, made
+        return self.known[id(node)][1]
+
+    def combined(self, node: Both | Minus) -> ByteMachine | None:
+        """Return the machine of what several machines accept, or one does and another does not."""
+        first, *others = node.parts if isinstance(node, Both) else (node.part, node.other)
+        made = self.machine(first)
+        for part in others:
+            other = self.machine(part)
+            if made is None or (other is None and isinstance(node, Both)):
+                return None
+            if other is not None:
+                made = useful(paired(made, other, self.most, is_minus=isinstance(node, Minus)))
+                self.spend(0 if made is None else 4 * len(made.steps))
+        return made
+
+    def spend(self, work: int) -> None:
+        self.work += work
+        if self.work > MAX_WORK:
+            raise too_many_states(self.most // STATES_AHEAD)
 
 
 class _Parts:
     """A machine with choices: from each state, bytes and free steps lead to others."""
 
-    def __init__(self) -> None:
+    def __init__(self, compiler: _Compiler) -> None:
+        self.compiler = compiler
         self.free: list[list[int]] = []
         self.arcs: list[list[tuple[int, int, int]]] = []  # first byte, last byte, state
 
@@ -98,6 +123,13 @@ class _Parts:
                 self._members(node, start, end)
             case Tagged():
                 self._tagged(node, start, end)
+            case Both() | Minus():
+                if (machine := self.compiler.machine(node)) is not None:
+                    self._copy(machine, start, end)
+            case Multiples():
+                self._multiples(node, start, end)
+            case Distinct():
+                self._distinct(node, start, end)
 
     def _after(self, state: int, low: int, high: int) -> int:
         new = self.new()
@@ -133,27 +165,107 @@ class _Parts:
         self.free[start].append(end)
 
     def _members(self, node: Members, start: int, end: int) -> None:
-        """Add each part once: it is entered with nothing before it, or behind a comma."""
-        none, some = start, self.new()  # where nothing, and where something, has been written
-        for part, is_required in node.parts:
-            entry, after = self.new(), self.new()
-            self.free[none].append(entry)
-            self._alone(node.comma, some, entry)
-            self._alone(part, entry, after)
-            if is_required:
-                none, some = self.new(), after  # nothing leads to `none`
-            else:
-                none_after = self.new()
-                self.free[none].append(none_after)
-                self.free[some].append(after)
-                none, some = none_after, after
-        if node.rest is not None:
+        """Add each part once for each number of parts so far: entered with none before it, or behind a comma.
+
+        Numbers are told apart as far as they matter; the last stands for all that are larger.
+        """
+        last = node.most if node.most is not None else max(node.least, 1)
+        is_open = node.most is None
+        counts = [start, *(self.new() for _ in range(last))]  # where so many parts have been written
+
+        def entered(count: int) -> int:
+            """Return the beginning of a part that makes so many."""
             entry = self.new()
-            self.free[none].append(entry)
-            self._alone(node.comma, some, entry)
-            self._alone(node.rest, entry, some)
-        self.free[none].append(end)
-        self.free[some].append(end)
+            for before in (count - 1, count) if is_open and count == last else (count - 1,):
+                if before == 0:
+                    self.free[counts[0]].append(entry)
+                else:
+                    self._alone(node.comma, counts[before], entry)
+            return entry
+
+        for part, is_required in node.parts:
+            behind = [self.new() for _ in counts]
+            for count in range(1, last + 1):
+                self._alone(part, entered(count), behind[count])
+            if not is_required:
+                for before, after in zip(counts, behind, strict=True):
+                    self.free[before].append(after)
+            counts = behind
+        if node.rest is not None:
+            for count in range(1, last + 1):
+                self._alone(node.rest, entered(count), counts[count])
+        for count in range(node.least, last + 1):
+            self.free[counts[count]].append(end)
+
+    def _copy(self, machine: ByteMachine, start: int, end: int) -> None:
+        """Add a machine without choices."""
+        states = [self.new() for _ in machine.steps]
+        self.free[start].append(states[0])
+        for state, targets in zip(states, machine.steps[:, machine.kind_of], strict=True):
+            edges = [0, *(np.flatnonzero(np.diff(targets)) + 1).tolist(), 256]
+            for low, high in itertools.pairwise(edges):
+                if targets[low] != NOT_ALLOWED:
+                    self.arcs[state].append((low, high - 1, states[targets[low]]))
+        for i in np.flatnonzero(machine.accepting).tolist():
+            self.free[states[i]].append(end)
+
+    def _multiples(self, node: Multiples, start: int, end: int) -> None:
+        """Add a state for each remainder of the digits so far, and each number of them in the fraction."""
+        modulus, places = node.modulus, node.places
+        states = [[self.new() for _ in range(modulus)] for _ in range(places + 1)]
+        zero = self.new()  # behind a first 0, which no digit follows
+        for digit in range(10):
+            first = states[0][digit % modulus] if digit else zero
+            self.arcs[start].append((48 + digit, 48 + digit, first))
+        whole = [*enumerate(states[0]), (0, zero)]
+        for used, row in enumerate(states):
+            for rest, state in enumerate(row):
+                if used == 0 or used < places:
+                    there = states[used + 1 if used else 0]
+                    for digit in range(10):
+                        after = there[(10 * rest + digit) % modulus]
+                        self.arcs[state].append((48 + digit, 48 + digit, after))
+                if rest * 10 ** (places - used) % modulus == 0:
+                    self.free[state].append(end)
+        self.free[zero].append(end)
+        if node.is_whole:
+            return
+        zeros = self.new()  # behind the last place that counts
+        self.arcs[zeros].append((48, 48, zeros))
+        self.free[zeros].append(end)
+        for rest, state in whole:
+            point = self._after(state, ord("."), ord("."))
+            if places == 0:
+                self.arcs[point] += [(48, 48, zeros)] if rest == 0 else []
+                continue
+            for digit in range(10):
+                self.arcs[point].append((48 + digit, 48 + digit, states[1][(10 * rest + digit) % modulus]))
+        if places:
+            self.free[states[places][0]].append(zeros)
+
+    def _distinct(self, node: Distinct, start: int, end: int) -> None:
+        """Add a state for each set of parts that have been written."""
+        states = {0: start}  # by the sum of 2**i of the parts in a set
+        waiting = [0]
+        for taken in waiting:
+            state, size = states[taken], taken.bit_count()
+            if size >= node.least:
+                self.free[state].append(end)
+            if size == node.most:
+                continue
+            entry = self.new()
+            if taken:
+                self._alone(node.comma, state, entry)
+            else:
+                self.free[state].append(entry)
+            for i, part in enumerate(node.parts):
+                there = taken | 1 << i
+                if there == taken:
+                    continue
+                if there not in states:
+                    states[there] = self.new()
+                    waiting.append(there)
+                self._alone(part, entry, states[there])
 
     def _tagged(self, node: Tagged, start: int, end: int) -> None:
         """Add free text: a state for each beginning of a trigger that the text so far may end with."""
@@ -192,25 +304,21 @@ class _Parts:
             self.arcs[state].append((*sequence[-1], end))
 
 
-def _without_choices(parts: _Parts, start: int, end: int, most: int) -> ByteMachine:
+def _without_choices(parts: _Parts, start: int, end: int) -> ByteMachine:
     """Return the machine whose states are sets of states: all that the bytes so far may lead to."""
     kind_of, arcs = _kinds(parts)
     num_kinds = int(kind_of.max()) + 1
-
-    work = 0
+    compiler = parts.compiler
 
     @functools.cache
     def reached(state: int) -> frozenset[int]:
-        nonlocal work
         seen, waiting = {state}, [state]
         while waiting:
             for there in parts.free[waiting.pop()]:
                 if there not in seen:
                     seen.add(there)
                     waiting.append(there)
-        work += 8 * len(seen)
-        if work > MAX_WORK:
-            raise too_many_states(most // STATES_AHEAD)
+        compiler.spend(8 * len(seen))
         return frozenset(there for there in seen if arcs[there] or there == end)
 
     first = reached(start)
@@ -234,9 +342,9 @@ def _without_choices(parts: _Parts, start: int, end: int, most: int) -> ByteMach
                 known[key] = numbers[union]
             row[kind] = known[key]
         rows.append(row)
-        work += len(states) + sum(map(len, targets.values()))
-        if len(waiting) > most or work > MAX_WORK:
-            raise too_many_states(most // STATES_AHEAD)
+        compiler.spend(len(states) + sum(map(len, targets.values())))
+        if len(waiting) > compiler.most:
+            raise too_many_states(compiler.most // STATES_AHEAD)
     return ByteMachine(np.stack(rows), kind_of, np.array([end in states for states in waiting]))
 
 
@@ -251,31 +359,6 @@ def _kinds(parts: _Parts) -> tuple[np.ndarray, list[list[tuple[int, int, int]]]]
     by_kind = kind_of.tolist()
     ranges = [[(by_kind[low], by_kind[high] + 1, there) for low, high, there in arcs] for arcs in parts.arcs]
     return kind_of.astype(np.uint8), ranges
-
-
-def _merged(machine: ByteMachine) -> ByteMachine:
-    """Return the machine with states merged that nothing tells apart, where few rounds find them."""
-    groups, num_groups = machine.accepting.astype(np.int32), 0
-    for _ in range(MAX_ROUNDS):
-        their = np.append(groups, NOT_ALLOWED)[machine.steps]
-        rows = np.ascontiguousarray(np.concatenate([groups[:, None], their], axis=1), np.int32)
-        found: dict[bytes, int] = {}
-        groups = np.array([found.setdefault(row.tobytes(), len(found)) for row in rows], np.int32)
-        if len(found) == num_groups:
-            _, first = np.unique(groups, return_index=True)  # groups are numbered by their first state
-            kept = np.zeros(len(groups), bool)
-            kept[first] = True
-            return _renumbered(machine, groups, kept)
-        num_groups = len(found)
-    return machine
-
-
-def _renumbered(machine: ByteMachine, numbers: np.ndarray, kept: np.ndarray) -> ByteMachine:
-    """Return the machine of some states, under new numbers; steps to states left out are not allowed."""
-    if len(set(numbers[kept].tolist())) == len(numbers):
-        return machine
-    numbers = np.append(numbers, NOT_ALLOWED).astype(np.int32)
-    return ByteMachine(numbers[machine.steps[kept]], machine.kind_of, machine.accepting[kept])
 
 
 @functools.lru_cache(maxsize=1024)

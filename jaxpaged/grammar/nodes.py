@@ -76,12 +76,15 @@ class Repeat:
 class Members:
     """Parts in order, with `comma` between those that are there.
 
-    A part with False may be missing. `rest` may follow any number of times.
+    A part with False may be missing. `rest` may follow any number of times. From `least` to `most` are there;
+    None: any number.
     """
 
     parts: "tuple[tuple[Node, bool], ...]"
     comma: "Node"
     rest: "Node | None" = None
+    least: int = 0
+    most: int | None = None
 
 
 @dataclass(frozen=True)
@@ -96,7 +99,44 @@ class Tagged:
     ends_with_first: bool = False
 
 
-Node = Chars | Then | Either | Repeat | Members | Tagged
+@dataclass(frozen=True)
+class Both:
+    """Texts that are in all of some parts."""
+
+    parts: "tuple[Node, ...]"
+
+
+@dataclass(frozen=True)
+class Minus:
+    """Texts of one part that are not in another."""
+
+    part: "Node"
+    other: "Node"
+
+
+@dataclass(frozen=True)
+class Multiples:
+    """Decimal numbers without a sign, whose value x 10**places is a multiple of `modulus`.
+
+    With `is_whole` there is no fraction; else one may end with any number of zeros.
+    """
+
+    modulus: int
+    places: int = 0
+    is_whole: bool = True
+
+
+@dataclass(frozen=True)
+class Distinct:
+    """Some parts in any order, each once at most, with `comma` between: from `least` to `most` of them."""
+
+    parts: "tuple[Node, ...]"
+    comma: "Node"
+    least: int
+    most: int
+
+
+Node = Chars | Then | Either | Repeat | Members | Tagged | Both | Minus | Multiples | Distinct
 EMPTY = Then(())
 NOTHING = Either(())
 
@@ -113,6 +153,20 @@ def text(value: str) -> Node:
 
 def optional(part: Node) -> Node:
     return Either((EMPTY, part))
+
+
+def either(parts: Iterable[Node]) -> Node:
+    """Return one of some parts, without those that have no text."""
+    kept = [part for part in parts if part != NOTHING]
+    return kept[0] if len(kept) == 1 else Either(tuple(kept))
+
+
+def both(parts: Iterable[Node]) -> Node:
+    """Return what is in all of some parts."""
+    kept = tuple(parts)
+    if NOTHING in kept:
+        return NOTHING
+    return kept[0] if len(kept) == 1 else Both(kept)
 
 
 def joined(ranges: Iterable[tuple[int, int]]) -> Ranges:

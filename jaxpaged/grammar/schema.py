@@ -5,61 +5,51 @@ purpose: properties come in their order; where `properties` is given, others mus
 `additionalProperties`; an integer has no fraction and no exponent.
 """
 
+import itertools
 import json
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from jaxpaged.checks import shown
-from jaxpaged.grammar import json_values
+from jaxpaged.grammar import json_values, scalars, validity
 from jaxpaged.grammar.nodes import (
     EMPTY,
     NOTHING,
+    Distinct,
     Either,
     GrammarError,
     Limits,
     Members,
+    Minus,
     Node,
-    NotRegularError,
     Repeat,
     Then,
+    both,
     chars,
+    either,
     optional,
     text,
 )
+from jaxpaged.grammar.places import (
+    Place,
+    UnmetError,
+    Way,
+    count,
+    counts,
+    distinct,
+    escaped,
+    kinds,
+    mapping,
+    names,
+    not_regular,
+    unmet,
+    wrong,
+)
+from jaxpaged.grammar.ways import Ways, named
 
-MAX_DEPTH = 32
-MAX_PLACES = 10_000  # where a schema is read, references followed
-# Keywords that say nothing of what is valid.
-ANNOTATIONS = {
-    *("$schema", "$id", "$comment", "$defs", "definitions", "$anchor", "title", "description", "default"),
-    *("examples", "deprecated", "readOnly", "writeOnly", "discriminator", "contentMediaType", "$vocabulary"),
-    *("contentEncoding", "contentSchema", "example", "nullable", "xml", "externalDocs"),
-}
-TYPES = ("object", "array", "string", "integer", "number", "boolean", "null")
-# Each type's own keywords that are regular here.
-KEYWORDS = {
-    "object": {"properties", "required", "additionalProperties"},
-    "array": {"items", "prefixItems", "minItems", "maxItems", "uniqueItems"},
-    "string": {"minLength", "maxLength", "pattern", "format"},
-    "integer": {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"},
-    "number": {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"},
-}
-# Keywords of some type or other that no automaton of ours follows.
-BEYOND = {
-    *("allOf", "oneOf", "not", "if", "then", "else", "dependentSchemas", "dependentRequired", "contains"),
-    *("minContains", "maxContains", "patternProperties", "propertyNames", "minProperties", "maxProperties"),
-    *(
-        "unevaluatedItems",
-        "unevaluatedProperties",
-        "multipleOf",
-        "$dynamicRef",
-        "$dynamicAnchor",
-        "$recursiveRef",
-    ),
-    *("additionalItems", "dependencies"),
-}
-KNOWN = {"type", "enum", "const", "anyOf", "$ref", *ANNOTATIONS, *BEYOND}.union(*KEYWORDS.values())
+MAX_PATTERNS = 4  # of names, for the properties of one object
+REST = "/additionalProperties"
+MAX_DISTINCT = 8  # values of items that must differ
 
 
 class Style(NamedTuple):
@@ -77,9 +67,9 @@ def schema_node(schema: Any, style: Style = Style(), levels: int = 0) -> Node:  
     `is_recursive` where more levels could help, or `GrammarError` for a schema that cannot be met or is none.
     """
     reader = _Reader(schema, style, levels)
-    node = reader.node(schema, "#", ())
+    node = reader.node((Place(schema, "#"),), "#")
     if node == NOTHING:
-        raise GrammarError("schema at # cannot be met: no value is valid under it", "#")
+        raise unmet("#", "no value is valid under it")
     return node
 
 
@@ -87,44 +77,63 @@ class _Reader:
     """A reader of one schema."""
 
     def __init__(self, schema: Any, style: Style, levels: int) -> None:
-        self.whole, self.levels, self.num_places = schema, levels, 0
+        self.ways, self.whole, self.levels = Ways(schema, levels), schema, levels
         self.only_declared = style.only_declared
         space = EMPTY if style.is_compact else style.space or Repeat(chars(" \n\r\t"))
         self.space = space
         self.comma = text(", ") if style.is_compact else Then((space, chars(","), space))
         self.colon = text(": ") if style.is_compact else Then((space, chars(":"), space))
 
-    def node(self, schema: Any, path: str, refs: tuple[str, ...]) -> Node:
-        """Return the values of a schema; `NOTHING` if there are none."""
-        self.num_places += 1
-        if self.num_places > MAX_PLACES:
-            raise _error(path, f"has more than {MAX_PLACES} places, references followed")
-        if path.count("/") > 3 * MAX_DEPTH or len(refs) > MAX_DEPTH:
-            raise _error(path, f"is more than {MAX_DEPTH} levels deep")
-        if schema is False:
-            return NOTHING
-        if schema is True:
+    def node(self, places: Way, path: str) -> Node:
+        """Return the values that are valid at all places; `NOTHING` or an `UnmetError` if none is."""
+        if not places:
             return self.any_value(path)
-        if not isinstance(schema, dict):
-            raise _error(path, f"is {shown(schema)}, must be an object or a boolean")
-        used = {key for key in schema if key not in ANNOTATIONS and not key.startswith("x-")}
-        for key in sorted(used):
-            if key not in KNOWN:
-                raise _error(path, f"has the keyword {shown(key)}, which is not supported")
-        if beyond := used & BEYOND:
-            raise _not_regular(path, f"{min(beyond)} is not followed by an automaton")
-        if "$ref" in used:
-            return self.reference(schema, used, path, refs)
-        if "anyOf" in used:
-            return self.any_of(schema, used, path, refs)
-        if "enum" in used or "const" in used:
-            return self.fixed(schema, used, path)
-        return self.typed(schema, used, path, refs)
+        found: list[Node] = []
+        problem = None
+        for way in self.ways.of(places):
+            if not way:
+                return self.any_value(path)
+            if (values := self.ways.values(way)) is not None:
+                found += map(json_values.literal, values)
+                continue
+            for kind in kinds(way):
+                try:
+                    found.append(self.of_kind(way, kind))
+                except UnmetError as error:
+                    problem = problem or error
+        made = either(found)
+        if made == NOTHING and problem is not None:
+            raise problem
+        return made
+
+    def if_any(self, places: Way, path: str) -> Node:
+        """Return the values that are valid at all places; `NOTHING` if there are none."""
+        try:
+            return self.node(places, places[0].path if places else path)
+        except UnmetError:
+            return NOTHING
+
+    def of_kind(self, way: Way, kind: str) -> Node:
+        makers: dict[str, Callable[[], Node]] = {
+            "object": lambda: self.object(way),
+            "array": lambda: self.array(way),
+            "string": lambda: scalars.string(way),
+            "integer": lambda: scalars.number(way, is_integer=True),
+            "number": lambda: scalars.number(way, is_integer=False),
+            "boolean": lambda: self.listed(way, kind, {"true": True, "false": False}),
+            "null": lambda: self.listed(way, kind, {"null": None}),
+        }
+        return makers[kind]()
+
+    def listed(self, way: Way, kind: str, values: dict[str, Any]) -> Node:
+        """Return the texts of a few values, without those that a way excludes."""
+        barred = scalars.excluded(way, kind)
+        return either(text(written) for written, value in values.items() if value not in barred)
 
     def any_value(self, path: str) -> Node:
         """Return values of any kind, in so many levels of lists and objects."""
         if not self.levels:
-            raise _not_regular(path, "it allows any value", is_recursive=True)
+            raise not_regular(path, "it allows any value", is_recursive=True)
         plain = [json_values.string(), json_values.NUMBER, *map(text, ("true", "false", "null"))]
         made: Node = Either(tuple(plain))
         for _ in range(self.levels - 1):
@@ -139,140 +148,210 @@ class _Reader:
     def brackets(self, inside: Node) -> Node:
         return Then((chars("["), self.space, inside, self.space, chars("]")))
 
-    def reference(self, schema: dict[str, Any], used: set[str], path: str, refs: tuple[str, ...]) -> Node:
-        name = schema["$ref"]
-        if used != {"$ref"}:
-            raise _not_regular(path, "$ref has other keywords beside it")
-        if not isinstance(name, str) or not (name == "#" or name.startswith("#/")):
-            raise _error(path, f"has $ref={shown(name)}, must begin with #/: nothing is fetched")
-        if name in refs:
-            if self.only_refs(name):
-                raise _error(path, f"has $ref={shown(name)}, which refers to itself only")
-            if not self.levels:
-                raise _not_regular(path, f"{name} refers to itself", is_recursive=True)
-            if refs.count(name) >= self.levels:
-                return NOTHING
-        return self.node(self.found(name, path), name, (*refs, name))
+    def object(self, way: Way) -> Node:
+        path = way[0].path
+        if scalars.excluded(way, "object"):
+            raise not_regular(path, "an object that is not a certain one has no automaton")
+        if self.only_declared:
+            way = tuple(_without(place, "additionalProperties") for place in way)
+        is_closed = self.only_declared or self.is_closed(way)
+        required = {name for place in way for name in names(place, "required")}
+        parts: list[tuple[Node, bool]] = []
+        for name in self.declared(way, required, is_closed=is_closed):
+            its = named(way, name)
+            where = its[0].path if its else f"{path}/properties/{escaped(name)}"
+            if name in required and any(each.schema is False for each in its if each.path.endswith(REST)):
+                raise unmet(path, f"it requires {shown(name)}, which additionalProperties does not allow")
+            is_named = all(
+                validity.is_valid(name, place.at("propertyNames"), self.whole)
+                for place in way
+                if "propertyNames" in place.schema
+            )
+            node = self.if_any(its, where) if is_named else NOTHING
+            if node == NOTHING and name in required:
+                raise unmet(where, "it has no valid value, and is required")
+            if node != NOTHING:
+                parts.append((Then((json_values.literal(name), self.colon, node)), name in required))
+        rest = either(self.others(way, is_closed=is_closed))
+        return self.braces(self.members(way, parts, None if rest == NOTHING else rest))
 
-    def found(self, name: str, path: str) -> Any:
-        """Return the part of the whole schema that a reference names."""
-        part = self.whole
-        for key in name.split("/")[1:]:
-            key = key.replace("~1", "/").replace("~0", "~")
-            is_index = isinstance(part, list) and key.isdigit() and len(key) < 6 and int(key) < len(part)
-            if not is_index and not (isinstance(part, dict) and key in part):
-                raise _error(path, f"has $ref={shown(name)}, which is not in the schema")
-            part = part[int(key)] if is_index else part[key]
-        return part
+    def is_closed(self, way: Way) -> bool:
+        """Return whether properties must be declared: some are, and nothing says what others are."""
+        if any("additionalProperties" in place.schema for place in way):
+            return False
+        keys = ("properties", "patternProperties", "unevaluatedProperties")
+        return any(
+            key in place.schema and place.schema[key] != {}
+            for place in way
+            if not place.is_made
+            for key in keys
+        )
 
-    def only_refs(self, name: str) -> bool:
-        """Return whether a chain of references beginning here never comes to anything else."""
-        seen: set[str] = set()
-        while name not in seen:
-            seen.add(name)
-            part = self.found(name, name)
-            if not isinstance(part, dict) or not isinstance(part.get("$ref"), str):
-                return False
-            name = part["$ref"]
-        return True
-
-    def any_of(self, schema: dict[str, Any], used: set[str], path: str, refs: tuple[str, ...]) -> Node:
-        branches = schema["anyOf"]
-        if used != {"anyOf"}:
-            raise _not_regular(path, "anyOf has other keywords beside it")
-        if not isinstance(branches, list) or not branches:
-            raise _error(path, "has an anyOf that is not a list of schemas")
-        nodes = [self.node(branch, f"{path}/anyOf/{i}", refs) for i, branch in enumerate(branches)]
-        return _either(nodes)
-
-    def fixed(self, schema: dict[str, Any], used: set[str], path: str) -> Node:
-        values = [schema["const"]] if "const" in used else schema["enum"]
-        if not isinstance(values, list):
-            raise _error(path, "has an enum that is not a list")
-        if {"const", "enum"} <= used or used - {"const", "enum", "type"}:
-            raise _not_regular(path, "enum and const have other keywords beside them")
-        types = self.types(schema, path) if "type" in used else None
-        kept = [value for value in values if types is None or any(_has_type(value, kind) for kind in types)]
-        if any(isinstance(value, float) and not math.isfinite(value) for value in kept):
-            raise _error(path, "has a number that JSON has not")
-        return _either([json_values.literal(value) for value in kept])
-
-    def types(self, schema: dict[str, Any], path: str) -> list[str]:
-        types = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
-        for kind in types:
-            if kind not in TYPES:
-                raise _error(path, f"has type={shown(kind)}, must be one of {', '.join(TYPES)}")
-        return types
-
-    def typed(self, schema: dict[str, Any], used: set[str], path: str, refs: tuple[str, ...]) -> Node:
-        if not used:
-            return self.any_value(path)
-        if "type" not in used:
-            raise _not_regular(path, "without a type it allows values of any")
-        types = self.types(schema, path)
-        makers: dict[str, Callable[[], Node]] = {
-            "object": lambda: self.object(schema, path, refs),
-            "array": lambda: self.array(schema, path, refs),
-            "string": lambda: self.string(schema, path),
-            "integer": lambda: self.number(schema, path, is_integer=True),
-            "number": lambda: self.number(schema, path, is_integer=False),
-            "boolean": lambda: Either((text("true"), text("false"))),
-            "null": lambda: text("null"),
-        }
-        return _either([makers[kind]() for kind in types])
-
-    def object(self, schema: dict[str, Any], path: str, refs: tuple[str, ...]) -> Node:
-        properties = schema.get("properties", {})
-        required = schema.get("required", [])
-        rest = False if self.only_declared else schema.get("additionalProperties", not properties)
-        if not isinstance(properties, dict):
-            raise _error(path, "has properties that are not an object")
-        if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
-            raise _error(path, "has a required that is not a list of names")
-        if undeclared := [name for name in required if name not in properties]:
-            if self.only_declared or schema.get("additionalProperties") is False:
-                why = f"requires {shown(undeclared[0])}, which additionalProperties does not allow"
-                raise _error(path, f"cannot be met: it {why}")
-            raise _not_regular(path, f"{shown(undeclared[0])} is required and not declared")
-        parts = []
-        for name, its in properties.items():
-            where = f"{path}/properties/{name.replace('~', '~0').replace('/', '~1')}"
-            node = self.node(its, where, refs)
-            if node == NOTHING:
-                if name in required:
-                    raise _error(where, "cannot be met, and is required")
+    def declared(self, way: Way, required: set[str], *, is_closed: bool) -> list[str]:
+        """Return the names that have parts of their own, in order. Raises `UnmetError`."""
+        found: dict[str, None] = {}
+        for place in sorted(way, key=lambda place: place.is_made):
+            its = [*mapping(place, "properties"), *names(place, "required")]
+            if not is_closed or (not place.is_made and not self.only_declared):
+                found |= dict.fromkeys(its)
                 continue
-            parts.append((Then((json_values.literal(name), self.colon, node)), name in required))
-        rest_node = None
-        if rest is not False:
-            value = self.node(rest, f"{path}/additionalProperties", refs)
-            if value != NOTHING:
-                rest_node = Then((json_values.other_string(list(properties)), self.colon, value))
-        return self.braces(Members(tuple(parts), self.comma, rest_node))
+            for name in its:
+                is_there = any(
+                    name in mapping(other, "properties")
+                    or any(
+                        validity.contains_match(name, pattern, f"{other.path}/patternProperties")
+                        for pattern in mapping(other, "patternProperties")
+                    )
+                    for other in way
+                    if not other.is_made
+                )
+                if is_there:
+                    found[name] = None
+                elif name in required:
+                    raise unmet(place.path, f"it requires {shown(name)}, which is not declared")
+        return list(found)
 
-    def array(self, schema: dict[str, Any], path: str, refs: tuple[str, ...]) -> Node:
-        first = schema.get("prefixItems", [])
-        least, most = _count(schema, "minItems", path) or 0, _count(schema, "maxItems", path)
-        if schema.get("uniqueItems", False) is not False:
-            raise _error(path, "has the keyword 'uniqueItems', which is not supported")
-        if not isinstance(first, list):
-            raise _error(path, "has prefixItems that are not a list of schemas")
-        if most is not None and most < least:
-            raise _error(path, f"cannot be met: minItems={least} is more than maxItems={most}")
-        nodes = []
-        for i, its in enumerate(first[:most]):
-            nodes.append(self.node(its, f"{path}/prefixItems/{i}", refs))
+    def others(self, way: Way, *, is_closed: bool) -> Iterator[Node]:
+        """Yield members whose names have no part of their own, by the patterns that they contain."""
+        patterns = list(
+            dict.fromkeys(pattern for place in way for pattern in mapping(place, "patternProperties"))
+        )
+        if len(patterns) > MAX_PATTERNS:
+            raise not_regular(way[0].path, f"an object has more than {MAX_PATTERNS} patterns of names")
+        required = {name for place in way for name in names(place, "required")}
+        its_names = self.declared(way, required, is_closed=is_closed)
+        for is_in in itertools.product((False, True), repeat=len(patterns)):
+            inside = {pattern for pattern, its in zip(patterns, is_in, strict=True) if its}
+            if is_closed and not inside:
+                continue
+            places = []
+            for place in way:
+                own = [key for key in mapping(place, "patternProperties") if key in inside]
+                places += [place.at("patternProperties", key) for key in own]
+                if not own and "additionalProperties" in place.schema:
+                    places.append(place.at("additionalProperties"))
+            if any(place.schema is False for place in places):
+                continue
+            value = self.if_any(tuple(places), way[0].path + REST)
+            if value == NOTHING:
+                continue
+            name: Node = json_values.other_string(its_names)
+            for place in way:
+                if "propertyNames" in place.schema:
+                    its = place.at("propertyNames")
+                    name = both([name, self.if_any((its, its.made({"type": "string"})), its.path)])
+            for pattern in patterns:
+                found = json_values.pattern_text(pattern, f"{way[0].path}/patternProperties")
+                found = json_values.quoted(json_values.encoded(found))
+                name = both([name, found]) if pattern in inside else Minus(name, found)
+            if name != NOTHING:
+                yield Then((name, self.colon, value))
+
+    def members(self, way: Way, parts: list[tuple[Node, bool]], rest: Node | None) -> Node:
+        """Return the inside of an object, by the counts of its properties. Raises `UnmetError`."""
+        path = way[0].path
+        least, most = counts(way, "minProperties", "maxProperties")
+        num_required = sum(is_required for _, is_required in parts)
+        if rest is not None and least > max(1, num_required):
+            # A name that is not declared may be written twice, and is one property then.
+            raise not_regular(path, f"minProperties={least} counts names that are not declared")
+        if least > len(parts) and rest is None:
+            raise unmet(path, f"minProperties={least}, and only {len(parts)} are declared")
+        if most is not None and most < num_required:
+            raise unmet(path, f"maxProperties={most} is less than must be there")
+        return Members(tuple(parts), self.comma, rest, 0 if least <= num_required else least, most)
+
+    def array(self, way: Way) -> Node:
+        path = way[0].path
+        if scalars.excluded(way, "array"):
+            raise not_regular(path, "a list that is not a certain one has no automaton")
+        least, most = counts(way, "minItems", "maxItems")
+        for place in way:
+            if not isinstance(place.schema.get("prefixItems", []), list):
+                raise wrong(place.path, "has prefixItems that are not a list of schemas")
+        own = [place.schema for place in way if not place.is_made]
+        num_first = max((len(schema.get("prefixItems", [])) for schema in own), default=0)
+        closes = False
+        if any("unevaluatedItems" in schema for schema in own):
+            closes = not any("items" in schema for schema in own)
+            if any("contains" in place.schema for place in way):
+                raise not_regular(path, "contains beside unevaluatedItems is not followed by an automaton")
+        nodes: list[Node] = []
+        for i in range(num_first if most is None else min(num_first, most)):
+            nodes.append(self.if_any(_item(way, i), f"{path}/prefixItems/{i}"))
             if nodes[-1] == NOTHING:
                 nodes, most = nodes[:-1], i
                 break
+        if any(place.schema.get("uniqueItems", False) is not False for place in way):
+            return self.brackets(self.unlike(way, num_first, least, most))
         item = None
         if most is None or most > len(nodes):
-            item = self.node(schema.get("items", True), f"{path}/items", refs)
+            item = NOTHING if closes else self.if_any(_item(way, num_first), f"{path}/items")
             if item == NOTHING:
                 most = len(nodes)
         if most is not None and most < least:
-            raise _error(path, f"cannot be met: minItems={least}, and only {most} items can be valid")
-        return self.brackets(self.items(nodes, item, least, most))
+            raise unmet(path, f"minItems={least}, and only {most} items can be valid")
+        found = [self.items(nodes, item, least, most)]
+        for place in way:
+            if "contains" in place.schema:
+                if num_first:
+                    raise not_regular(path, "contains beside prefixItems is not followed by an automaton")
+                found.append(self.containing(place, _item(way, 0), item))
+        return self.brackets(both(found))
+
+    def unlike(self, way: Way, num_first: int, least: int, most: int | None) -> Node:
+        """Return items that all differ, of few values."""
+        path = way[0].path
+        values: list[Any] | None = None
+        if not num_first and not any("contains" in place.schema for place in way):
+            values = self.finite(_item(way, 0))
+        if values is None or len(distinct(values)) > MAX_DISTINCT:
+            raise not_regular(
+                path, f"uniqueItems is only followed for items of at most {MAX_DISTINCT} values"
+            )
+        parts = [either(map(json_values.literal, same)) for same in distinct(values).values()]
+        most = len(parts) if most is None else min(most, len(parts))
+        if most < least:
+            raise unmet(path, f"minItems={least}, and only {len(parts)} items can differ")
+        return Distinct(tuple(parts), self.comma, least, most)
+
+    def finite(self, places: Way) -> list[Any] | None:
+        """Return all values that are valid at some places; None if they are not listed."""
+        found: list[Any] = []
+        if not places:
+            return None
+        few: dict[str, list[Any]] = {"boolean": [False, True], "null": [None]}
+        for way in self.ways.of(places):
+            values = self.ways.values(way)
+            if values is None:
+                if not all(kind in few for kind in kinds(way)):
+                    return None
+                for kind in kinds(way):
+                    barred = scalars.excluded(way, kind)
+                    found += [value for value in few[kind] if value not in barred]
+            else:
+                found += values
+        return found
+
+    def containing(self, place: Place, items: Way, item: Node | None) -> Node:
+        """Return items of which as many are valid under `contains` as must be."""
+        least, most = count(place, "minContains"), count(place, "maxContains")
+        least = 1 if least is None else least
+        there = self.if_any((*items, place.at("contains")), place.path)
+        other = item or NOTHING
+        if most is not None:
+            if most < least:
+                raise unmet(place.path, f"minContains={least} is more than maxContains={most}")
+            other = self.if_any((*items, place.at().made({"not": place.schema["contains"]})), place.path)
+        before, behind = Repeat(Then((other, self.comma))), Repeat(Then((self.comma, other)))
+        more: Node = behind  # what may come behind the last that must be there
+        if most is not None:
+            more = Then((Repeat(Then((behind, self.comma, there)), 0, max(most - max(least, 1), 0)), behind))
+        parts: list[Node] = [before, there]
+        for _ in range(least - 1):
+            parts += [behind, self.comma, there]
+        some = Then((*parts, more)) if most != 0 else NOTHING
+        return some if least else either([self.items([], other, 0, None), some])
 
     def items(self, nodes: list[Node], item: Node | None, least: int, most: int | None) -> Node:
         """Return items in a row: the first ones of their own kind, more of another."""
@@ -291,43 +370,20 @@ class _Reader:
             made = made if i < least else optional(made)
         return made
 
-    def string(self, schema: dict[str, Any], path: str) -> Node:
-        least, most = _count(schema, "minLength", path) or 0, _count(schema, "maxLength", path)
-        if most is not None and most < least:
-            raise _error(path, f"cannot be met: minLength={least} is more than maxLength={most}")
-        kinds = [key for key in ("pattern", "format") if key in schema]
-        if len(kinds) > 1 or (kinds and (least or most is not None)):
-            raise _not_regular(path, f"{kinds[0]} stands beside other bounds of a string")
-        if kinds and not isinstance(schema[kinds[0]], str):
-            raise _error(path, f"has a {kinds[0]} that is not a string")
-        if "pattern" in schema:
-            return json_values.pattern_string(schema["pattern"], f"{path}/pattern")
-        if "format" in schema:
-            if schema["format"] not in json_values.FORMATS:
-                raise _not_regular(path, f"format={shown(schema['format'])} has no automaton")
-            return json_values.format_string(schema["format"])
-        return json_values.string(least, most)
 
-    def number(self, schema: dict[str, Any], path: str, *, is_integer: bool) -> Node:
-        bounds = {key: schema[key] for key in KEYWORDS["number"] if key in schema}
-        for key, bound in bounds.items():
-            is_number = isinstance(bound, int | float) and not isinstance(bound, bool)
-            if not is_number or not abs(bound) < 10**json_values.MAX_DIGITS:
-                raise _error(
-                    path, f"has {key}={shown(bound)}, must be a number below 1e{json_values.MAX_DIGITS}"
-                )
-        if not is_integer:
-            if bounds:
-                raise _not_regular(path, "a number's bounds have no automaton")
-            return json_values.NUMBER
-        lows = [math.ceil(bounds["minimum"])] if "minimum" in bounds else []
-        lows += [math.floor(bounds["exclusiveMinimum"]) + 1] if "exclusiveMinimum" in bounds else []
-        highs = [math.floor(bounds["maximum"])] if "maximum" in bounds else []
-        highs += [math.ceil(bounds["exclusiveMaximum"]) - 1] if "exclusiveMaximum" in bounds else []
-        low, high = max(lows, default=None), min(highs, default=None)
-        if low is not None and high is not None and low > high:
-            raise _error(path, f"cannot be met: no integer is from {low} to {high}")
-        return json_values.integer(low, high)
+def _item(way: Way, i: int) -> Way:
+    """Return the places that an item must be valid at."""
+    found = []
+    for place in way:
+        if i < len(place.schema.get("prefixItems", [])):
+            found.append(place.at("prefixItems", i))
+        elif "items" in place.schema:
+            found.append(place.at("items"))
+    return tuple(found)
+
+
+def _without(place: Place, key: str) -> Place:
+    return place._replace(schema={name: its for name, its in place.schema.items() if name != key})
 
 
 def read_schema(value: str, limits: Limits) -> Any:
@@ -338,43 +394,3 @@ def read_schema(value: str, limits: Limits) -> Any:
         return json.loads(value)
     except (ValueError, RecursionError) as problem:
         raise GrammarError(f"schema={shown(value)} must be JSON that is not too deep: {problem}") from None
-
-
-def _either(nodes: list[Node]) -> Node:
-    kept = [node for node in nodes if node != NOTHING]
-    return kept[0] if len(kept) == 1 else Either(tuple(kept))
-
-
-def _count(schema: dict[str, Any], key: str, path: str) -> int | None:
-    if key not in schema:
-        return None
-    value: Any = schema[key]
-    is_whole = isinstance(value, int | float) and not isinstance(value, bool) and value == value // 1
-    if not is_whole or not 0 <= value < 2**31:
-        raise _error(path, f"has {key}={shown(value)}, must be a whole number from 0")
-    return int(value)
-
-
-def _has_type(value: Any, kind: str) -> bool:
-    match value:
-        case bool():
-            return kind == "boolean"
-        case None:
-            return kind == "null"
-        case int():
-            return kind in ("integer", "number")
-        case float():
-            return kind == "number" or (kind == "integer" and value.is_integer())
-        case str():
-            return kind == "string"
-        case list():
-            return kind == "array"
-    return kind == "object"
-
-
-def _error(path: str, what: str) -> GrammarError:
-    return GrammarError(f"schema at {path} {what}", path)
-
-
-def _not_regular(path: str, why: str, *, is_recursive: bool = False) -> NotRegularError:
-    return NotRegularError(f"schema at {path} has no automaton: {why}", path, is_recursive=is_recursive)

@@ -126,7 +126,21 @@ def read_chunks(state: EngineState, chain: Chain, mesh: Mesh | None = None) -> I
     undefined.
     """
     for ids in _in_chunks(state.kv_cache, chain.block_ids):
-        yield programs.read_blocks(state.kv_cache, ids, mesh=mesh)
+        yield read_ids(state, ids, mesh)
+
+
+def read_ids(state: EngineState, ids: np.ndarray, mesh: Mesh | None = None) -> dict[str, jax.Array]:
+    """Read K and V of a chunk of blocks, on the devices."""
+    return programs.read_blocks(state.kv_cache, ids, mesh=mesh)
+
+
+def written(state: EngineState, ids: np.ndarray, chunk: Chunk, mesh: Mesh | None = None) -> EngineState:
+    """Return the state after a chunk's K and V are written to these blocks; the state's own are donated."""
+    if mesh is None:
+        arrays = transfer.placed(chunk, state.kv_cache)
+    else:
+        arrays = jax.device_put(chunk, NamedSharding(mesh, BY_SHARD))
+    return replace(state, kv_cache=programs.write_blocks(state.kv_cache, ids, arrays, mesh=mesh))
 
 
 def on_host(state: EngineState, chain: Chain, mesh: Mesh | None = None) -> dict[str, np.ndarray]:
@@ -161,6 +175,22 @@ def cut(
         return its if mesh is None else np.moveaxis(its, 1, 0).reshape(-1, *its.shape[2:])
 
     return ({name: chunk(i, x) for name, x in arrays.items()} for i in range(0, num_blocks, size))
+
+
+def gathered(
+    blocks: Sequence[Mapping[str, np.ndarray] | None], kv_cache: KVCache, mesh: Mesh | None = None
+) -> Iterator[Chunk]:
+    """Gather single blocks into chunks. None stands for a block that is not written: its values are zeros."""
+    size = chunk_size(kv_cache)
+    shapes = _shapes(kv_cache, size, mesh)
+    for first in range(0, len(blocks), size):
+        chunk = {name: np.zeros(like.shape, like.dtype) for name, like in shapes.items()}
+        for i, block in enumerate(blocks[first : first + size]):
+            for name, array in (block or {}).items():
+                chunk[name][i] = array
+        if mesh is not None:
+            chunk = {n: np.moveaxis(x, 1, 0).reshape(-1, *x.shape[2:]) for n, x in chunk.items()}
+        yield chunk
 
 
 def _shapes(kv_cache: KVCache, num_blocks: int, mesh: Mesh | None) -> dict[str, jax.ShapeDtypeStruct]:
@@ -251,19 +281,19 @@ def fill(
     yield state
     for ids, chunk in zip(_in_chunks(state.kv_cache, reservation.destinations), chunks, strict=True):
         if ids.any():
-            if mesh is None:
-                arrays = transfer.placed(chunk, state.kv_cache)
-            else:
-                arrays = jax.device_put(chunk, NamedSharding(mesh, BY_SHARD))
-            state = replace(state, kv_cache=programs.write_blocks(state.kv_cache, ids, arrays, mesh=mesh))
+            state = written(state, ids, chunk, mesh)
             yield state
     yield with_pool(state, reservation.adopted)
 
 
 def chunk_size(kv_cache: KVCache) -> int:
     """Return how many blocks a chunk has."""
-    block_bytes = sum(x.nbytes for x in kv_cache.blocks.values()) // kv_cache.num_blocks
-    return max(CHUNK_BYTES // block_bytes, 1)
+    return max(CHUNK_BYTES // block_bytes(kv_cache), 1)
+
+
+def block_bytes(kv_cache: KVCache) -> int:
+    """Return the bytes of a block's K and V."""
+    return sum(x.nbytes for x in kv_cache.blocks.values()) // kv_cache.num_blocks
 
 
 def _in_chunks(kv_cache: KVCache, block_ids: np.ndarray) -> Sequence[np.ndarray]:

@@ -45,7 +45,7 @@ def in_chunks[Carry](
     return lax.fori_loop(0, cdiv(jnp.sum(counts, dtype=jnp.int32), CHUNK), take_chunk, carry)
 
 
-def dealt(counts: Int[Array, " rows"], num: int) -> Int[Array, " rows"]:
+def dealt(counts: Int[Array, " rows"], num: int | Int[Array, ""]) -> Int[Array, " rows"]:
     """Return how many of the first `num` items belong to each row, if row r has `counts[r]`, in order."""
     before = jnp.cumsum(counts, dtype=jnp.int32) - counts
     return jnp.clip(num - before, 0, counts)

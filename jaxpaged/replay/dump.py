@@ -169,8 +169,9 @@ def _words_of(config: StepConfig) -> dict[str, Any]:
     for name in ("attention", "sampler"):
         words[name] = getattr(words[name], "name", words[name])
     words["grouping"] = config.grouping.words()
-    if words["sampler"] is None:
-        del words["sampler"]
+    for name in ("sampler", "lookup"):  # a file has none of the latter: snapshots with drafts are refused
+        if words[name] is None:
+            del words[name]
     return words
 
 

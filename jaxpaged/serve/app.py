@@ -16,11 +16,12 @@ import jaxpaged
 from jaxpaged.api.async_llm import AsyncLLM
 from jaxpaged.checks import InputError
 from jaxpaged.engine.handle import EngineDeadError
-from jaxpaged.serve import adapters, chat, completions, health, models, page, responses, tokens
+from jaxpaged.serve import adapters, chat, completions, health, models, page, responses, rollouts, tokens
 from jaxpaged.serve.guard import Guard, Load
 from jaxpaged.serve.options import ServerOptions
 from jaxpaged.serve.replies import ApiError, GoneError
 from jaxpaged.serve.service import Service, dead
+from jaxpaged.serve.updates import Updates
 
 SAMPLE_S = 0.25  # between two looks at the engine's steps
 
@@ -40,6 +41,9 @@ def create_app(llm: AsyncLLM, model_name: str, options: ServerOptions) -> FastAP
         app.include_router(routes.router)
     if options.enable_lora_updates:
         app.include_router(adapters.router)
+    if options.enable_weight_updates:
+        app.state.updates, app.state.num_pausing = Updates(llm, options), 0
+        app.include_router(rollouts.router)
     return guarded(app, options)
 
 
@@ -87,6 +91,8 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         yield
     finally:
         sampling.cancel()
+        if app.state.service.options.enable_weight_updates:
+            app.state.updates.drop()
 
 
 async def _api_error(request: Request, error: ApiError) -> Response:

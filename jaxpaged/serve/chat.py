@@ -113,6 +113,8 @@ class ChatWriter(ChunkWriter[ChatRequest]):
             }
             if body.return_token_ids:
                 each["token_ids"] = choice.token_ids
+            if body.return_weight_versions:
+                each["weight_versions"] = run.versions[choice.index].written()
             written.append(each)
         made = self.chunk(run, written) | {"object": "chat.completion", "usage": run.usage()}
         if body.prompt_logprobs is not None:
@@ -151,6 +153,8 @@ class ChatWriter(ChunkWriter[ChatRequest]):
                     }
                     if ends and is_last:
                         each["stop_reason"] = choice.stop_reason
+                        if body.return_weight_versions:
+                            each["weight_versions"] = run.versions[choice.index].written()
                     if ends and body.return_token_ids:
                         each["token_ids"] = choice.token_ids
                     yield self.chunk(run, [each])

@@ -123,4 +123,6 @@ class CompletionWriter(ChunkWriter[CompletionRequest]):
         if body.return_token_ids:
             written["token_ids"] = choice.token_ids
             written["prompt_token_ids"] = prompt_ids if is_first else None
+        if body.return_weight_versions and choice.finish_reason is not None:
+            written["weight_versions"] = [] if self.is_echo_alone else run.versions[choice.index].written()
         return written

@@ -21,6 +21,14 @@ from jaxpaged.serve.replies import ApiError, reply
 
 # What anybody may ask without a key: how the server is, never what it computes, nor for whom.
 OPEN_PATHS = frozenset({"/", "/health", "/ping", "/version", "/load", "/metrics", "/openapi.json"})
+# What training loops post without a body; pages of other sites cannot, for they have no key.
+BARE_PATHS = frozenset(
+    {
+        *("/pause", "/resume", "/sleep", "/wake_up", "/reset_prefix_cache", "/release_kv_cache_memory"),
+        *("/start_weight_update", "/finish_weight_update"),
+    }
+)
+WEIGHTS_PATH, WEIGHTS_TYPE = "/update_weights", "application/octet-stream"
 SAFE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 SMALL = 64 * 2**10  # bytes: a larger body is parsed in another thread, and counts among the large ones
 MOST_LARGE_BODIES = 16  # bodies of the greatest size, or more smaller ones, handled at a time
@@ -63,7 +71,7 @@ class Guard:
                 if state["key"] is None and self._keys and scope["path"] not in OPEN_PATHS:
                     await reply({"error": "Unauthorized"}, 401)(scope, receive, send_with_id)
                     return
-                if scope["method"] in ("POST", "PUT", "PATCH"):
+                if scope["method"] in ("POST", "PUT", "PATCH") and not self._is_left(scope["path"], headers):
                     receive = await self._with_body(headers, receive, state)
         except ApiError as error:
             await error.response()(scope, receive, send_with_id)
@@ -84,10 +92,18 @@ class Guard:
         found = [secrets.compare_digest(given, known) for known in self._keys]
         return found.index(True) if scheme.lower() == "bearer" and any(found) else None
 
+    def _is_left(self, path: str, headers: Headers) -> bool:
+        """Return whether the body is left to the route: there is none, or it is one of weights."""
+        if not self._options.enable_weight_updates:
+            return False
+        if path == WEIGHTS_PATH:
+            return _kind(headers) == WEIGHTS_TYPE
+        is_bare = headers.get("content-length", "0") == "0" and "transfer-encoding" not in headers
+        return path in BARE_PATHS and is_bare
+
     async def _with_body(self, headers: Headers, receive: Receive, state: dict[str, Any]) -> Receive:
         """Receive all of the body, and parse it; return what gives it, and later what comes behind it."""
-        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind != "application/json":
+        if _kind(headers) != "application/json":
             raise ApiError(415, "content-type must be application/json", headers={"connection": "close"})
         length = headers.get("content-length", "0")
         if length.isdecimal() and int(length[:20]) > self._options.max_body_bytes:
@@ -140,6 +156,10 @@ class Guard:
     def _too_large(self) -> ApiError:
         message = f"the body must have at most {self._options.max_body_bytes} bytes"
         return ApiError(413, message, headers={"connection": "close"})
+
+
+def _kind(headers: Headers) -> str:
+    return headers.get("content-type", "").partition(";")[0].strip().lower()
 
 
 def _digest(key: str) -> bytes:

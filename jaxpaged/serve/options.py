@@ -2,6 +2,7 @@
 
 import dataclasses
 import ipaddress
+import os
 from typing import Literal, get_args
 
 from jaxpaged.checks import check, checked_bool, checked_choice, checked_int, checked_number
@@ -43,6 +44,9 @@ class ServerOptions:
     allow_credentials: bool = False
     lora_modules: tuple[str, ...] = ()  # adapters, each as "name=path"; asked for by that name, as a model
     enable_lora_updates: bool = False  # clients may have adapters loaded and unloaded
+    enable_weight_updates: bool = False  # clients with a key may pause the engine, and change its weights
+    weights_root: str | None = None  # directory under which paths of clients lie; None: they have none
+    max_weight_bytes: int | None = None  # of the bodies of an update; None: the weights in float32 and 16 MiB
     log_level: LogLevel = "info"
 
     def __post_init__(self) -> None:
@@ -70,6 +74,17 @@ class ServerOptions:
         checked_choice("chat_template_content_format", self.chat_template_content_format, CONTENT_FORMATS)
         checked_bool("allow_credentials", self.allow_credentials)
         checked_bool("enable_lora_updates", self.enable_lora_updates)
+        checked_bool("enable_weight_updates", self.enable_weight_updates)
+        has_key = bool(self.api_keys) or not self.enable_weight_updates
+        check("api_keys", self.api_keys, "given with enable_weight_updates: who has one may do so", has_key)
+        for name in ("weights_root", "max_weight_bytes"):
+            value = getattr(self, name)
+            is_used = value is None or self.enable_weight_updates
+            check(name, value, "left out without enable_weight_updates", is_used)
+        if self.weights_root is not None:
+            check("weights_root", self.weights_root, "a directory", os.path.isdir(self.weights_root))
+        if self.max_weight_bytes is not None:
+            checked_int("max_weight_bytes", self.max_weight_bytes, "an int >= 1024", 1024)
         rule = "as in name=path, each name once and none of served_model_names"
         names = [*self.served_model_names]
         for module in self.lora_modules:

@@ -3,6 +3,7 @@
 from fastapi import FastAPI
 
 import jaxpaged
+from jaxpaged.checks import check
 from jaxpaged.pooling.llm import Pooling
 from jaxpaged.serve import health, models
 from jaxpaged.serve import pooling as pooling_routes
@@ -12,7 +13,12 @@ from jaxpaged.serve.pooling_service import PoolingService
 
 
 def create_pooling_app(pooling: Pooling, model_name: str, options: ServerOptions) -> FastAPI:
-    """Return the application that serves a pooling model; one event loop may run it."""
+    """Return the application that serves a pooling model; one event loop may run it.
+
+    Raises `InputError` for options that a pooling model lacks.
+    """
+    rule = "False for a pooling model, whose weights stay as they are"
+    check("enable_weight_updates", options.enable_weight_updates, rule, not options.enable_weight_updates)
     app = FastAPI(
         title="jaxpaged",
         version=jaxpaged.__version__,

@@ -107,6 +107,7 @@ class TextRequest(SamplingRequest):
     response_format: dict[str, Any] | None = None
     prompt_logprobs: int | None = None
     return_token_ids: bool | None = False
+    return_weight_versions: bool | None = False
     return_tokens_as_token_ids: bool | None = False
 
     def params(

@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import logging
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
@@ -26,6 +26,7 @@ from jaxpaged.serve.metrics import Metrics, Times
 from jaxpaged.serve.options import ServerOptions
 from jaxpaged.serve.replies import ApiError, EventStream, event, unless_gone
 from jaxpaged.serve.schemas import QueuedRequest
+from jaxpaged.serve.versions import VersionSpans
 
 log = logging.getLogger("jaxpaged.serve")
 ADAPTER_IDS = itertools.count(1)
@@ -202,6 +203,7 @@ class Run:
         self.num_cached_tokens = 0
         self.num_prompt_tokens = sum(len(each.prompt_token_ids) for each in prompts)
         self.num_completion_tokens = 0
+        self.versions: defaultdict[int, VersionSpans] = defaultdict(VersionSpans)  # by choice
         self._service = service
         self._error: ApiError | None = None
         self._why: str | None = None
@@ -240,7 +242,9 @@ class Run:
                         metrics.note_end(self.times, i, output, answer, self.params)
                     if self._error is not None:
                         raise self._error
-                    yield Choice.of(i * self.params.n + answer.index, output, answer)
+                    index = i * self.params.n + answer.index
+                    self.versions[index].add(answer.weight_versions or ())
+                    yield Choice.of(index, output, answer)
         except EngineDeadError as error:
             self._why = "engine_dead"
             raise dead(error) from error

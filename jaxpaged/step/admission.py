@@ -294,7 +294,7 @@ def _held_in_group(
     return in_chunks(length[None], count, jnp.zeros(2, jnp.int32))
 
 
-def raise_held_bound(state: EngineState, before: BlockTables) -> EngineState:
+def raise_held_bound(state: EngineState, before: BlockTables, num_returned: Int[Array, ""]) -> EngineState:
     """Raise the bound of how many blocks other rows hold of the request that was rejected last (see the
     module).
 
@@ -302,9 +302,11 @@ def raise_held_bound(state: EngineState, before: BlockTables) -> EngineState:
     while another block with its content is held. The bound rises by both counts. With several groups either
     may make the hit longer or shorter by many blocks, and another length reads other blocks of a group: then
     there is no bound. No request was admitted since, so there is no third way.
+
+    num_returned: blocks that the step took and gave back; they have lost their content all the same.
     """
     tables, (row, held) = state.tables, state.last_rejected
-    taken = before.pool.num_free - tables.pool.num_free
+    taken = before.pool.num_free - tables.pool.num_free + num_returned
     published = jnp.sum(tables.chains.num_blocks - before.chains.num_blocks)
     bound = held + taken + published
     if tables.num_groups > 1:

@@ -6,12 +6,21 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxpaged.arithmetic import cdiv
-from jaxpaged.config import PREFILL_TILE
+from jaxpaged.config import PREFILL_TILE, LogprobsMode
 from jaxpaged.contracts.attentions import Attention
 from jaxpaged.contracts.samplers import Sampler
 from jaxpaged.memory.cache_specs import CacheSpec
 from jaxpaged.memory.grouping import Grouping, one_group
 from pallas_kernels.ops import TiledImplementation
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """Drafts from a row's own tokens, prompt and answer: what followed the longest end that occurs before."""
+
+    most: int  # drafts of a row in one step
+    longest: int  # tokens of the longest end that is looked for
+    shortest: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +36,8 @@ class StepConfig:
     grouping: Grouping = field(default_factory=one_group)  # layers that share a block table
     reuse_answers: bool = False  # whether a prompt may hit blocks that were computed as an answer
     decode_widths: tuple[int, ...] = ()  # rows of narrower decode passes, rising; the widest has max_num_seqs
+    lookup: Lookup | None = None  # how tokens are drafted; None: they are not
+    logprobs_mode: LogprobsMode = "raw_logprobs"  # see `EngineConfig.logprobs_mode`
 
     def __post_init__(self) -> None:
         """Accept a list of widths, as JSON makes it."""

@@ -5,7 +5,7 @@ Only here, and in `step.program`, are functions jitted and arguments donated.
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -28,6 +28,7 @@ from jaxpaged.sampling import Scores
 from jaxpaged.status import Status
 from jaxpaged.step import scheduler
 from jaxpaged.step.config import StepConfig
+from jaxpaged.step.model import Model
 from jaxpaged.step.program import PerReplica, PerShard, Static, program
 from jaxpaged.step.report import Report
 from jaxpaged.step.scheduler import Decision
@@ -40,7 +41,7 @@ from jaxpaged.step.state import (
     create_tables,
     place_requests,
 )
-from jaxpaged.step.step import Model, PromptScores, advance, no_prompt_scores, step
+from jaxpaged.step.step import PromptScores, advance, no_prompt_scores, step
 
 
 @program()
@@ -56,6 +57,7 @@ def create(
     first_blocks: Static[tuple[int, ...]] = (),
     lora: Static[bool] = False,
     arena_words: Static[int] = 0,
+    most_drafts: Static[int] = 0,
 ) -> PerReplica[EngineState]:
     """Create a state without requests, with zeros for K and V of the shapes in `kv_cache`.
 
@@ -73,7 +75,10 @@ def create(
         first_blocks=first_blocks,
     )
     zeros = jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), kv_cache)
-    return create_state(tables, zeros, max_model_len, vocab_size, lora=lora, arena_words=arena_words)
+    words, most = arena_words, most_drafts
+    return create_state(
+        tables, zeros, max_model_len, vocab_size, lora=lora, arena_words=words, most_drafts=most
+    )
 
 
 @program(donate="state", results=lambda specs: (specs["state"], ON_EACH))
@@ -98,7 +103,7 @@ def run(
         return _one_step(model, carry, config)
 
     def goes_on(carry: Carry) -> Bool[Array, ""]:
-        return _goes_on(carry, limits, host_has_more)
+        return _goes_on(carry, limits, host_has_more, config)
 
     state, _, prompt_scores, origin = lax.while_loop(goes_on, one_more, _before(state, config))
     state = _check_shards(state, model)
@@ -112,8 +117,16 @@ def limits(max_steps: int, max_passes: int = INT32_MAX) -> np.ndarray:
     return np.array([min(max_steps, MAX_STEPS), min(max_passes, INT32_MAX)], np.int32)
 
 
-# Progress of a run: steps made, and the counter of prompt passes at its start.
-type Progress = tuple[Int[Array, ""], Int[Array, ""]]
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Progress:
+    """Progress of a run."""
+
+    num_steps: Int[Array, ""]
+    passes_before: Int[Array, ""]  # the counter of prompt passes at its start
+    num_tokens: Int[Array, ""] | None  # most new tokens of any row; None without drafts: those of the steps
+
+
 # Carry of a run: the state, the progress, the last step's prompt scores, and `Report.origin`.
 type Carry = tuple[EngineState, Progress, PromptScores, Int[Array, " rows"]]
 
@@ -122,25 +135,36 @@ def _before(state: EngineState, config: StepConfig) -> Carry:
     """Return what the loop carries before its first step."""
     nothing = no_prompt_scores(config, state.tables.max_seqs)
     own_row = jnp.arange(state.tables.max_seqs, dtype=jnp.int32)
-    return state, (jnp.int32(0), state.counters[Counter.NUM_PROMPT_PASSES]), nothing, own_row
+    num_tokens = None if config.lookup is None else jnp.int32(0)
+    progress = Progress(jnp.int32(0), state.counters[Counter.NUM_PROMPT_PASSES], num_tokens)
+    return state, progress, nothing, own_row
 
 
-def _goes_on(carry: Carry, limits: Int[Array, "2"], host_has_more: Bool[Array, ""]) -> Bool[Array, ""]:
-    """Return whether the loop makes another step."""
-    state, (num_steps, passes_before), prompt_scores, _ = carry
+def _goes_on(
+    carry: Carry, limits: Int[Array, "2"], host_has_more: Bool[Array, ""], config: StepConfig
+) -> Bool[Array, ""]:
+    """Return whether the loop makes another step: what it may add to a row has room in the report."""
+    state, progress, prompt_scores, _ = carry
     rows = state.rows
-    num_passes = state.counters[Counter.NUM_PROMPT_PASSES] - passes_before
+    num_passes = state.counters[Counter.NUM_PROMPT_PASSES] - progress.passes_before
     starves = host_has_more & jnp.any(rows.free) & ~jnp.any(rows.waiting)
     has_scores = jnp.any(prompt_scores.row < rows.phase.shape[0])
-    within_limits = (num_steps < limits[0]) & (num_passes < limits[1]) & ~starves & ~has_scores
+    within_limits = (progress.num_steps < limits[0]) & (num_passes < limits[1]) & ~starves & ~has_scores
+    if progress.num_tokens is not None and config.lookup is not None:
+        within_limits &= progress.num_tokens + config.lookup.most < MAX_STEPS
     return scheduler.any_work(rows) & within_limits
 
 
 def _one_step(model: Model, carry: Carry, config: StepConfig) -> Carry:
     """Make one step of the loop."""
-    state, (num_steps, passes_before), prompt_scores, origin = carry
-    state, _, prompt_scores, came_from = advance(model, state, config, prompt_scores)
-    return state, (num_steps + 1, passes_before), prompt_scores, origin[came_from]
+    before, progress, prompt_scores, origin = carry
+    state, _, prompt_scores, came_from = advance(model, before, config, prompt_scores)
+    num_tokens = progress.num_tokens
+    if num_tokens is not None:
+        num_new = jnp.where(state.rows.beams.width > 0, 1, state.rows.num_tokens - before.rows.num_tokens)
+        num_tokens += jnp.maximum(jnp.max(num_new), 1)
+    progress = replace(progress, num_steps=progress.num_steps + 1, num_tokens=num_tokens)
+    return state, progress, prompt_scores, origin[came_from]
 
 
 def _check_shards(state: EngineState, model: Model) -> EngineState:
@@ -193,7 +217,7 @@ def before_run(
     one.
     """
     carry = _before(state, config)
-    return carry[1:], _goes_on(carry, limits, host_has_more)
+    return carry[1:], _goes_on(carry, limits, host_has_more, config)
 
 
 @program(donate="carry", results=lambda specs: (specs["carry"], ON_EACH))
@@ -217,12 +241,12 @@ def run_step(
         return _one_step(model, carry, config)
 
     if one_of_several:
-        goes_on = _goes_on(carry, limits, host_has_more)
+        goes_on = _goes_on(carry, limits, host_has_more, config)
         state, progress, prompt_scores, origin = lax.cond(goes_on, one_more, lambda carry: carry, carry)
     else:
         state, progress, prompt_scores, origin = one_more(carry)
     carry = _check_shards(state, model), progress, prompt_scores, origin
-    return carry, _goes_on(carry, limits, host_has_more)
+    return carry, _goes_on(carry, limits, host_has_more, config)
 
 
 @program(results=lambda specs: ON_EACH)

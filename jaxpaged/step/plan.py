@@ -18,7 +18,9 @@ class Plan:
     """Work of each row in this step."""
 
     num_tiles: Int[Array, " rows"]  # prompt tiles; 0 for a row that decodes or does not run
-    num_new_tokens: Int[Array, " rows"]  # prompt tokens of these tiles, or 1 for a row that decodes
+    num_new_tokens: Int[
+        Array, " rows"
+    ]  # prompt tokens of these tiles, or 1 for a row that decodes, and drafts
 
 
 @jax.tree_util.register_dataclass
@@ -43,6 +45,8 @@ class DecodeSlots:
 
     row: Int[Array, " max_num_seqs"]  # row of each slot; past all rows for an unused slot
     of_row: Int[Array, " rows"]  # slot of each row; past all slots for a row that does not run
+    # Drafts of the row before the slot's own, which is the row's newest token or a draft. None: no drafts.
+    offset: Int[Array, " max_num_seqs"] | None = None
 
 
 def plan(state: EngineState, config: StepConfig) -> Plan:
@@ -80,12 +84,14 @@ def prompt_tiles(state: EngineState, plan: Plan, num_tiles: int) -> Tiles:
 
 
 def decode_tiles(state: EngineState, plan: Plan, slots: DecodeSlots) -> Tiles:
-    """Return tiles of one position for the rows that decode, each in the row's decode slot. The state's
-    tables must have a slot for the token already.
+    """Return tiles of one position for the rows that decode, one in each decode slot that is taken. The
+    state's tables must have a slot for the token already.
     """
     max_seqs = state.tables.max_seqs
     row = jnp.minimum(slots.row, max_seqs - 1)
     end = state.tables.seq_lens[row]
+    if slots.offset is not None:
+        end += slots.offset - plan.num_new_tokens[row] + 1
     decodes = (slots.row < max_seqs) & (plan.num_tiles[row] == 0) & (plan.num_new_tokens[row] > 0)
     start = jnp.where(decodes, end - 1, 0)
     return Tiles(row=row, start=start, first=start, end=jnp.where(decodes, end, 0), tile_len=1)

@@ -61,6 +61,16 @@ class Beams:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
+class DraftRows:
+    """Record of how each row's drafts have done; see `step.speculation`."""
+
+    most: Int[Array, " rows"]  # drafts that it may make at once
+    misses: Int[Array, " rows"]  # times in turn that no draft was right
+    wait: Int[Array, " rows"]  # steps until it drafts again
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class Rows:
     """One request a row. There are more rows than run together: the others wait where the loop can reach."""
 
@@ -84,6 +94,7 @@ class Rows:
     rules: LogitRules  # its `stop_tokens` end an answer
     beams: Beams
     grammars: GrammarRows | None  # None: there is no arena, and requests have no automata
+    drafting: DraftRows | None  # None: nothing is drafted
 
     @property
     def free(self) -> Bool[Array, " rows"]:
@@ -142,12 +153,15 @@ class Counter(enum.IntEnum):
 
     NUM_STEPS = 0
     NUM_PROMPT_TOKENS = 1  # tokens computed in prompt tiles
-    NUM_DECODE_TOKENS = 2  # tokens computed one per row and step
+    NUM_DECODE_TOKENS = 2  # tokens computed in decode slots, drafts included
     NUM_NEW_TOKENS = 3  # tokens sampled
     NUM_PREEMPTIONS = 4
     NUM_LOOKUP_TOKENS = 5  # tokens of admitted requests that were looked up in the prefix cache
     NUM_HIT_TOKENS = 6  # looked-up tokens that were found
     NUM_PROMPT_PASSES = 7  # passes of the model over prompt tiles; a step makes none, one or several
+    NUM_DRAFTS = 8  # rows and steps with drafts
+    NUM_DRAFT_TOKENS = 9
+    NUM_ACCEPTED_TOKENS = 10  # drafts that were right
 
 
 @jax.tree_util.register_dataclass
@@ -198,12 +212,19 @@ class EngineState:
 
 
 def empty_rows(
-    num_rows: int, max_model_len: int, vocab_size: int, *, lora: bool = False, grammars: bool = False
+    num_rows: int,
+    max_model_len: int,
+    vocab_size: int,
+    *,
+    lora: bool = False,
+    grammars: bool = False,
+    most_drafts: int = 0,
 ) -> Rows:
     """Return rows without requests as NumPy arrays, which the host fills in to submit requests.
 
     lora: requests may have adapters.
     grammars: requests may have automata of structured outputs.
+    most_drafts: drafts of a row in one step; 0: there are none.
     """
 
     def zeros(*shape: int, dtype: type = np.int32) -> Any:
@@ -235,6 +256,7 @@ def empty_rows(
             rank=zeros(),
         ),
         grammars=no_grammars(num_rows) if grammars else None,
+        drafting=DraftRows(zeros() + most_drafts, zeros(), zeros()) if most_drafts else None,
     )
 
 
@@ -264,12 +286,15 @@ def create_state(
     *,
     lora: bool = False,
     arena_words: int = 0,
+    most_drafts: int = 0,
 ) -> EngineState:
     """Create a state without requests over empty tables and an empty cache.
 
     arena_words: 32-bit words for automata of structured outputs; 0: requests have none.
+    most_drafts: drafts of a row in one step; 0: there are none.
     """
-    rows = empty_rows(tables.max_seqs, max_model_len, vocab_size, lora=lora, grammars=arena_words > 0)
+    more = {"lora": lora, "grammars": arena_words > 0}
+    rows = empty_rows(tables.max_seqs, max_model_len, vocab_size, **more, most_drafts=most_drafts)
     return EngineState(
         rows=jax.tree.map(jnp.asarray, rows),
         scores=no_scores(tables.max_seqs, MAX_STEPS),

@@ -3,7 +3,6 @@
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -12,44 +11,20 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxpaged.arithmetic import cdiv
 from jaxpaged.config import PREFILL_TILE
-from jaxpaged.contracts.samplers import Sampler, SamplingOptions
 from jaxpaged.memory import block_table, kv_cache
 from jaxpaged.memory.block_table import BlockTables
 from jaxpaged.memory.entries import dealt
 from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.models.attention import PassBatch
-from jaxpaged.sampling import Context, Scores, edited, is_among, likeliest, no_scores, sample, score
-from jaxpaged.sampling_state import SamplingState
+from jaxpaged.sampling import Scores, no_scores, score
 from jaxpaged.status import Status
-from jaxpaged.step import admission, automata, beams, scheduler
+from jaxpaged.step import admission, beams, scheduler, speculation
+from jaxpaged.step.answer import answer
 from jaxpaged.step.config import StepConfig
+from jaxpaged.step.model import Hidden, Model
 from jaxpaged.step.plan import DecodeSlots, Plan, Tiles, decode_tiles, prompt_tiles, slots_of
 from jaxpaged.step.scheduler import Decision
-from jaxpaged.step.state import MAX_STEPS, Counter, EngineState, FinishReason, Phase, Rows
-
-Hidden = Float[Array, "max_num_seqs hidden"]
-
-
-@runtime_checkable
-class Model(Protocol):
-    """Protocol of a model, as a step needs it; `models.decoder.Decoder` is one."""
-
-    @property
-    def hidden_size(self) -> int: ...
-
-    @property
-    def dtype(self) -> jnp.dtype: ...
-
-    def __call__(
-        self,
-        token_ids: Int[Array, " num_tokens"],
-        positions: Int[Array, " num_tokens"],
-        cache: KVCache,
-        batch: PassBatch,
-        /,
-    ) -> tuple[Float[Array, "num_tokens hidden"], KVCache]: ...
-
-    def logits(self, hidden: Hidden, /) -> Float[Array, "max_num_seqs vocab"]: ...
+from jaxpaged.step.state import Counter, EngineState, Phase, Rows
 
 
 @jax.tree_util.register_dataclass
@@ -87,18 +62,27 @@ def advance(
     """
     state, decision = scheduler.schedule(state, config)
     plan, scheduled = decision.plan, state.tables
+    forks, drafts = state.rows.forking, None
+    slots = slots_of(state.rows.running | forks, config.max_num_seqs)
+    if config.lookup is not None:
+        state, plan, slots, drafts = speculation.draft(state, plan, slots, config.lookup)
+        decision = replace(decision, plan=plan)
     ran = plan.num_new_tokens > 0
     max_blocks = config.max_blocks_touched(state.tables.block_size)
     state = append(state, plan, max_blocks)
-    forks = state.rows.forking
-    slots = slots_of(state.rows.running | forks, config.max_num_seqs)
 
     state, hidden, prompt_scores = forward(model, state, plan, slots, config, prompt_scores)
     state, hidden = start_forks(state, hidden, slots, decision.leader_row)
     # A row whose tokens are all in the cache has the hidden state of its newest token: it samples the next.
     num_cached = jnp.where(forks, state.rows.prompt_lens, state.tables.seq_lens)
+    if drafts is not None:
+        num_cached -= drafts.num
     due = (ran | forks) & (num_cached == state.rows.num_tokens)
-    state, new = answer(model, state, hidden, slots, due, config.sampler)
+    state, new, num_accepted = answer(model, state, hidden, slots, due, drafts, config)
+    num_new, num_returned = jnp.sum(due), jnp.int32(0)
+    if drafts is not None and config.lookup is not None:
+        state, num_returned = speculation.settle(state, num_accepted, drafts, config.lookup)
+        num_new += jnp.sum(num_accepted)
 
     in_prompt = plan.num_tiles > 0
     state = state.count(
@@ -106,12 +90,12 @@ def advance(
             Counter.NUM_STEPS: 1,
             Counter.NUM_PROMPT_TOKENS: jnp.sum(jnp.where(in_prompt, plan.num_new_tokens, 0)),
             Counter.NUM_DECODE_TOKENS: jnp.sum(jnp.where(in_prompt, 0, plan.num_new_tokens)),
-            Counter.NUM_NEW_TOKENS: jnp.sum(due),
+            Counter.NUM_NEW_TOKENS: num_new,
             Counter.NUM_PROMPT_PASSES: cdiv(jnp.sum(plan.num_tiles), config.tiles_per_pass),
         }
     )
     state = publish(state, jnp.any(in_prompt), config)
-    state = admission.raise_held_bound(state, scheduled)
+    state = admission.raise_held_bound(state, scheduled, num_returned)
     state, came_from, source = beams.advance(state, new, slots, due)
     forks_from = jnp.where(source == jnp.arange(source.shape[0]), decision.leader_row, source)
     state = scheduler.fork_tables(state, forks_from, config)
@@ -192,6 +176,9 @@ def forward(
     if config.decode_widths:
         # Decode slots are assigned from the first on, so a pass of so many rows contains all of them.
         num_slots = jnp.max(jnp.where(decodes, slots.of_row + 1, 0))
+        if slots.offset is not None:
+            in_use = slots.offset > 0
+            num_slots = jnp.maximum(num_slots, jnp.max(jnp.where(in_use, jnp.arange(in_use.shape[0]) + 1, 0)))
         widths = (0, *config.decode_widths, config.max_num_seqs)
         passes: list[Callable[[Carry], Carry]] = [skip]
         passes += [functools.partial(decode, width=width) for width in widths[1:]]
@@ -280,106 +267,9 @@ def compute(
     out = out.reshape(*positions.shape, -1)
     last = out[jnp.arange(positions.shape[0]), tiles.end - 1 - tiles.start]
     slot = jnp.where(is_newest, slots.of_row[tiles.row], hidden.shape[0])
+    if slots.offset is not None and tiles.tile_len == 1:
+        slot = jnp.where(slots.offset[: slot.shape[0]] > 0, jnp.arange(slot.shape[0]), slot)
     return kv_cache, hidden.at[slot].set(last, mode="drop"), out
-
-
-def answer(
-    model: Model,
-    state: EngineState,
-    hidden: Hidden,
-    slots: DecodeSlots,
-    due: Bool[Array, " rows"],
-    sampler: Sampler | None = None,
-) -> tuple[EngineState, Scores]:
-    """Sample a token for each row that is due, append it, and finish the rows that end with it.
-
-    sampler: one from outside; None: ours.
-
-    Rows of beam searches are not changed. Returns the scores in each decode slot, where they are wanted.
-    """
-    rows, scores = state.rows, state.scores
-    index = jnp.arange(rows.phase.shape[0], dtype=jnp.int32)
-    row = jnp.minimum(slots.row, index.shape[0] - 1)
-    position = rows.num_tokens[row]
-    is_due = (slots.row < index.shape[0]) & due[row]
-    options = rows.sampling.take(row, is_due)
-    context = Context(row, rows.prompt_lens[row], position, rows.token_ids)
-
-    no_news = no_scores(slots.row.shape[0])
-    temperature = rows.beams.temperature[row]
-    type Chosen = tuple[Int[Array, " max_num_seqs"], Scores, Scores]
-
-    def choose() -> Chosen:
-        logits = model.logits(hidden)
-        follows = None
-        if state.arena is not None and rows.grammars is not None:
-            logits, follows = automata.masked(logits, state.arena, rows.grammars, row, is_due)
-
-        def edit(logits: Float[Array, "rows vocab"]) -> Float[Array, "rows vocab"]:
-            changed = edited(logits, rows.rules, options.has_rules, context)
-            return changed if follows is None else automata.not_empty(changed, logits, follows)
-
-        if sampler is None:
-            token_ids = sample(logits, options, position, edit)
-        else:
-            token_ids = sampled_by(sampler, logits, options, position, edit)
-        wants = options.num_logprobs >= 0
-
-        def note_scores() -> tuple[Scores, Scores]:
-            new = score(logits, token_ids, options.num_logprobs, temperature)
-            at = jnp.where(wants, row, index.shape[0]), position % MAX_STEPS
-            return jax.tree.map(lambda ring, values: ring.at[at].set(values, mode="drop"), scores, new), new
-
-        return token_ids, *lax.cond(jnp.any(wants), note_scores, lambda: (scores, no_news))
-
-    nothing = (jnp.zeros_like(position), scores, no_news)
-    chosen, scores, new = lax.cond(jnp.any(due), choose, lambda: nothing)
-    if sampler is not None:
-        is_unknown = jnp.any(is_due & (chosen < 0))
-        state = replace(state, status=state.status | jnp.where(is_unknown, Status.UNKNOWN_TOKEN, 0))
-    due = due & (rows.beams.width == 0)
-    token_ids = chosen[jnp.minimum(slots.of_row, position.shape[0] - 1)]
-    num_tokens = rows.num_tokens + due
-    stops = is_among(token_ids, rows.rules.stop_tokens)
-    finishes = due & (stops | (num_tokens == rows.max_num_tokens))
-    reason = jnp.where(stops, FinishReason.STOP, FinishReason.LENGTH)
-    target, newest = jnp.where(due, index, index.shape[0]), rows.num_tokens
-    grammars = rows.grammars
-    if state.arena is not None and grammars is not None:
-        grammars = automata.moved(grammars, state.arena, token_ids, due)
-    rows = replace(
-        rows,
-        token_ids=rows.token_ids.at[target, newest].set(token_ids, mode="drop"),
-        num_tokens=num_tokens,
-        phase=jnp.where(finishes, Phase.FINISHED, rows.phase),
-        finish_reason=jnp.where(finishes, reason, rows.finish_reason),
-        grammars=grammars,
-    )
-    return replace(state, rows=rows, scores=scores), new
-
-
-def sampled_by(
-    sampler: Sampler,
-    logits: Float[Array, "rows vocab"],
-    options: SamplingState,
-    positions: Int[Array, " rows"],
-    edit: Callable[[Float[Array, "rows vocab"]], Float[Array, "rows vocab"]],
-) -> Int[Array, " rows"]:
-    """Choose one token a row as `sampling.sample` does, with a sampler from outside for rows that sample.
-
-    Returns: tokens; -1 for one that is not in the vocabulary.
-    """
-    changed = lax.cond(jnp.any(options.has_rules), edit, lambda logits: logits, logits)
-    greedy = likeliest(changed)
-    asked = SamplingOptions(*(getattr(options, name) for name in SamplingOptions._fields))
-    samples = (options.temperature > 0) & jnp.isfinite(jnp.max(changed, axis=1))
-
-    def draw() -> Int[Array, " rows"]:
-        drawn = sampler(changed, asked, positions)
-        is_known = (drawn >= 0) & (drawn < logits.shape[1])
-        return jnp.where(samples, jnp.where(is_known, drawn, -1), greedy)
-
-    return lax.cond(jnp.any(samples), draw, lambda: greedy)
 
 
 def publish(state: EngineState, computes_prompt: Bool[Array, ""], config: StepConfig) -> EngineState:

@@ -58,6 +58,7 @@ ENGINE: dict[str, Verdict] = {
         "prefix_caching_hash_algo prefix_match_unit scheduler_delay_factor scheduler_reserve_full_isl "
         "stream_interval swa_bounded_replay swap_space use_v2_block_manager watermark",
     ),
+    **_all("every engine can sleep", "enable_sleep_mode"),
     **_all(
         "devices talk by XLA's own collectives",
         "all2all_backend cp_kv_cache_interleave_size cpu_distributed_timeout_seconds data_parallel_address "
@@ -102,7 +103,7 @@ ENGINE: dict[str, Verdict] = {
         "it goes with another option, which alone decides",
         "enable_cumem_allocator fully_sharded_loras guided_decoding_backend "
         "guided_decoding_disable_additional_properties guided_decoding_disable_any_whitespace "
-        "guided_decoding_disable_fallback kv_offloading_backend lora_extra_vocab_size "
+        "guided_decoding_disable_fallback lora_extra_vocab_size "
         "max_prompt_adapter_token max_prompt_adapters offload_backend offload_num_in_group "
         "offload_prefetch_step sleep_mode_backend sleep_mode_offload_cudagraph "
         "sleep_preserve_parameter_names specialize_active_lora structured_outputs_config "
@@ -124,10 +125,11 @@ ENGINE: dict[str, Verdict] = {
     **_only("an engine that goes on when a device is lost", "enable_fault_tolerance"),
     **_only(
         "speculative decoding",
-        "speculative_config spec_method spec_model spec_tokens num_speculative_tokens speculative_model "
+        "spec_method spec_model spec_tokens num_speculative_tokens speculative_model "
         "speculative_model_quantization speculative_draft_tensor_parallel_size speculative_max_model_len "
         "speculative_disable_by_batch_size speculative_disable_mqa_scorer ngram_prompt_lookup_max "
         "ngram_prompt_lookup_min disable_logprobs_during_spec_decoding",
+        use="speculative_config",
     ),
     **_only("another kind of model", "diffusion_config engram_config"),
     **_only("answers other than text", "task", "auto", "generate", use="runner='pooling'"),
@@ -135,7 +137,6 @@ ENGINE: dict[str, Verdict] = {
     **_only("answers other than text", "override_pooler_config", use="pooler_config"),
     **_only("answers other than text", "io_processor_plugin"),
     **_only("code of the user's in each step", "logits_processors logits_processor_pattern"),
-    **_only("other numbers than the model's own log-probabilities", "logprobs_mode", "raw_logprobs"),
     **_only(
         "another description of the model than its config.json",
         "hf_config_path model_class_overrides override_attention_dtype override_neuron_config "
@@ -181,9 +182,6 @@ ENGINE: dict[str, Verdict] = {
         "cpu_offload_gb cpu_offload_params offload_group_size offload_params",
         use="quantization",
     ),
-    **_only(
-        "a cache in host memory", "kv_offloading_size", use="preemption_mode='swap' with num_host_blocks"
-    ),
     **_only("a cache of so many bytes", "kv_cache_memory_bytes", use="num_blocks or gpu_memory_utilization"),
     **_only("layers with another cache", "kv_cache_dtype_skip_layers"),
     **_only(
@@ -191,8 +189,11 @@ ENGINE: dict[str, Verdict] = {
         "kv_transfer_config kv_events_config ec_transfer_config",
         use="LLM.export_blocks and LLM.adopt_blocks",
     ),
-    **_only("weights handed over while it runs", "weight_transfer_config"),
-    **_only("an engine that sleeps", "enable_sleep_mode"),
+    **_only(
+        "weights handed over while it runs",
+        "weight_transfer_config",
+        use="LLM.update_weights, or --enable-weight-updates",
+    ),
     **_only("limits of the queue", "max_num_queued_reqs max_num_queued_tokens", use="--max-queue"),
     **_only("a server of token ids alone", "tokens_only"),
     **_only("options of plugins", "additional_config"),
@@ -250,10 +251,26 @@ SERVER: dict[str, Verdict] = {
 }
 
 REQUEST: dict[str, Verdict] = {
+    **{
+        name: verdict
+        for names, field in (
+            ("guided_json json_schema", "json"),
+            ("guided_regex regex", "regex"),
+            ("guided_choice", "choice"),
+            ("guided_grammar grammar ebnf", "grammar"),
+            ("guided_whitespace_pattern", "whitespace_pattern"),
+            ("structural_tag", "structural_tag"),
+        )
+        for name, verdict in _only(
+            "structured outputs by their older names",
+            names,
+            is_strict=True,
+            use=f"structured_outputs={{{field!r}: ...}}",
+        ).items()
+    },
     **_only(
         "structured outputs by their older names",
-        "guided_decoding guided_json guided_regex guided_choice guided_grammar "
-        "guided_decoding_backend guided_whitespace_pattern structural_tag regex json_schema grammar ebnf",
+        "guided_decoding guided_decoding_backend",
         is_strict=True,
         use="structured_outputs",
     ),
@@ -318,7 +335,7 @@ REQUEST: dict[str, Verdict] = {
     **_only("caches handed between engines", "kv_transfer_params ec_transfer_params"),
     **_only(
         "more outputs",
-        "return_prompt_text return_weight_versions return_assistant_tokens_mask enable_response_messages",
+        "return_prompt_text return_assistant_tokens_mask enable_response_messages",
     ),
     **_only("a template from a client", "chat_template", use="--chat-template"),
     **_only("a conversation that is kept", "previous_input_messages", use="input, sent whole"),

@@ -1,5 +1,6 @@
 """Replicas and workers on Ray, on one machine; some of them are killed in the middle of their work."""
 
+import asyncio
 import concurrent.futures
 import json
 import os
@@ -20,6 +21,8 @@ from tests import tiny
 from tests.tiny_gguf import write_gguf
 
 os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled", "RAY_DEDUP_LOGS": "0"}
+# Ray replaces a proxy that is silent for seconds, and drops its connections: a busy machine is no fault.
+os.environ |= {f"RAY_SERVE_PROXY_{kind}_CHECK_TIMEOUT_S": "120" for kind in ("HEALTH", "READY")}
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # Ray's own are not ours to mend
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -176,6 +179,79 @@ def test_every_request_is_answered_once_though_a_replica_is_killed(url):
         assert choice["token_ids"] == list(tiny.reference_answer(tuple(prompt), 4))
     assert len({reply.json()["id"] for reply in replies}) == NUM_REQUESTS
     assert not Path(f"/proc/{replicas[0]}").exists()
+
+
+class DyingReplicas:
+    """Stands for the handle of replicas: the first dies behind what it has sent, the second answers."""
+
+    def __init__(self, *sent):
+        self.sent, self.num_asked = sent, 0
+
+    def options(self, **_):
+        return self
+
+    def remote(self, *_):
+        self.num_asked += 1
+        return DyingReplica(self.sent if self.num_asked == 1 else ANSWER, dies=self.num_asked == 1)
+
+
+class DyingReplica:
+    def __init__(self, sent, dies):
+        self.sent, self.dies = sent, dies
+
+    async def __aiter__(self):
+        for message in self.sent:
+            yield [message]
+        if self.dies:
+            raise ray.exceptions.RayActorError
+
+    def cancel(self):
+        pass
+
+
+START = {"type": "http.response.start", "status": 200, "headers": []}
+PART = {"type": "http.response.body", "body": b"part", "more_body": True}
+END = {"type": "http.response.body", "body": b"end", "more_body": False}
+EMPTY = {"type": "http.response.body", "body": b"", "more_body": False}
+ANSWER = (START, PART, END)
+
+
+@pytest.mark.parametrize(
+    ("sent", "bodies", "num_asked"),
+    [
+        ((), [b"part", b"end"], 2),
+        ((START,), [b"part", b"end"], 2),
+        ((START, PART), [b"part", b'data: {"error"'], 1),
+        (ANSWER, [b"part", b"end"], 1),
+        ((START, PART, EMPTY), [b"part", b""], 1),
+        ((START, EMPTY), [b""], 1),
+    ],
+)
+def test_nothing_is_sent_behind_the_end_of_an_answer(sent, bodies, num_asked):
+    """A replica may die between the last message of an answer and the end of its stream."""
+    replicas = DyingReplicas(*sent)
+    ingress = on_ray.Ingress(replicas, on_ray.ServerOptions(allowed_hosts=("*",)))
+    scope = {
+        "type": "http", "http_version": "1.1", "method": "GET", "scheme": "http", "path": "/v1/models",
+        "raw_path": b"/v1/models", "query_string": b"", "headers": [(b"host", b"a")], "state": {},
+    }  # fmt: skip
+    received = []
+
+    async def receive():
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message):
+        received.append(message)
+
+    async def ask():
+        await (await ingress(None))(scope, receive, send)
+
+    asyncio.run(ask())
+    assert [message["type"] for message in received] == [START["type"]] + [END["type"]] * len(bodies)
+    for message, body in zip(received[1:], bodies, strict=True):
+        assert message["body"].startswith(body)
+    assert [message["more_body"] for message in received[1:]] == [True] * (len(bodies) - 1) + [False]
+    assert replicas.num_asked == num_asked
 
 
 @pytest.mark.parametrize(

@@ -57,6 +57,7 @@ SETTINGS: dict[str, Callable[[Path], Driver]] = {
         folder, **TIGHT | {"max_num_seqs": 1, "max_loras": 1, "max_num_batched_tokens": 1 + 64}
     ),
     "swap": lambda _: tiny.driver(**SWAP),
+    "swap, drafts": lambda _: tiny.driver(**SWAP, speculative_config={"prompt_lookup_min": 1}),
     "quantised": lambda _: _quantised(**TIGHT),
     "int8 cache, swap": lambda _: tiny.driver(**SWAP, kv_cache_dtype="int8"),
     "fp8 cache, quantised": lambda _: _quantised(**TIGHT, kv_cache_dtype="fp8"),
@@ -159,14 +160,17 @@ class Dice:
 
 
 class Fuzz:
-    """One engine of a setting, and what each of its asks is answered alone."""
+    """One engine of a setting, and what each of its asks is answered alone.
 
-    def __init__(self, setting: str, folder: Path) -> None:
+    asks_of: a setting whose asks it has; None: its own.
+    """
+
+    def __init__(self, setting: str, folder: Path, asks_of: str | None = None) -> None:
         self.setting, self._folder = setting, folder
         self.driver = driver = SETTINGS[setting](folder)
         model_config = dataclasses.replace(driver.door.model_config, eos_token_ids=(5, 11, 40, 41))
         driver.door = dataclasses.replace(driver.door, model_config=model_config)
-        rng = random.Random(setting)
+        rng = random.Random(asks_of or setting)
         seeds = range(1 + driver.config.max_loras) if driver.config.enable_lora else ()
         self._asks: list[Ask] = []
         self._alone: list[list[Delta] | None] = [None] * NUM_ASKS

@@ -1,8 +1,12 @@
 """A few workloads of the fuzzer, in engines whose programs other tests have; `fuzz.py` runs for longer."""
 
+import dataclasses
+
 import pytest
 
-from tests.engine.fuzz import Fuzz
+from jaxpaged.sampling_params import SamplingParams
+from tests import tiny
+from tests.engine.fuzz import NUM_ASKS, Fuzz
 
 
 @pytest.mark.slow
@@ -11,3 +15,28 @@ def test_answers_in_random_company_are_those_of_the_request_alone(setting, tmp_p
     fuzz = Fuzz(setting, tmp_path)
     counts = [fuzz.run(seed) for seed in range(6)]
     assert all(sum(kind) > 0 for kind in zip(*counts, strict=True)), "some whole, and some given up"
+
+
+@pytest.mark.slow
+def test_answers_are_the_same_with_drafts_and_without(tmp_path):
+    """Alone, to the last bit of each score; then in random company."""
+    plain, drafting = (Fuzz(setting, tmp_path, asks_of="swap") for setting in ("swap", "swap, drafts"))
+    for number in range(NUM_ASKS):
+        assert drafting.alone(number) == plain.alone(number)
+    stats = drafting.driver.stats
+    assert stats.num_draft_tokens > stats.num_accepted_tokens > 20
+    assert stats.num_new_tokens == plain.driver.stats.num_new_tokens
+    # Draws from three tokens are often as drafted.
+    few = SamplingParams(
+        max_tokens=60, temperature=1.5, logprobs=1, allowed_token_ids=[7, 8, 9], ignore_eos=True
+    )
+    answers: list[list[object]] = [[], []]
+    for its, driver in zip(answers, (plain.driver, drafting.driver), strict=True):
+        for seed in range(8):  # one after the other: a full batch makes no drafts
+            [number] = tiny.submit(driver, tiny.prompts([9]), dataclasses.replace(few, seed=seed))
+            found = tiny.drain(driver)[number]
+            its.append((found.token_ids, found.scores))
+    assert answers[0] == answers[1]
+    assert drafting.driver.stats.num_accepted_tokens > stats.num_accepted_tokens + 20
+    for seed in range(4):
+        drafting.run(seed)

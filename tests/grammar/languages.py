@@ -1,10 +1,23 @@
 """Nodes as the oracle's languages, vocabularies for tests, and walks that compare tables with the oracle."""
 
+import functools
+
 import numpy as np
 
 from jaxpaged.grammar.automaton import NOT_ALLOWED
 from jaxpaged.grammar.machine import byte_machine
-from jaxpaged.grammar.nodes import Chars, Either, Limits, Members, Repeat, Then
+from jaxpaged.grammar.nodes import (
+    Both,
+    Chars,
+    Distinct,
+    Either,
+    Limits,
+    Members,
+    Minus,
+    Multiples,
+    Repeat,
+    Then,
+)
 from jaxpaged.grammar.tables import token_automaton
 from jaxpaged.grammar.vocabulary import TokenBytes
 from reference import grammar as oracle
@@ -71,21 +84,50 @@ def language(node) -> oracle.Language:
             return oracle.either(map(language, parts))
         case Repeat(part, least, most):
             return oracle.repeat(language(part), least, most)
-        case Members(parts, comma, rest):
-            return members([(language(part), must) for part, must in parts], language(comma), rest)
+        case Both(parts):
+            return functools.reduce(oracle.both, map(language, parts))
+        case Minus(part, other):
+            return oracle.minus(language(part), language(other))
+        case Multiples(modulus, places, is_whole):
+            return oracle.multiple(modulus, places, is_whole)
+        case Distinct(parts, comma, least, most):
+            return distinct(list(map(language, parts)), language(comma), least, most)
+        case Members(parts, comma, rest, least, most):
+            its = [(language(part), must) for part, must in parts]
+            return members(its, language(comma), rest, least, most)
 
 
-def members(parts, comma, rest, *, is_first=True) -> oracle.Language:
+def distinct(parts, comma, least, most, count=0) -> oracle.Language:
+    """Return parts in every order, each once at most, spelled out."""
+    ways = [oracle.EMPTY] if count >= least else []
+    for i, part in enumerate(parts if count < most else []):
+        behind = distinct(parts[:i] + parts[i + 1 :], comma, least, most, count + 1)
+        there = oracle.then(part, behind)
+        ways.append(oracle.then(comma, there) if count else there)
+    return oracle.either(ways)
+
+
+def members(parts, comma, rest, least=0, most=None, count=0) -> oracle.Language:
     """Return members from here on, spelled out: each there, behind a comma if not the first, or not."""
     if not parts:
+        left = max(least - count, 0)
         if rest is None:
+            return oracle.NONE if left else oracle.EMPTY
+        if most == count:
             return oracle.EMPTY
-        more = oracle.repeat(oracle.then(comma, language(rest)), 0, None)
-        return oracle.either([oracle.EMPTY, oracle.then(language(rest), more)]) if is_first else more
+        its, spare = language(rest), None if most is None else most - count
+        if count:
+            return oracle.repeat(oracle.then(comma, its), left, spare)
+        others = oracle.repeat(oracle.then(comma, its), max(left - 1, 0), spare and spare - 1)
+        there = oracle.then(its, others)
+        return there if left else oracle.either([oracle.EMPTY, there])
     (part, is_required), *others = parts
-    there = oracle.then(part, members(others, comma, rest, is_first=False))
-    there = there if is_first else oracle.then(comma, there)
-    return there if is_required else oracle.either([there, members(others, comma, rest, is_first=is_first)])
+    there = oracle.NONE
+    if most is None or count < most:
+        there = oracle.then(part, members(others, comma, rest, least, most, count + 1))
+        there = oracle.then(comma, there) if count else there
+    without = oracle.NONE if is_required else members(others, comma, rest, least, most, count)
+    return oracle.either([there, without])
 
 
 def automaton(node, tokens=VOCABULARY, limits=Limits()):  # noqa: B008

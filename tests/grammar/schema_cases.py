@@ -5,6 +5,8 @@ Texts that may not be written are invalid, or `NARROWER`: valid, but not in the 
 
 import numpy as np
 
+from tests.grammar.combined_cases import COMBINED
+
 CASES = {
     "type": [
         ({"type": "integer"}, ["0", "-0", "12", "-301"], ["01", "1.5", "+1", "", '"1"']),
@@ -50,6 +52,43 @@ CASES = {
             ['"23:59:59Z"', '"00:00:00.5+01:30"'],
             ['"24:00:00Z"', '"12:00:00"'],
         ),
+        (
+            {"type": "string", "format": "ipv6"},
+            ['"::"', '"1::8"', '"1:2:3:4:5:6:7:8"', '"::ffff:0"', '"2001:db8::1"', '"1:2:3:4:5:6:7::"'],
+            ['"1:2:3"', '"1::2::3"', '"12345::"', '"1:2:3:4:5:6:7:8:9"', '":1"', '"1:2:3:4:5:6:7:8::"'],
+        ),
+        (
+            {"type": "string", "format": "email"},
+            ['"joe.bloggs@example.com"', '"te~st@a-b.c1"'],
+            ['"2962"', '".test@example.com"', '"te..st@example.com"', '"a@-b"', '"a@b."', '"a b@c"'],
+        ),
+        (
+            {"type": "string", "format": "hostname"},
+            ['"www.example.com"', '"a"', '"a-b.c-1"'],
+            ['"-a"', '"a-"', '"a_b"', '"a..b"', '"%s"' % ("a" * 64), '""'],
+        ),
+        (
+            {"type": "string", "format": "duration"},
+            ['"P4DT12H30M5S"', '"P4Y"', '"PT0S"', '"P1M2D"', '"P2W"', '"PT1H30M"'],
+            ['"PT1D"', '"P"', '"P1YT"', '"P1D2H"', '"P1Y2W"', '"4DT1H"', '"PT1H2S"', '"P1Y2D"'],
+        ),
+        (
+            {"type": "string", "format": "uri"},
+            [
+                '"https://user@example.com:80/a%20b?q=1/2#x"',
+                '"mailto:a@b"',
+                '"urn:x:y"',
+                '"a:"',
+                '"file:///x"',
+            ],
+            ['"//a"', '"abc"', '"https://a b"', '"a:%zz"', '"\\\\x"', '":b"'],
+        ),
+        (
+            {"type": "string", "format": "json-pointer"},
+            ['""', '"/a~1b/~0/"', '"/"'],
+            ['"a"', '"/~"', '"/a~2"'],
+        ),
+        ({"type": "string", "format": "uuid4"}, ['"123e4567-e89b-42d3-a456-426614174000"'], ['"123e4567"']),
         ({"type": "string", "format": "date-time"}, ['"2024-02-29T12:00:00Z"'], ['"2024-02-30T12:00:00Z"']),
         ({"type": "string", "format": "uuid"}, ['"123e4567-E89b-12d3-a456-426614174000"'], ['"123e4567"']),
         ({"type": "string", "format": "ipv4"}, ['"0.10.200.255"'], ['"1.2.3"', '"1.2.3.256"', '"01.2.3.4"']),
@@ -65,6 +104,67 @@ CASES = {
         ({"type": "integer", "maximum": -1}, ["-1", "-10", "-999"], ["0", "1", "-0"]),
         ({"type": "integer", "maximum": 17}, ["17", "0", "-1", "-18", "9"], ["18", "20", "100"]),
         ({"type": "integer", "minimum": -3}, ["-3", "0", "5", "77"], ["-4", "-10"]),
+    ],
+    "multipleOf": [
+        ({"type": "integer", "multipleOf": 7}, ["0", "7", "-14", "700"], ["1", "71", "07", "-"]),
+        (
+            {"type": "integer", "multipleOf": 300, "minimum": 1, "maximum": 3000},
+            ["300", "2100", "3000"],
+            ["0", "30", "3300", "310"],
+        ),
+        ({"type": "integer", "multipleOf": 1.5}, ["0", "3", "9"], ["1", "2"]),
+        (
+            {"type": "number", "multipleOf": 0.25, "maximum": 10},
+            ["0.25", "-7.5", "10.00", "3", "1.250"],
+            ["0.3", "10.25", "1.2", "2.251", "1."],
+        ),
+        ({"type": "number", "multipleOf": 4}, ["8", "-4.0", "0.00"], ["6", "4.5", "4."]),
+    ],
+    "minimum, maximum of numbers": [
+        (
+            {"type": "number", "minimum": 0, "maximum": 1},
+            ["0", "1", "0.5", "1.000", "-0.0", "0.999999999999"],
+            ["1.01", "-0.1", "2", "01", "0.", "10", ".5"],
+        ),
+        (
+            {"type": "number", "exclusiveMinimum": -2.5, "exclusiveMaximum": 12.25},
+            ["-2.49", "12.2499", "0", "-1", "12.1", "9.9", "11.99"],
+            ["-2.5", "12.25", "12.250", "13", "-2.51", "12.3", "-3"],
+        ),
+        ({"type": "number", "exclusiveMinimum": 0}, ["0.0001", "7", "10.0"], ["0", "0.0", "-1", "-0"]),
+        ({"type": "number", "maximum": -0.5}, ["-0.5", "-0.50", "-3"], ["0", "-0.4", "-0.49", "-0"]),
+        ({"type": "number", "minimum": 3.05, "maximum": 3.05}, ["3.05", "3.050"], ["3.0", "3.051", "3"]),
+    ],
+    "pattern beside a length": [
+        (
+            {"type": "string", "pattern": "^[a-c]+$", "minLength": 2, "maxLength": 3},
+            ['"ab"', '"ccc"'],
+            ['"a"', '"abca"', '"ad"', '""'],
+        ),
+        ({"type": "string", "pattern": "é", "maxLength": 2}, ['"é"', '"\\né"'], ['"abé"', '"a"']),
+        ({"type": "string", "format": "date", "pattern": "^2"}, ['"2024-01-31"'], ['"1999-01-31"']),
+    ],
+    "minProperties, maxProperties": [
+        (
+            {"type": "object", "properties": {k: {"const": 1} for k in "abc"}, "minProperties": 2},
+            ['{"a":1,"b":1}', '{"b":1,"c":1}', '{"a":1,"b":1,"c":1}'],
+            ["{}", '{"b":1}', '{"b":1,}'],
+        ),
+        (
+            {"type": "object", "properties": {k: {"const": 1} for k in "abc"}, "maxProperties": 2},
+            ["{}", '{"c":1}', '{"a":1,"c":1}'],
+            ['{"a":1,"b":1,"c":1}', '{,"a":1}'],
+        ),
+        (
+            {
+                "type": "object",
+                "additionalProperties": {"const": 1},
+                "minProperties": 1,
+                "maxProperties": 2,
+            },
+            ['{"x":1}', '{"x":1,"":1}'],
+            ["{}", '{"x":1,"y":1,"z":1}'],
+        ),
     ],
     "properties, required": [
         (
@@ -160,6 +260,7 @@ CASES = {
         ({"type": "array", "title": "x", "x-own": 1}, ["[]", '[1,"a"]'], ["{}"]),
     ],
 }
+CASES |= COMBINED
 # Valid under the schema, and not written by us.
 NARROWER = [
     ({"type": "integer"}, ["1.0", "1e3"]),
@@ -179,16 +280,41 @@ REFUSED = [
         "is required",
     ),
     ({"type": "object", "required": ["b"], "additionalProperties": False}, "#", "requires 'b'"),
-    ({"type": "array", "items": {"type": "array", "uniqueItems": True}}, "#/items", "'uniqueItems'"),
+    ({"type": "array", "items": {"type": "array", "uniqueItems": True}}, "#/items", "uniqueItems is only"),
     ({"type": "object", "properties": {"a": {"type": "string", "madeUp": 1}}}, "#/properties/a", "'madeUp'"),
-    ({"anyOf": [{"const": 1}, {"not": {"const": 1}}]}, "#/anyOf/1", "not is not followed"),
+    ({"anyOf": [{"const": 1}, {"not": {"items": {"const": 1}}}]}, "#/anyOf/1/not", "a negation of items"),
+    ({"not": {}}, "#", "no value is valid"),
+    ({"allOf": [{"type": "string"}, {"type": "integer"}]}, "#", "no value is valid"),
+    ({"allOf": [{"type": "string", "minLength": 3}, {"maxLength": 2}]}, "#/allOf/0", "minLength=3"),
+    ({"oneOf": [{"const": 1}, {"const": 1}]}, "#", "no value is valid"),
+    (
+        {"type": "array", "items": {"enum": list(range(9))}, "uniqueItems": True},
+        "#",
+        "of at most 8 values",
+    ),
+    (
+        {"type": "object", "patternProperties": {key: {"const": 1} for key in "abcde"}},
+        "#",
+        "more than 4 patterns",
+    ),
+    ({"allOf": [{"unevaluatedProperties": False}, {"type": "object"}]}, "#/allOf/0", "outermost"),
+    ({"enum": ["a"], "pattern": "("}, "#/pattern", "cannot be read"),
+    ({"enum": [1], "allOf": [{"$ref": "https://example.org/s"}]}, "#/allOf/0", "nothing is fetched"),
+    ({"enum": [{}], "properties": {"a": {}}, "not": {"$ref": "#"}}, "#/not", "itself"),
+    ({"type": "object", "dependentRequired": {"a": "b"}}, "#/dependentRequired", "not a list of names"),
+    ({"type": "object", "$dynamicRef": "#a"}, "#", "$dynamicRef is not followed"),
     ({"type": "array", "items": {"type": "any"}}, "#/items", "type='any'"),
-    ({"type": "number", "minimum": 0}, "#", "bounds"),
+    ({"type": "number", "minimum": 1e-50}, "#", "digits in its fraction"),
+    ({"type": "number", "minimum": 0.5, "maximum": 0.25}, "#", "no number is from 0.5 to 0.25"),
+    ({"type": "integer", "multipleOf": 0}, "#", "multipleOf=0"),
+    ({"type": "integer", "multipleOf": 99991}, "#", "too many remainders"),
+    ({"type": "object", "minProperties": 2}, "#", "minProperties=2"),
+    ({"type": "object", "required": [], "properties": {"a": {}}, "minProperties": 2}, "#", "only 1"),
     ({"type": "integer", "minimum": 10**500}, "#", "minimum="),
     ({"type": "string", "minLength": -1}, "#", "minLength=-1"),
     ({"type": "string", "maxLength": True}, "#", "maxLength=True"),
     ({"type": "string", "pattern": "(?=a)"}, "#/pattern", "look-around"),
-    ({"type": "string", "format": "uri"}, "#", "format='uri'"),
+    ({"type": "string", "format": "iri"}, "#", "format='iri'"),
     ({"$ref": "#/$defs/x"}, "#", "not in the schema"),
     ({"$ref": "https://example.org/s"}, "#", "nothing is fetched"),
     ({"$ref": "#"}, "#", "itself only"),
@@ -238,6 +364,17 @@ BOMBS = [
     {"type": "string", "pattern": "((a{0,999}){0,999}){0,999}"},
     {"type": "string", "pattern": "(a|b)*a(a|b){30}"},
     {"enum": [f"{i}" * 40 for i in range(9999)]},
+    {"allOf": [{"anyOf": [{"minimum": i}, {"maximum": -i}]} for i in range(1, 20)], "type": "integer"},
+    {"oneOf": [{"type": "object", "properties": {str(i): {"type": "string"}}} for i in range(50)]},
+    {"type": "string", "allOf": [{"pattern": f"(a|b)*a(a|b){{{i}}}$"} for i in range(4, 14)]},
+    {"type": "array", "items": {"enum": [f"{i}" * 400 for i in range(8)]}, "uniqueItems": True},
+    {"$ref": "#/$defs/a", "$defs": {"a": {"allOf": [{"properties": {"b": {"$ref": "#/$defs/a"}}}] * 9}}},
+    {
+        "$ref": "#/$defs/a",
+        "$defs": {"a": {"oneOf": [{"items": {"$ref": "#/$defs/a"}}, {"not": {"$ref": "#/$defs/a"}}]}},
+    },
+    {"type": "object", "dependentRequired": {f"p{i}": [f"q{i}"] for i in range(20)}},
+    {"enum": ["a" * 40 + "!"], "pattern": "^(a|a)*$"},
 ]
 
 

@@ -89,7 +89,7 @@ def test_one_that_is_under_way_is_compiled_once_and_a_closed_cache_says_so(cache
 
 def test_a_refusal_comes_with_its_place(caches):
     schema = {"type": "object", "properties": {"a/b": {"type": "array", "uniqueItems": True}}}
-    with pytest.raises(GrammarError, match="'uniqueItems'") as caught:
+    with pytest.raises(GrammarError, match="uniqueItems") as caught:
         caches().get(Constraint(json=schema)).result()
     assert caught.value.path == "#/properties/a~1b"
 

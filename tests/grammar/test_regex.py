@@ -5,7 +5,20 @@ import re
 import numpy as np
 import pytest
 
-from jaxpaged.grammar.nodes import EMPTY, Either, GrammarError, Limits, Members, Repeat, chars, text
+from jaxpaged.grammar.nodes import (
+    EMPTY,
+    Both,
+    Either,
+    GrammarError,
+    Limits,
+    Members,
+    Minus,
+    Multiples,
+    Repeat,
+    Then,
+    chars,
+    text,
+)
 from jaxpaged.grammar.regex import parse_regex
 from tests.grammar.languages import VOCABULARY, accepts, automaton, compare, language, write
 
@@ -52,10 +65,17 @@ def test_a_search_finds_its_match_anywhere():
         Members(((text("a"), False), (text("bb"), False)), chars(","), text("c")),
         Members((), chars(","), text("a")),
         Repeat(Either((EMPTY, Repeat(chars("a")))), 2, 4),
+        Members(tuple((text(letter), letter == "b") for letter in "abc"), chars(","), None, 2),
+        Members(((text("a"), False), (text("b"), True)), chars(","), text("cc"), 1, 3),
+        Then((Both((parse_regex("[ab]*"), parse_regex(".{3,}b"), parse_regex("(a|b|é){0,5}"))), text("0"))),
+        Minus(parse_regex("[ab]{0,4}"), parse_regex(".*bb.*|a")),
+        Multiples(12),
+        Multiples(25, 2, is_whole=False),
+        Multiples(3, 0, is_whole=False),
     ],
 )
-def test_parts_with_commas_between(node):
-    """The machine has each part once; the oracle spells out every way."""
+def test_members_common_texts_and_multiples(node):
+    """The machine pairs and counts states; the oracle spells out every way."""
     compare(automaton(node), language(node), num_walks=12)
 
 

@@ -37,7 +37,7 @@ OUTSIDERS = "tests.outsiders"
 slow = pytest.mark.slow
 
 
-@pytest.mark.parametrize("name", ["attention", "layer_kind", "layout", "policy", "sampler"])
+@pytest.mark.parametrize("name", ["attention", "block_store", "layer_kind", "layout", "policy", "sampler"])
 def test_an_outsider_needs_nothing_of_ours_but_the_contracts(name):
     tree = ast.parse((FOLDER / f"{name}.py").read_text())
     modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}

@@ -136,7 +136,11 @@ def test_what_cannot_be_split_is_refused(size, message):
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param({"tensor_parallel_size": 2, **tiny.SWAP}, id="2, swap", marks=pytest.mark.slow),
+        pytest.param(
+            {"tensor_parallel_size": 2, "speculative_config": {}} | tiny.SWAP,
+            id="2, swap, drafts",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             {"tensor_parallel_size": 6, "tensor_parallel_sums": "ordered", "kv_layout": "all_layers"}
             | tiny.SMALL,

@@ -76,7 +76,9 @@ def searched(driver, searches):
         pytest.param(TWO, id="2 x 2"),
         pytest.param(TWO | tiny.SWAP, id="2 x 2, swap", marks=pytest.mark.nightly),
         pytest.param(
-            TWO | {"tensor_parallel_size": 1, "loop": "host"}, id="2, by the host", marks=pytest.mark.slow
+            TWO | {"tensor_parallel_size": 1, "loop": "host", "speculative_config": {}},
+            id="2, by the host, drafts",
+            marks=pytest.mark.slow,
         ),
     ],
 )

@@ -14,11 +14,11 @@ def test_one_request_from_the_first_step_to_the_last() -> None:
     first = engine.step()
     assert first.admitted == {2: 0}
     assert first.num_new_tokens == {2: 5}, "both its tiles"
-    assert first.new_tokens == {2: 100}
+    assert first.new_tokens == {2: [100]}
     assert first.block_tables == {2: [1, 2, 3]}, "block 0 is the null block"
     assert first.free_block_ids == list(range(4, 20))
     second = engine.step()
-    assert (second.num_new_tokens, second.new_tokens) == ({2: 1}, {2: 101})
+    assert (second.num_new_tokens, second.new_tokens) == ({2: 1}, {2: [101]})
     assert second.block_tables == {2: [1, 2, 3]}, "positions 0 to 5 fill three blocks"
     third = engine.step()
     assert third.finished == {2: "length"}, "8 tokens, the last of which is never computed"
@@ -35,7 +35,7 @@ def test_a_long_prompt_is_computed_in_chunks_while_others_decode() -> None:
     engine.submit(Request(1, list(range(2, 15)), 20), row=0)
     chunks = [engine.step() for _ in range(3)]
     assert [step.num_new_tokens for step in chunks] == [{0: 8, 1: 1}, {0: 5, 1: 1}, {0: 1, 1: 1}]
-    assert [step.new_tokens for step in chunks] == [{1: 101}, {0: 100, 1: 102}, {0: 101, 1: 103}]
+    assert [step.new_tokens for step in chunks] == [{1: [101]}, {0: [100], 1: [102]}, {0: [101], 1: [103]}]
     assert chunks[0].block_tables == {0: [2, 3, 4, 5], 1: [1]}, "the second token lies in the first block"
     assert chunks[1].block_tables == {0: [2, 3, 4, 5, 6, 7, 8], 1: [1, 9]}, "taken row by row"
 
@@ -215,7 +215,7 @@ def test_the_last_in_order_gives_way_and_is_computed_again() -> None:
     replay = [engine.step() for _ in range(3)]
     assert replay[0].admitted == {0: 1}, "its first block is still there: the prompt, and an answer token"
     assert [step.num_new_tokens for step in replay] == [{0: 1}] * 3
-    assert [step.new_tokens for step in replay] == [{}, {0: 103}, {0: 104}]
+    assert [step.new_tokens for step in replay] == [{}, {0: [103]}, {0: [104]}]
     assert tokens(engine, 0) == [7, 100, 101, 102, 103, 104]
 
 
@@ -242,7 +242,7 @@ def test_known_answer_tokens_are_computed_one_a_step() -> None:
     replay = run(engine)
     assert replay[0].admitted == {0: 0}
     assert [step.num_new_tokens for step in replay] == [{0: 1}] * 7
-    assert [step.new_tokens for step in replay[:4]] == [{}, {}, {}, {0: 103}]
+    assert [step.new_tokens for step in replay[:4]] == [{}, {}, {}, {0: [103]}]
     row = engine.rows[0]
     assert row is not None
     assert row.num_preemptions == 1
@@ -269,7 +269,7 @@ def test_swapped_rows_come_back_as_they_were() -> None:
     back = engine.step()
     assert back.admitted == {0: 0}
     assert back.copies_in == [(1, 1), (2, 5)], "the first of 1, 5, 4, 3, 2, as they were freed"
-    assert back.new_tokens == {0: 103}, "nothing is computed twice"
+    assert back.new_tokens == {0: [103]}, "nothing is computed twice"
     assert back.free_host_block_ids == [2, 1]
 
 

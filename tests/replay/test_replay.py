@@ -24,7 +24,8 @@ from jaxpaged.step.state import EngineState, FinishReason, Phase, without_kv
 from reference.engine_state import Request
 from tests import tiny
 from tests.replay.setting import MIDDLE, OPTIONS, SETTING, STEP_CONFIG, VOCAB_SIZE, assert_equal, line_of
-from tests.step.lockstep import STOP, VOCAB, Event, LockStep, compiled_step
+from tests.step.lockstep import STOP, Event, LockStep, compiled_step
+from tests.step.sum_model import VOCAB
 from tests.tiny_gguf import write_gguf
 
 

@@ -268,7 +268,12 @@ def test_a_conversation_may_be_of_parts_and_calls_and_goes_on(served):
         ("completions", {"prompt": [1, 97]}, 400, "prompt token=97 must be a token id"),
         ("completions", {"prompt": "a" * 4000}, 400, "characters"),
         ("completions", {"prompt": "a", "n": 5000}, 400, "5000 answers"),
-        ("completions", {"prompt": "a", "guided_json": {}}, 400, "None; use structured_outputs"),
+        (
+            "completions",
+            {"prompt": "a", "guided_json": {}},
+            400,
+            "None; use structured_outputs={'json': ...}",
+        ),
         ("completions", {"prompt": "a", "suffix": "b"}, 400, "suffix='b', an option of vLLM's"),
         ("completions", {"prompt": "a", "priority": 3}, 400, "priority=3 must be 0"),
         ("completions", {"prompt": "a", "stream_options": {"include_usage": True}}, 400, "stream_options"),

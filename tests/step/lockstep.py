@@ -2,13 +2,11 @@
 
 import dataclasses
 import functools
-import random
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from hypothesis import strategies as st
 
 from jaxpaged.arithmetic import cdiv
 from jaxpaged.config import PREFILL_TILE
@@ -22,9 +20,10 @@ from jaxpaged.memory.policies import LRU, Policy
 from jaxpaged.sampling_state import token_bits
 from jaxpaged.status import Status
 from jaxpaged.step import admission, automata, scheduler
-from jaxpaged.step.config import StepConfig
+from jaxpaged.step.config import Lookup, StepConfig
 from jaxpaged.step.scheduler import Decision
 from jaxpaged.step.state import (
+    Counter,
     EngineState,
     FinishReason,
     HostPool,
@@ -37,9 +36,10 @@ from jaxpaged.step.state import (
 from jaxpaged.step.step import step
 from jaxpaged.verify.generations import FREE_PROFILES
 from reference import engine_state as reference
+from reference import speculation
 from reference.engine import Engine
 from tests.step.automata_of_tests import AUTOMATA, arena
-from tests.step.sum_model import VOCAB, SumModel, logprobs_of, next_token
+from tests.step.sum_model import SumModel, next_token
 
 VOCAB_ROOM = 97  # of sets of tokens: that of `tests.tiny`, for one state's steps to be another's
 STOP = 0
@@ -53,14 +53,6 @@ class Request(reference.Request):
     """Request with changes of its logits: numbers of which float32 and float64 make the same."""
 
     rules: dict[str, Any] = dataclasses.field(default_factory=dict)
-
-
-RULES: list[dict[str, Any]] = [
-    {"frequency_penalty": 0.5},
-    {"presence_penalty": -1.5, "repetition_penalty": 2.0},
-    {"repetition_penalty": 0.5, "frequency_penalty": 2.0, "presence_penalty": 0.25},
-    {"min_tokens": 5, "presence_penalty": 1.0},
-]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +70,7 @@ class Setting:
     policy: Policy = LRU
     reuse_answers: bool = False
     has_arena: bool = False  # whether answers may have automata
+    most_drafts: int = 0
 
     @property
     def reaches(self) -> tuple[reference.Reach, ...]:
@@ -110,7 +103,13 @@ class Setting:
             watermark_blocks=self.watermark_blocks,
             grouping=Grouping(self.specs, tuple((layer,) for layer in range(len(self.specs)))).of_step,
             reuse_answers=self.reuse_answers,
+            lookup=Lookup(*self.lookup) if self.most_drafts else None,
         )
+
+    @property
+    def lookup(self) -> tuple[int, int, int]:
+        """Drafts at once, and tokens of the longest and the shortest end that is looked for."""
+        return self.most_drafts, 3, 1
 
     def advance(self, state: EngineState) -> Any:
         """Make a step: the next state and what was decided."""
@@ -137,6 +136,7 @@ class Setting:
                 free_profile=FREE_PROFILES[self.policy.name],
                 reuse_answers=self.reuse_answers,
                 preemption_mode="swap" if self.num_host_blocks else "recompute",
+                lookup=speculation.Lookup(*self.lookup) if self.most_drafts else None,
             ),
             functools.partial(next_token, self.reaches),
         )
@@ -164,7 +164,8 @@ class Setting:
         device = tables(self.num_blocks, cached=self.prefix_caching)
         words = automata.BLOCK_WORDS * (1 + len(AUTOMATA)) if self.has_arena else 0
         sizes = MAX_MODEL_LEN, VOCAB_ROOM
-        state = create_state(device, arrays(self.num_blocks), *sizes, host, arena_words=words)
+        more = {"arena_words": words, "most_drafts": self.most_drafts}
+        state = create_state(device, arrays(self.num_blocks), *sizes, host, **more)
         state = dataclasses.replace(state, arena=arena()) if words else state
         # Bound to its device, as what a step gives back is: else the second step would be another program.
         return jax.tree.map(lambda x: jax.device_put(x, x.sharding), state)
@@ -195,75 +196,6 @@ class Event:
     abort: int | None = None  # an arrival
 
 
-@st.composite
-def workloads(draw: st.DrawFn, setting: Setting, *, priorities: bool = False) -> list[Event]:
-    """Draw up to 24 prompts with up to 4 answers each over some 50 steps; many prompts begin alike."""
-    state = random.getstate()  # beartype draws from it where types are checked, which hypothesis refuses
-    arrival = 1
-    events = []
-    seen: list[tuple[int, ...]] = []
-    bodies = [[draw(st.integers(0, VOCAB - 1)) for _ in range(8)] * 14 for _ in range(2)]
-    for _ in range(draw(st.integers(1, 6))):
-        requests = []
-        for _ in range(draw(st.integers(1, 4))):
-            prompt_len = draw(st.integers(1, setting.longest - 1))
-            prompt = list(draw(st.sampled_from(bodies))[:prompt_len])
-            if draw(st.booleans()):
-                prompt[draw(st.integers(0, prompt_len - 1))] = draw(st.integers(0, VOCAB - 1))
-            elif seen:  # go on with an earlier request's prompt, and its answer as far as there is room
-                prompt = list(draw(st.sampled_from(seen)))
-                while len(prompt) < prompt_len:
-                    prompt.append(next_token(setting.reaches, prompt))
-            prompt_len = len(prompt)
-            seen.append(tuple(prompt))
-            first = arrival
-            priority = draw(st.integers(0, 2)) if priorities else 0
-            salt = draw(st.sampled_from([0, 0, 0, 7]))
-            most = draw(st.integers(prompt_len + 1, setting.longest))
-            width = draw(st.sampled_from([0, 0, 0, 1, 2, 3]))
-            if width and setting.has_room_for(width, prompt_len, most):
-                search = reference.Search(
-                    width,
-                    draw(st.sampled_from([1.0, 0.0, -1.0, 2.0])),
-                    functools.partial(logprobs_of, setting.reaches),
-                )
-                stop = draw(st.sampled_from([(), (STOP,), (STOP, 5)]))
-                requests.append(Request(arrival, tuple(prompt), most, stop, priority, salt, search=search))
-                arrival += 2 * width
-                continue
-            for _ in range(draw(st.sampled_from([1, 1, 1, 2, 4]))):
-                stop = draw(st.sampled_from([(), (), (STOP,)]))
-                rules = draw(st.sampled_from([{}, {}, *RULES]))
-                if setting.has_arena and (automaton := draw(st.sampled_from([None, *AUTOMATA]))):
-                    rules = rules | {"automaton": automaton}
-                its_next = functools.partial(
-                    next_token,
-                    setting.reaches,
-                    prompt_len=prompt_len,
-                    rules=rules | {"stop_token_ids": stop},
-                )
-                requests.append(
-                    Request(
-                        arrival=arrival,
-                        prompt=tuple(prompt),
-                        max_num_tokens=draw(st.integers(prompt_len + 1, setting.longest)),
-                        stop_token_ids=stop,
-                        next_token=its_next if rules else None,
-                        rules=rules,
-                        priority=priority,
-                        salt=salt,
-                        leader=None if arrival == first else first,
-                    )
-                )
-                arrival += 1
-        events.append(Event(tuple(requests)))
-        events += [Event()] * draw(st.integers(0, 8))
-        if draw(st.booleans()):
-            events.append(Event(abort=draw(st.integers(max(arrival - 6, 1), arrival - 1))))
-    random.setstate(state)
-    return events
-
-
 class LockStep:
     """Feeds both sides the same, and compares all that can be seen."""
 
@@ -273,7 +205,8 @@ class LockStep:
         self.state = setting.state()
         self.num_steps = self.num_computed = 0
         self.queue: list[reference.Request] = []  # those without a row
-        self.seen = {"preempted": 0, "swapped": 0, "hits": 0, "forked": 0, "copied": 0, "constrained": 0}
+        kinds = "preempted", "swapped", "hits", "forked", "copied", "constrained", "drafted", "accepted"
+        self.seen = dict.fromkeys(kinds, 0)
 
     @property
     def unfinished(self) -> bool:
@@ -323,7 +256,8 @@ class LockStep:
         self.state = dataclasses.replace(self.state, tables=dataclasses.replace(self.state.tables, pool=pool))
 
     def submit(self, request: reference.Request, row: int, index: int, head: int) -> None:
-        line = empty_rows(1, MAX_MODEL_LEN, VOCAB_ROOM, grammars=self.setting.has_arena)
+        more = {"grammars": self.setting.has_arena, "most_drafts": self.setting.most_drafts}
+        line = empty_rows(1, MAX_MODEL_LEN, VOCAB_ROOM, **more)
         for array, value in (
             (line.phase, Phase.HELD if request.search and index >= request.search.width else Phase.WAITING),
             (line.arrival, request.arrival + index),
@@ -391,6 +325,8 @@ class LockStep:
         self.seen["hits"] += sum(want.admitted.values())
         self.seen["forked"] += len(want.forked)
         self.seen["copied"] += len(want.copies)
+        self.seen["drafted"] = int(self.state.counters[Counter.NUM_DRAFT_TOKENS])
+        self.seen["accepted"] = int(self.state.counters[Counter.NUM_ACCEPTED_TOKENS])
 
     def tables_after_step(self) -> dict[int, list[int]]:
         self.step()
@@ -431,6 +367,9 @@ class LockStep:
                 behind = automaton.state(row.tokens[row.prompt_len :])
                 self.seen["constrained"] += behind is not None and behind >= 0
                 assert state.rows.grammars.state[index] == (automata.WAITS if behind is None else behind)
+            if row.drafting is not None and row.finish_reason is None:
+                mine = [int(field[index]) for field in jax.tree.leaves(state.rows.drafting)]
+                assert mine == [row.drafting.most, row.drafting.misses, row.drafting.wait]
             reason = FinishReason(state.rows.finish_reason[index]).name.lower()
             assert reason == (row.finish_reason or "none")
             swapped = row.phase is reference.Phase.SWAPPED

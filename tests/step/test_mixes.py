@@ -21,8 +21,9 @@ from jaxpaged.memory.cache_specs import FULL, CacheSpec, ChunkedLocal, SlidingWi
 from jaxpaged.memory.grouping import Grouping
 from jaxpaged.step import admission
 from jaxpaged.step.step import step
-from tests.step.lockstep import Event, LockStep, Request, Setting, workloads
+from tests.step.lockstep import Event, LockStep, Request, Setting
 from tests.step.sum_model import LOGITS, VOCAB
+from tests.step.workloads import workloads
 
 pytestmark = [pytest.mark.usefixtures("small_chunks"), pytest.mark.slow]
 

@@ -10,13 +10,23 @@ from jaxpaged.memory.cache_specs import FULL, ChunkedLocal, SlidingWindow
 from jaxpaged.memory.policies import LRU_SPLIT
 from reference.engine_state import Phase, Request
 from tests.outsiders.layer_kind import WindowWithSinks
-from tests.step.lockstep import VOCAB, Event, LockStep, Setting, workloads
-from tests.step.sum_model import next_token
+from tests.step.lockstep import Event, LockStep, Setting
+from tests.step.sum_model import VOCAB, next_token
+from tests.step.workloads import workloads
 
 pytestmark = pytest.mark.usefixtures("small_chunks")
 
 SETTINGS = [
     Setting("tight", num_blocks=1 + 17),
+    Setting("drafts", num_blocks=1 + 22, num_host_blocks=1 + 8, has_arena=True, most_drafts=2),
+    Setting(
+        "drafts, full and windows",
+        num_blocks=1 + 26,
+        num_tiles=1,
+        specs=(FULL, SlidingWindow(5)),
+        policy=LRU_SPLIT,
+        most_drafts=2,
+    ),
     Setting("swap, split", num_blocks=1 + 17, num_host_blocks=1 + 8, policy=LRU_SPLIT, has_arena=True),
     Setting("window", num_blocks=1 + 14, num_tiles=1, specs=(SlidingWindow(10),), num_host_blocks=1 + 6),
     Setting(
@@ -50,10 +60,10 @@ SETTINGS = [
 
 
 # Run every time: rows are swapped out while the host pool has room, and recomputed when it has none.
-QUICK = SETTINGS[1]
+QUICK = next(each for each in SETTINGS if each.name == "swap, split")
 GAPS = SETTINGS[-1]
 # Each is a program of its own. `test_mixes` has random windows and chunks in one program.
-SLOW = ("tight", "full and windows", "big blocks", "answers with gaps")
+SLOW = ("tight", "drafts", "drafts, full and windows", "big blocks", "answers with gaps")
 
 
 def marks(setting):

@@ -1,0 +1,90 @@
+"""Drafts on SmolLM2: seconds of a batch with and without, in turns.
+
+    python -m benchmarks.speculation --out benchmarks/results/speculation-cpu.jsonl
+
+Two kinds of work: code of Python's own library to be repeated with a change, and open questions. The answers
+with drafts must be those without.
+"""
+
+import functools
+import inspect
+import json
+import statistics
+import textwrap
+from collections.abc import Callable
+from typing import Any
+
+from absl import app, flags
+
+from benchmarks.record import Results, in_turns, spread, start
+from jaxpaged import LLM, SamplingParams
+
+BATCHES = flags.DEFINE_list("batches", ["1", "4", "16"], "prompts at once")
+SLOTS = flags.DEFINE_integer("slots", 16, "max_num_seqs")
+ROUNDS = flags.DEFINE_integer("rounds", 3, "counted turns")
+DRAFTS = flags.DEFINE_integer("drafts", 7, "most drafts of a request in one step")
+TOKENS = flags.DEFINE_integer("tokens", 96, "new tokens of each prompt")
+DTYPE = flags.DEFINE_string("dtype", "float32", "number format of weights and activations")
+OUT = flags.DEFINE_string("out", None, "file to append result lines to")
+
+FUNCTIONS: list[Callable[..., Any]] = [
+    textwrap.dedent, textwrap.indent, textwrap.shorten, textwrap.fill,
+    statistics.mean, statistics.median, statistics.harmonic_mean, statistics.fmean,
+    inspect.getdoc, inspect.cleandoc, inspect.getmodulename, inspect.isabstract,
+    json.dumps, json.loads, json.load, json.dump,
+]  # fmt: skip
+QUESTIONS = [
+    f"{ask} {about}."
+    for ask in ("Explain to a child", "Write a short story about", "List five facts about", "Argue against")
+    for about in ("the sea", "electric trains", "sleeping late", "old books")
+]
+
+
+def edits() -> list[str]:
+    """Return prompts whose answers mostly repeat them."""
+    sources = (textwrap.dedent(inspect.getsource(function))[:900] for function in FUNCTIONS)
+    return [f"Repeat this code, with the name of the function changed to `f`:\n\n{code}" for code in sources]
+
+
+def main(argv: list[str]) -> None:
+    start(argv)
+    results = Results("speculation", OUT.value, drafts=DRAFTS.value, slots=SLOTS.value, dtype=DTYPE.value)
+    sizes: dict[str, Any] = {"max_model_len": 1024, "max_num_seqs": SLOTS.value, "dtype": DTYPE.value}
+    plain = LLM("smollm2", **sizes, enable_prefix_caching=False)
+    drafts = {"num_speculative_tokens": DRAFTS.value}
+    drafting = LLM("smollm2", **sizes, enable_prefix_caching=False, speculative_config=drafts)
+    sampling = SamplingParams(max_tokens=TOKENS.value, temperature=0, ignore_eos=True)
+
+    def answers(llm: LLM, prompts: list[str]) -> list[list[int]]:
+        chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
+        return [list(its.outputs[0].token_ids) for its in llm.chat(chats, sampling, use_tqdm=False)]
+
+    for kind, every in (("edits", edits()), ("questions", QUESTIONS)):
+        for batch in map(int, BATCHES.value):
+            prompts = every[:batch]
+            before = drafting.engine.stats
+            assert answers(plain, prompts) == answers(drafting, prompts), "drafts change no answer"
+            after = drafting.engine.stats
+            ways = {
+                "without": functools.partial(answers, plain, prompts),
+                "with": functools.partial(answers, drafting, prompts),
+            }
+            seconds = in_turns(ways, ROUNDS.value)
+            pairs = zip(seconds["without"], seconds["with"], strict=True)
+            num_tokens = batch * TOKENS.value
+            results.put(
+                {
+                    "what": kind,
+                    "prompts": batch,
+                    "tokens": num_tokens,
+                    "steps": after.num_steps - before.num_steps,
+                    "drafted": after.num_draft_tokens - before.num_draft_tokens,
+                    "accepted": after.num_accepted_tokens - before.num_accepted_tokens,
+                    **{f"s {name}": spread(its) for name, its in seconds.items()},
+                    "times as fast": round(statistics.median(a / b for a, b in pairs), 2),
+                }
+            )
+
+
+if __name__ == "__main__":
+    app.run(main)

@@ -1,0 +1,160 @@
+"""Places of a JSON schema: a part of it with its path, its errors, and the kinds of values that it allows."""
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from jaxpaged.checks import shown
+from jaxpaged.grammar.nodes import GrammarError, NotRegularError
+
+KINDS = ("object", "array", "string", "number", "boolean", "null")
+TYPES = (*KINDS, "integer")
+
+
+class Place(NamedTuple):
+    """A part of a schema."""
+
+    schema: Any
+    path: str
+    refs: tuple[str, ...] = ()  # references followed on the way from the whole schema
+    here: tuple[str, ...] = ()  # those of them that no step into a value is behind
+    is_made: bool = False  # of a condition or a negation: it declares no properties
+
+    def at(self, *keys: str | int) -> "Place":
+        """Return the part for a value inside of this one's values."""
+        part, path = self.schema, self.path
+        for key in keys:
+            part, path = part[key], f"{path}/{escaped(key)}"
+        return Place(part, path, self.refs, (), self.is_made)
+
+    def beside(self, *keys: str | int) -> "Place":
+        """Return a part for the same value."""
+        return self.at(*keys)._replace(here=self.here)
+
+    def made(self, schema: Any) -> "Place":
+        """Return a schema of our own that follows from this place."""
+        return self._replace(schema=schema, is_made=True)
+
+
+Way = tuple[Place, ...]
+"""Places whose keywords all hold for a value, none of which refers to others for the same value."""
+
+
+class UnmetError(GrammarError):
+    """A schema that no value is valid under."""
+
+
+def unmet(path: str, why: str) -> UnmetError:
+    return UnmetError(f"schema at {path} cannot be met: {why}", path)
+
+
+def wrong(path: str, what: str) -> GrammarError:
+    return GrammarError(f"schema at {path} {what}", path)
+
+
+def not_regular(path: str, why: str, *, is_recursive: bool = False) -> NotRegularError:
+    return NotRegularError(f"schema at {path} has no automaton: {why}", path, is_recursive=is_recursive)
+
+
+def escaped(key: str | int) -> str:
+    """Return a key as it is written in a path."""
+    return str(key).replace("~", "~0").replace("/", "~1")
+
+
+def count(place: Place, key: str) -> int | None:
+    """Return a keyword that counts; None if it is not there. Raises `GrammarError`."""
+    if key not in place.schema:
+        return None
+    value: Any = place.schema[key]
+    is_whole = isinstance(value, int | float) and not isinstance(value, bool) and value == value // 1
+    if not is_whole or not 0 <= value < 2**31:
+        raise wrong(place.path, f"has {key}={shown(value)}, must be a whole number from 0")
+    return int(value)
+
+
+def counts(way: Way, least: str, most: str) -> tuple[int, int | None]:
+    """Return the bounds of a count that hold in all places. Raises `UnmetError` if there is no such count."""
+    low = max((number for place in way if (number := count(place, least)) is not None), default=0)
+    high = min((number for place in way if (number := count(place, most)) is not None), default=None)
+    if high is not None and high < low:
+        raise unmet(way[0].path, f"{least}={low} is more than {most}={high}")
+    return low, high
+
+
+def mapping(place: Place, key: str) -> dict[str, Any]:
+    """Return a keyword that maps names to schemas; {} if it is not there. Raises `GrammarError`."""
+    value = place.schema.get(key, {})
+    if not isinstance(value, dict):
+        raise wrong(place.path, f"has {key} that are not an object")
+    return value
+
+
+def names(place: Place, key: str) -> list[str]:
+    """Return a keyword that lists names; [] if it is not there. Raises `GrammarError`."""
+    value = place.schema.get(key, [])
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        raise wrong(place.path, f"has a {key} that is not a list of names")
+    return value
+
+
+def branches(place: Place, key: str) -> list[Place]:
+    """Return the places of a keyword that lists schemas for the same value. Raises `GrammarError`."""
+    if not isinstance(place.schema[key], list) or not place.schema[key]:
+        raise wrong(place.path, f"has an {key} that is not a list of schemas")
+    return [place.beside(key, i) for i in range(len(place.schema[key]))]
+
+
+def types(place: Place) -> list[str]:
+    """Return the types that a place allows, each once; with numbers, no integers. Raises `GrammarError`."""
+    if "type" not in place.schema:
+        return list(KINDS)
+    value = place.schema["type"]
+    found = list(value) if isinstance(value, list) else [value]
+    for kind in found:
+        if kind not in TYPES:
+            raise wrong(place.path, f"has type={shown(kind)}, must be one of {', '.join(sorted(TYPES))}")
+    return [kind for kind in dict.fromkeys(found) if kind != "integer" or "number" not in found]
+
+
+def kinds(way: Way) -> list[str]:
+    """Return the types that all places allow."""
+    found = list(KINDS)
+    for place in way:
+        pairs = [(kind, other) for kind in found for other in types(place)]
+        found = [
+            min(kind, other)  # an integer is a number
+            for kind, other in pairs
+            if kind == other or {kind, other} == {"integer", "number"}
+        ]
+    return found
+
+
+def has_kind(value: Any, kind: str) -> bool:
+    """Return whether a value is of a type."""
+    if kind == "integer":
+        return type_of(value) == "number" and value == value // 1
+    return type_of(value) == kind
+
+
+def type_of(value: Any) -> str:
+    """Return the type of a value of JSON; `number` for all numbers."""
+    for its, kind in ((bool, "boolean"), (int | float, "number"), (str, "string"), (list, "array")):
+        if isinstance(value, its):
+            return kind
+    return "null" if value is None else "object"
+
+
+def as_key(value: Any) -> Any:
+    """Return what is the same for values that are the same in JSON, as 1 and 1.0 are."""
+    if isinstance(value, list):
+        return ("array", *map(as_key, value))
+    if isinstance(value, dict):
+        return ("object", frozenset((name, as_key(its)) for name, its in value.items()))
+    return type_of(value), value
+
+
+def distinct(values: Iterable[Any]) -> dict[Any, list[Any]]:
+    """Return values by `as_key`, each with all of its forms."""
+    found: dict[Any, list[Any]] = {}
+    for value in values:
+        found.setdefault(as_key(value), []).append(value)
+    return found

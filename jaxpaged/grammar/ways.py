@@ -1,0 +1,361 @@
+"""Ways to be valid under a JSON schema: its references, combinations, conditions and negations, worked out.
+
+A way is places whose keywords all hold, and none of which refers to another schema for the same value. A
+value is valid exactly if it is in one of the ways.
+"""
+
+import itertools
+import math
+import urllib.parse
+from collections.abc import Iterable
+from typing import Any
+
+from jaxpaged.checks import shown
+from jaxpaged.grammar import scalars, validity
+from jaxpaged.grammar.nodes import NotRegularError
+from jaxpaged.grammar.places import (
+    KINDS,
+    Place,
+    UnmetError,
+    Way,
+    branches,
+    count,
+    counts,
+    distinct,
+    has_kind,
+    kinds,
+    mapping,
+    names,
+    not_regular,
+    types,
+    wrong,
+)
+
+MAX_DEPTH = 32
+MAX_PLACES = 20_000  # where a schema is read, references followed
+MAX_PROOFS = 100_000  # places that proofs read
+MAX_PROVED = 3  # levels of values that are looked at for what contradicts itself
+# Keywords that say nothing of what is valid.
+ANNOTATIONS = {
+    *("$schema", "$id", "$comment", "$defs", "definitions", "$anchor", "title", "description", "default"),
+    *("examples", "deprecated", "readOnly", "writeOnly", "discriminator", "contentMediaType", "$vocabulary"),
+    *("contentEncoding", "contentSchema", "example", "nullable", "xml", "externalDocs"),
+}
+# Keywords that hold of a value without other schemas of it.
+PLAIN = {
+    *("type", "enum", "const"),
+    *("properties", "required", "additionalProperties", "patternProperties", "propertyNames"),
+    *("minProperties", "maxProperties", "unevaluatedProperties"),
+    *("items", "prefixItems", "minItems", "maxItems", "uniqueItems", "unevaluatedItems"),
+    *("contains", "minContains", "maxContains"),
+    *("minLength", "maxLength", "pattern", "format"),
+    *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
+}
+CLOSING = {"unevaluatedProperties", "unevaluatedItems"}
+COMBINING = {
+    *("$ref", "allOf", "anyOf", "oneOf", "not", "if", "then", "else"),
+    *("dependentRequired", "dependentSchemas"),
+}
+# Keywords of the draft that no automaton of ours follows.
+BEYOND = {
+    *("$dynamicRef", "$dynamicAnchor", "$recursiveRef", "additionalItems", "dependencies"),
+}
+# What holds where a bound does not.
+OPPOSITE = {
+    "minimum": "exclusiveMaximum",
+    "maximum": "exclusiveMinimum",
+    "exclusiveMinimum": "maximum",
+    "exclusiveMaximum": "minimum",
+}
+COUNTS = {"Length": "string", "Items": "array", "Properties": "object"}
+# Keywords that exclude nothing where they are true, or empty.
+NEUTRAL = {
+    *("additionalProperties", "items", "propertyNames", "patternProperties"),
+    *CLOSING,
+}
+
+
+class Ways:
+    """A reader of one schema, that counts the places it comes to.
+
+    While it proves that something is void, ways may be more than the schema allows, never fewer.
+    """
+
+    def __init__(self, schema: Any, levels: int) -> None:
+        self.whole, self.levels = schema, levels
+        self.num_places, self.num_proved = 0, 0
+        self.num_proving = 0  # proofs begun: what is recursive is not cut in them, and `oneOf` is `anyOf`
+
+    def of(self, places: Way) -> list[Way]:
+        """Return the ways to be valid under all of some places."""
+        return self.product([self.at(place, is_alone=len(places) == 1) for place in places], places[0].path)
+
+    def at(self, place: Place, *, is_alone: bool = False) -> list[Way]:
+        """Return the ways to be valid at a place. `is_alone`: it says all that is known of the value."""
+        used = self.used(place)
+        if used is None:
+            return [()] if place.schema else []
+        groups: list[list[Way]] = []
+        if plain := used & PLAIN:
+            its = {key: place.schema[key] for key in place.schema if key in plain}
+            for key in CLOSING & plain:
+                if self.num_proving or (is_alone and (its[key] is True or its[key] == {})):
+                    del its[key]
+                elif its[key] is not False or not is_alone:
+                    raise not_regular(place.path, f"{key} is only followed if it is a boolean, and outermost")
+            groups.append([(place._replace(schema=its),)] if its else [()])
+        if "$ref" in used:
+            target = self.target(place)
+            is_alone &= not used - {"$ref"}
+            groups.append([] if target is None else self.at(target, is_alone=is_alone))
+        if "allOf" in used:
+            groups += map(self.at, branches(place, "allOf"))
+        if "anyOf" in used:
+            groups.append([way for branch in branches(place, "anyOf") for way in self.at(branch)])
+        if "oneOf" in used:
+            groups.append(self.one_of(place))
+        if "not" in used:
+            groups.append(self.against(place.beside("not")))
+        if "if" in used and used & {"then", "else"}:
+            groups.append(self.conditional(place))
+        groups += self.dependent(place)
+        return self.product(groups, place.path)
+
+    def used(self, place: Place) -> set[str] | None:
+        """Return the keywords that say what is valid at a place; None where it is a boolean."""
+        self.spend(place.path, 1)
+        if place.path.count("/") > 3 * MAX_DEPTH or len(place.refs) > MAX_DEPTH:
+            raise wrong(place.path, f"is more than {MAX_DEPTH} levels deep")
+        if isinstance(place.schema, bool):
+            return None
+        if not isinstance(place.schema, dict):
+            raise wrong(place.path, f"is {shown(place.schema)}, must be an object or a boolean")
+        used = {key for key in place.schema if key not in ANNOTATIONS and not key.startswith("x-")}
+        for key in sorted(used - PLAIN - COMBINING):
+            if key in BEYOND:
+                raise not_regular(place.path, f"{key} is not followed by an automaton")
+            raise wrong(place.path, f"has the keyword {shown(key)}, which is not supported")
+        return used
+
+    def product(self, groups: Iterable[list[Way]], path: str) -> list[Way]:
+        """Return the ways that are in one way of each group, less those without a common type."""
+        found: list[Way] = [()]
+        for group in groups:
+            self.spend(path, len(found) * len(group) - 1)
+            found = [one + other for one in found for other in group]
+            self.spend(path, sum(map(len, found)))
+            found = [way for way in found if kinds(way)]
+        return found
+
+    def spend(self, path: str, places: int) -> None:
+        if self.num_proving:
+            self.num_proved += max(places, 0)
+        else:
+            self.num_places += max(places, 0)
+        if self.num_places > MAX_PLACES or self.num_proved > MAX_PROOFS:
+            raise wrong(path, f"has more than {MAX_PLACES} places, references followed")
+
+    def target(self, place: Place) -> Place | None:
+        """Return the place that a reference names; None where it is cut, as recursive."""
+        name = place.schema["$ref"]
+        if not isinstance(name, str) or not (name == "#" or name.startswith("#/")):
+            raise wrong(place.path, f"has $ref={shown(name)}, must begin with #/: nothing is fetched")
+        if name in place.here:
+            raise wrong(place.path, f"has $ref={shown(name)}, which refers to itself only")
+        if name in place.refs and not self.num_proving:
+            if not self.levels:
+                raise not_regular(place.path, f"{name} refers to itself", is_recursive=True)
+            if place.refs.count(name) >= self.levels:
+                return None
+        found = self.found(name, place.path)
+        return Place(found, name, (*place.refs, name), (*place.here, name), place.is_made)
+
+    def found(self, name: str, path: str) -> Any:
+        """Return the part of the whole schema that a reference names."""
+        part = self.whole
+        for key in name.split("/")[1:]:
+            key = urllib.parse.unquote(key).replace("~1", "/").replace("~0", "~")
+            is_index = isinstance(part, list) and key.isdigit() and len(key) < 6 and int(key) < len(part)
+            if not is_index and not (isinstance(part, dict) and key in part):
+                raise wrong(path, f"has $ref={shown(name)}, which is not in the schema")
+            part = part[int(key)] if is_index else part[key]
+        return part
+
+    def one_of(self, place: Place) -> list[Way]:
+        """Return the ways of each branch, less those of each other branch that is not proved to be apart."""
+        its = branches(place, "oneOf")
+        if self.num_proving:
+            return [way for branch in its for way in self.at(branch)]
+        rivals: list[list[Place]] = [[] for _ in its]
+        for one, other in itertools.combinations(range(len(its)), 2):
+            if not self.is_void((its[one], its[other])):
+                rivals[one].append(its[other])
+                rivals[other].append(its[one])
+        found = []
+        for branch, others in zip(its, rivals, strict=True):
+            found += self.product([self.at(branch), *map(self.against, others)], place.path)
+        return found
+
+    def conditional(self, place: Place) -> list[Way]:
+        found = []
+        condition = place.beside("if")
+        for key, ways in (("then", self.at(condition)), ("else", self.against(condition))):
+            rest = [self.at(place.beside(key))] if key in place.schema else []
+            found += self.product([ways, *rest], place.path)
+        return found
+
+    def dependent(self, place: Place) -> list[list[Way]]:
+        """Return the ways of each property that something depends on: without it, or with that."""
+        groups = []
+        for key in ("dependentRequired", "dependentSchemas"):
+            for name in mapping(place, key):
+                its = place.beside(key, name)
+                if key == "dependentRequired":
+                    its = place.made({"required": names(place.beside(key), name)})
+                there = (place.made({"required": [name]}),)
+                without = (place.made({"properties": {name: False}}),)
+                groups.append([without, *((*there, *way) for way in self.at(its))])
+        return groups
+
+    def against(self, place: Place) -> list[Way]:
+        """Return the ways not to be valid at a place. Raises `NotRegularError` where none are known."""
+        if not self.num_proving:
+            return self.negated(place)
+        try:
+            return self.negated(place)
+        except NotRegularError:
+            return [()]
+
+    def negated(self, place: Place) -> list[Way]:
+        """Return what `against` does, outside of proofs."""
+        used = self.used(place)
+        if used is None:
+            return [] if place.schema else [()]
+        found: list[Way] = []
+
+        def add(schema: dict[str, Any]) -> None:
+            found.append((place.made(schema),))
+
+        for key in sorted(used):
+            value = place.schema[key]
+            kind = next((COUNTS[end] for end in COUNTS if key[3:] == end), None)
+            if key == "$ref":
+                if value in place.refs:
+                    raise not_regular(place.path, f"a negation of {shown(value)} refers to itself")
+                target = self.target(place)
+                assert target is not None
+                found += self.against(target)
+            elif key == "not":
+                found += self.at(place.beside(key)._replace(is_made=True))
+            elif key == "allOf":
+                found += [way for branch in branches(place, key) for way in self.against(branch)]
+            elif key == "anyOf":
+                found += self.product([self.against(branch) for branch in branches(place, key)], place.path)
+            elif key == "type":
+                its = types(place)
+                left = [kind for kind in KINDS if kind not in its]
+                if "integer" in its:
+                    left.remove("number")
+                    add({"type": "number", "not": {"type": "integer"}})
+                if left:
+                    add({"type": left})
+            elif key in ("enum", "const"):
+                add({"not": {key: value}})
+            elif key in OPPOSITE:
+                add({"type": "number", OPPOSITE[key]: value})
+            elif key == "pattern":
+                add({"type": "string", "not": {"pattern": value}})
+            elif key == "multipleOf":
+                add({"type": "number", "not": {"multipleOf": value}})
+            elif kind is not None:
+                number = count(place, key)
+                assert number is not None
+                if key.startswith("max"):
+                    add({"type": kind, f"min{key[3:]}": number + 1})
+                elif number:
+                    add({"type": kind, f"max{key[3:]}": number - 1})
+            elif key == "required":
+                for name in names(place, key):
+                    add({"type": "object", "properties": {name: False}})
+            elif key == "properties":
+                for name, its in mapping(place, key).items():
+                    if its is not True:
+                        other = its if isinstance(its, bool) else {"not": its}
+                        add({"type": "object", "required": [name], "properties": {name: other or True}})
+            elif not (key in NEUTRAL and (value is True or value == {})) and not (
+                key in ("then", "else") and "if" not in used
+            ):
+                raise not_regular(place.path, f"a negation of {key} is not followed by an automaton")
+        return found
+
+    def is_void(self, places: Way, depth: int = 0) -> bool:
+        """Return whether it is easy to prove that no value is valid under all of some places."""
+        self.num_proving += 1
+        try:
+            return all(self.is_void_way(way, depth) for way in self.of(places))
+        finally:
+            self.num_proving -= 1
+
+    def is_void_way(self, way: Way, depth: int) -> bool:
+        if not way:
+            return False
+        if (values := self.values(way)) is not None:
+            return not values
+        return all(self.is_void_kind(way, kind, depth) for kind in kinds(way))
+
+    def is_void_kind(self, way: Way, kind: str, depth: int) -> bool:
+        try:
+            if kind in ("integer", "number"):
+                scalars.bounds(way, is_integer=kind == "integer")
+            elif kind == "string":
+                counts(way, "minLength", "maxLength")
+            elif kind == "array":
+                counts(way, "minItems", "maxItems")
+            elif kind == "object" and depth < MAX_PROVED:
+                required = {name for place in way for name in names(place, "required")}
+                return any(self.is_void(its, depth + 1) for name in required if (its := named(way, name)))
+        except UnmetError:
+            return True
+        return False
+
+    def values(self, way: Way) -> list[Any] | None:
+        """Return the values that are valid in a way; None if it does not list them."""
+        listed = []
+        for place in way:
+            if "enum" in place.schema and not isinstance(place.schema["enum"], list):
+                raise wrong(place.path, "has an enum that is not a list")
+            listed += [place.schema["enum"]] if "enum" in place.schema else []
+            listed += [[place.schema["const"]]] if "const" in place.schema else []
+        if not listed:
+            return None
+        first, *others = map(distinct, listed)
+        allowed = kinds(way)
+        kept = [
+            each
+            for key, same in first.items()
+            if all(key in other for other in others)
+            for each in same
+            if any(has_kind(each, kind) for kind in allowed)
+        ]
+        if any(isinstance(value, float) and not math.isfinite(value) for value in kept):
+            raise wrong(way[0].path, "has a number that JSON has not")
+        for place in way:
+            if closing := CLOSING & set(place.schema):
+                raise not_regular(place.path, f"{min(closing)} beside an enum is not followed")
+            if set(place.schema) - {"enum", "const", "type"}:
+                kept = [value for value in kept if validity.is_valid(value, place, self.whole)]
+        return kept
+
+
+def named(way: Way, name: str) -> Way:
+    """Return the places that a property's value must be valid at."""
+    found = []
+    for place in way:
+        its = [place.at("properties", name)] if name in mapping(place, "properties") else []
+        for pattern in mapping(place, "patternProperties"):
+            if validity.contains_match(name, pattern, f"{place.path}/patternProperties"):
+                its.append(place.at("patternProperties", pattern))
+        if not its and "additionalProperties" in place.schema:
+            its.append(place.at("additionalProperties"))
+        found += its
+    return tuple(found)

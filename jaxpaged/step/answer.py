@@ -1,0 +1,143 @@
+"""Answer of a step: sampled tokens, appended to the rows that are due."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxpaged.contracts.samplers import Sampler, SamplingOptions
+from jaxpaged.sampling import Context, Scores, edited, is_among, likeliest, no_scores, sample, score, told
+from jaxpaged.sampling_state import SamplingState
+from jaxpaged.status import Status
+from jaxpaged.step import automata, speculation
+from jaxpaged.step.config import StepConfig
+from jaxpaged.step.model import Hidden, Model
+from jaxpaged.step.plan import DecodeSlots
+from jaxpaged.step.speculation import Drafts
+from jaxpaged.step.state import MAX_STEPS, EngineState, FinishReason, Phase
+
+
+def answer(
+    model: Model,
+    state: EngineState,
+    hidden: Hidden,
+    slots: DecodeSlots,
+    due: Bool[Array, " rows"],
+    drafts: Drafts | None,
+    config: StepConfig,
+) -> tuple[EngineState, Scores, Int[Array, " rows"]]:
+    """Sample a token for each row that is due, append it, and finish the rows that end with it.
+
+    A row with drafts also gets those that are right, and the token behind them.
+
+    Rows of beam searches are not changed. Returns the scores in each decode slot, where they are wanted, and
+    how many drafts of each row are right.
+    """
+    rows, scores, sampler = state.rows, state.scores, config.sampler
+    index = jnp.arange(rows.phase.shape[0], dtype=jnp.int32)
+    row = jnp.minimum(slots.row, index.shape[0] - 1)
+    position = rows.num_tokens[row]
+    if slots.offset is not None:
+        position += slots.offset
+    is_due = (slots.row < index.shape[0]) & due[row]
+    options = rows.sampling.take(row, is_due)
+    context = Context(row, rows.prompt_lens[row], position, rows.token_ids)
+
+    no_news = no_scores(slots.row.shape[0])
+    temperature = rows.beams.temperature[row]
+    most = 0 if config.lookup is None else config.lookup.most
+    grammars, its_grammars, at, states = rows.grammars, rows.grammars, row, None
+    if state.arena is not None and grammars is not None and drafts is not None:
+        its_grammars, states = speculation.grammars_behind(grammars, state.arena, rows, slots, drafts, most)
+        at = jnp.arange(row.shape[0], dtype=jnp.int32)
+    type Newest = tuple[Int[Array, " rows"], Int[Array, " rows"]]
+    type Chosen = tuple[Bool[Array, ""], Newest, Scores, Scores]
+
+    def newest(token_ids: Int[Array, " max_num_seqs"]) -> Newest:
+        """Return how many drafts of each row are right, and its newest token."""
+        if drafts is None:
+            return jnp.zeros_like(index), token_ids[jnp.minimum(slots.of_row, position.shape[0] - 1)]
+        return speculation.accepted(token_ids, rows, slots, drafts, most)
+
+    def choose() -> Chosen:
+        logits = model.logits(hidden)
+        follows = None
+        if state.arena is not None and its_grammars is not None:
+            logits, follows = automata.masked(logits, state.arena, its_grammars, at, is_due)
+
+        def edit(logits: Float[Array, "rows vocab"]) -> Float[Array, "rows vocab"]:
+            changed = edited(logits, rows.rules, options.has_rules, context)
+            return changed if follows is None else automata.not_empty(changed, logits, follows)
+
+        if sampler is None:
+            token_ids = sample(logits, options, position, edit)
+        else:
+            token_ids = sampled_by(sampler, logits, options, position, edit)
+        num_accepted, token = newest(token_ids)
+        is_told = is_due if slots.offset is None else is_due & (slots.offset <= num_accepted[row])
+        wants = is_told & (options.num_logprobs >= 0)
+
+        def note_scores() -> tuple[Scores, Scores]:
+            if config.logprobs_mode == "raw_logprobs":
+                new = score(logits, token_ids, options.num_logprobs, temperature)
+            else:
+                its = told(config.logprobs_mode, logits, options, edit, rows.beams.width[row] > 0)
+                new = score(its.values, token_ids, options.num_logprobs, temperature, its.are_logits)
+            at = jnp.where(wants, row, index.shape[0]), position % MAX_STEPS
+            return jax.tree.map(lambda ring, values: ring.at[at].set(values, mode="drop"), scores, new), new
+
+        noted = lax.cond(jnp.any(wants), note_scores, lambda: (scores, no_news))
+        is_unknown = jnp.bool_(False) if sampler is None else jnp.any(is_told & (token_ids < 0))
+        return is_unknown, (num_accepted, token), *noted
+
+    nothing = (jnp.bool_(False), (jnp.zeros_like(index), jnp.zeros_like(index)), scores, no_news)
+    is_unknown, (num_accepted, token_ids), scores, new = lax.cond(jnp.any(due), choose, lambda: nothing)
+    if sampler is not None:
+        state = replace(state, status=state.status | jnp.where(is_unknown, Status.UNKNOWN_TOKEN, 0))
+    due = due & (rows.beams.width == 0)
+    newest_place = rows.num_tokens + num_accepted
+    num_tokens = rows.num_tokens + jnp.where(due, num_accepted + 1, 0)
+    stops = is_among(token_ids, rows.rules.stop_tokens)
+    finishes = due & (stops | (num_tokens == rows.max_num_tokens))
+    reason = jnp.where(stops, FinishReason.STOP, FinishReason.LENGTH)
+    target = jnp.where(due, index, index.shape[0])
+    if state.arena is not None and grammars is not None:
+        if states is not None:
+            grammars = replace(grammars, state=states[index, num_accepted])
+        grammars = automata.moved(grammars, state.arena, token_ids, due)
+    rows = replace(
+        rows,
+        token_ids=rows.token_ids.at[target, newest_place].set(token_ids, mode="drop"),
+        num_tokens=num_tokens,
+        phase=jnp.where(finishes, Phase.FINISHED, rows.phase),
+        finish_reason=jnp.where(finishes, reason, rows.finish_reason),
+        grammars=grammars,
+    )
+    return replace(state, rows=rows, scores=scores), new, num_accepted
+
+
+def sampled_by(
+    sampler: Sampler,
+    logits: Float[Array, "rows vocab"],
+    options: SamplingState,
+    positions: Int[Array, " rows"],
+    edit: Callable[[Float[Array, "rows vocab"]], Float[Array, "rows vocab"]],
+) -> Int[Array, " rows"]:
+    """Choose one token a row as `sampling.sample` does, with a sampler from outside for rows that sample.
+
+    Returns: tokens; -1 for one that is not in the vocabulary.
+    """
+    changed = lax.cond(jnp.any(options.has_rules), edit, lambda logits: logits, logits)
+    greedy = likeliest(changed)
+    asked = SamplingOptions(*(getattr(options, name) for name in SamplingOptions._fields))
+    samples = (options.temperature > 0) & jnp.isfinite(jnp.max(changed, axis=1))
+
+    def draw() -> Int[Array, " rows"]:
+        drawn = sampler(changed, asked, positions)
+        is_known = (drawn >= 0) & (drawn < logits.shape[1])
+        return jnp.where(samples, jnp.where(is_known, drawn, -1), greedy)
+
+    return lax.cond(jnp.any(samples), draw, lambda: greedy)

@@ -1,0 +1,218 @@
+"""Speculation: drafts of coming tokens, verified in the empty slots of a decode pass.
+
+A decode pass has `max_num_seqs` slots, however many rows run. A slot that no row needs can compute the token
+behind a draft, as if the draft had been chosen already: same shape, same position, same K and V before it. A
+draft is right when it is the token that is then chosen. A choice depends only on the logits and on (seed,
+position). So the answer is the one without drafts, to the last bit. What lies behind a wrong draft is given
+back.
+
+Drafts are looked up in the row's own tokens: what followed where its last tokens occurred before.
+"""
+
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Int, UInt32
+
+from jaxpaged.arithmetic import cdiv
+from jaxpaged.memory import block_table, copy_on_write
+from jaxpaged.memory.entries import dealt, number_through
+from jaxpaged.sampling import is_among
+from jaxpaged.step.automata import GrammarRows, moved
+from jaxpaged.step.config import Lookup
+from jaxpaged.step.plan import DecodeSlots, Plan
+from jaxpaged.step.state import Counter, DraftRows, EngineState, Rows
+
+# Positions that one turn of the search looks at: the time follows the length of what is there.
+POSITIONS_AT_ONCE = 256
+# A row whose drafts fail waits 1, 3, 7, ... steps, and at most so many, before it drafts again.
+LONGEST_WAIT = 31
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Drafts:
+    """Drafts of a step. They are in `Rows.token_ids` behind the tokens that the row has."""
+
+    num: Int[Array, " rows"]
+    first_slot: Int[Array, " rows"]  # decode slot of the row's first draft; the others follow
+
+
+def draft(
+    state: EngineState, plan: Plan, slots: DecodeSlots, lookup: Lookup
+) -> tuple[EngineState, Plan, DecodeSlots, Drafts]:
+    """Draft tokens for rows that decode, as many as there are empty slots and free blocks.
+
+    Returns the state with the drafts behind the rows' tokens, the plan with a token more for each, the slots
+    that are taken now, and the drafts.
+    """
+    rows = state.rows
+    # A row that was preempted computes the tokens it has first.
+    is_at_end = state.tables.seq_lens == rows.num_tokens - 1
+    decodes = rows.running & (plan.num_tiles == 0) & (plan.num_new_tokens > 0)
+    may = decodes & is_at_end & (rows.beams.width == 0)
+    drafting = rows.drafting
+    assert drafting is not None
+    may &= drafting.wait == 0
+
+    def look() -> tuple[Int[Array, " rows"], Int[Array, "rows most"]]:
+        found, follow = followers(rows.token_ids, rows.num_tokens, lookup)
+        room = jnp.minimum(drafting.most, rows.max_num_tokens - rows.num_tokens - 1)
+        return jnp.where(may, jnp.minimum(found, room), 0), follow
+
+    nothing = jnp.zeros((rows.phase.shape[0], lookup.most), jnp.int32)
+    wanted, tokens = lax.cond(jnp.any(may), look, lambda: (nothing[:, 0], nothing))
+    num_slots = slots.row.shape[0]
+    num_taken = jnp.sum(slots.row < rows.phase.shape[0], dtype=jnp.int32)
+    num = jnp.zeros_like(wanted).at[rows.order].set(dealt(wanted[rows.order], num_slots - num_taken))
+
+    # All drafts or none: blocks are rarely short, and then better kept for others.
+    last_ids = copy_on_write.last_blocks(state.tables)
+    needed, _ = copy_on_write.new_blocks(state.tables, last_ids, plan.num_new_tokens + num)
+    num = jnp.where(jnp.sum(needed) <= state.tables.pool.num_free, num, 0)
+
+    place = jnp.arange(lookup.most, dtype=jnp.int32)
+    position = jnp.where(place < num[:, None], rows.num_tokens[:, None] + place, rows.token_ids.shape[1])
+    index = jnp.arange(num.shape[0], dtype=jnp.int32)
+    token_ids = rows.token_ids.at[index[:, None], position].set(tokens, mode="drop")
+    state = replace(state, rows=replace(rows, token_ids=token_ids))
+    row, k, used = number_through(num, num_slots)
+    slot = jnp.where(used, num_taken + jnp.arange(num_slots, dtype=jnp.int32), num_slots)
+    slots = DecodeSlots(
+        row=slots.row.at[slot].set(row, mode="drop"),
+        of_row=slots.of_row,
+        offset=jnp.zeros_like(slots.row).at[slot].set(k + 1, mode="drop"),
+    )
+    first_slot = num_taken + jnp.cumsum(num, dtype=jnp.int32) - num
+    return state, replace(plan, num_new_tokens=plan.num_new_tokens + num), slots, Drafts(num, first_slot)
+
+
+def followers(
+    token_ids: Int[Array, "rows max_model_len"], num_tokens: Int[Array, " rows"], lookup: Lookup
+) -> tuple[Int[Array, " rows"], Int[Array, "rows most"]]:
+    """Return the tokens that followed where a row's last tokens occurred before, and how many there are.
+
+    The longest end of the tokens that occurs counts, of `lookup.longest` tokens at most; then the occurrence
+    with the most tokens behind it, up to `lookup.most`; then the last one. 0 where none is long enough.
+    """
+    back = jnp.arange(lookup.longest, dtype=jnp.int32)
+    index = jnp.arange(num_tokens.shape[0], dtype=jnp.int32)
+
+    def at(position: Int[Array, "rows n"]) -> Int[Array, "rows n"]:
+        found = token_ids.at[index[:, None], position].get(mode="clip")
+        return jnp.where(position < 0, -1, found)
+
+    ends = at(num_tokens[:, None] - 1 - back)
+    type Best = tuple[Int[Array, " rows"], Int[Array, " rows"]]
+
+    def search(i: Int[Array, ""], best: Best) -> Best:
+        """Compare the tokens before each position of a chunk with the row's last ones."""
+        first = i * POSITIONS_AT_ONCE
+        position = first + jnp.arange(POSITIONS_AT_ONCE, dtype=jnp.int32)
+        around = first - lookup.longest + jnp.arange(POSITIONS_AT_ONCE + lookup.longest, dtype=jnp.int32)
+        window = at(jnp.broadcast_to(around, (index.shape[0], around.shape[0])))
+        same = jnp.ones((index.shape[0], POSITIONS_AT_ONCE), bool)
+        length = jnp.zeros(same.shape, jnp.int32)
+        for distance in range(lookup.longest):
+            begin = lookup.longest - 1 - distance
+            its = window[:, begin : begin + POSITIONS_AT_ONCE]
+            same &= (its == ends[:, distance][:, None]) & (its >= 0)
+            length += same
+        follow = jnp.minimum(num_tokens[:, None] - position, lookup.most)
+        rank = jnp.where((length >= lookup.shortest) & (follow > 0), length * (lookup.most + 1) + follow, 0)
+        chunk_rank = jnp.max(rank, axis=1)
+        chunk_position = jnp.max(jnp.where(rank == chunk_rank[:, None], position, 0), axis=1)
+        best_rank, best_position = best
+        is_better = chunk_rank >= best_rank
+        return jnp.maximum(best_rank, chunk_rank), jnp.where(is_better, chunk_position, best_position)
+
+    zeros = jnp.zeros_like(num_tokens)
+    num_chunks = cdiv(jnp.max(num_tokens), POSITIONS_AT_ONCE)
+    rank, position = lax.fori_loop(0, num_chunks, search, (zeros, zeros))
+    follow = at(position[:, None] + jnp.arange(lookup.most, dtype=jnp.int32))
+    return rank % (lookup.most + 1), follow
+
+
+def grammars_behind(
+    grammars: GrammarRows,
+    arena: UInt32[Array, " words"],
+    rows: Rows,
+    slots: DecodeSlots,
+    drafts: Drafts,
+    most: int,
+) -> tuple[GrammarRows, Int[Array, "rows places"]]:
+    """Return the place in an automaton of each decode slot, behind the drafts before it; and of each row
+    behind its first drafts, from none to `most`.
+    """
+    assert slots.offset is not None
+    states = [grammars.state]
+    index = jnp.arange(drafts.num.shape[0], dtype=jnp.int32)
+    for k in range(most):
+        token = rows.token_ids.at[index, rows.num_tokens + k].get(mode="clip")
+        here = replace(grammars, state=states[-1])
+        states.append(moved(here, arena, token, k < drafts.num).state)
+    by_row = jnp.stack(states, axis=1)
+    row = jnp.minimum(slots.row, index.shape[0] - 1)
+    own = GrammarRows(grammars.first[row], by_row[row, slots.offset], grammars.opens[row])
+    return own, by_row
+
+
+def accepted(
+    chosen: Int[Array, " max_num_seqs"], rows: Rows, slots: DecodeSlots, drafts: Drafts, most: int
+) -> tuple[Int[Array, " rows"], Int[Array, " rows"]]:
+    """Return how many drafts of each row are right, and the token that was chosen behind them.
+
+    A draft that ends its answer is chosen, not accepted: nothing follows.
+    """
+    place = jnp.arange(most + 1, dtype=jnp.int32)
+    slot = jnp.where(place == 0, slots.of_row[:, None], drafts.first_slot[:, None] + place - 1)
+    tokens = chosen[jnp.minimum(slot, chosen.shape[0] - 1)]
+    index = jnp.arange(tokens.shape[0], dtype=jnp.int32)[:, None]
+    drafted = rows.token_ids.at[index, rows.num_tokens[:, None] + place].get(mode="clip")
+    stops = jax.vmap(is_among, in_axes=(1, None), out_axes=1)(tokens, rows.rules.stop_tokens)
+    is_right = (place < drafts.num[:, None]) & (tokens == drafted) & ~stops
+    num = jnp.sum(jnp.cumprod(is_right, axis=1, dtype=jnp.int32), axis=1, dtype=jnp.int32)
+    return num, tokens[index[:, 0], num]
+
+
+def settle(
+    state: EngineState, num_accepted: Int[Array, " rows"], drafts: Drafts, lookup: Lookup
+) -> tuple[EngineState, Int[Array, ""]]:
+    """Give back what was computed behind wrong drafts, and note how each row's drafts have done.
+
+    Returns the state, and how many blocks were given back.
+    """
+    before = state.tables.pool.num_free
+    state = state.on_tables(block_table.truncate, drafts.num - num_accepted)
+    rows = state.rows
+    assert rows.drafting is not None
+    drafting = after(rows.drafting, rows.running, drafts.num, num_accepted, lookup)
+    state = replace(state, rows=replace(rows, drafting=drafting)).count(
+        {
+            Counter.NUM_DRAFTS: jnp.sum(drafts.num > 0),
+            Counter.NUM_DRAFT_TOKENS: jnp.sum(drafts.num),
+            Counter.NUM_ACCEPTED_TOKENS: jnp.sum(num_accepted),
+        }
+    )
+    return state, state.tables.pool.num_free - before
+
+
+def after(
+    drafting: DraftRows,
+    running: Bool[Array, " rows"],
+    num: Int[Array, " rows"],
+    num_accepted: Int[Array, " rows"],
+    lookup: Lookup,
+) -> DraftRows:
+    """Return how each row's drafts have done, behind a step with `num` drafts.
+
+    A row may draft about twice as many as were right the last time; one whose drafts were all wrong waits.
+    """
+    drafted, hits = num > 0, num_accepted > 0
+    most = jnp.where(drafted, jnp.minimum(2 * num_accepted + 1, lookup.most), drafting.most)
+    misses = jnp.where(drafted, jnp.where(hits, 0, drafting.misses + 1), drafting.misses)
+    longer = jnp.minimum((1 << jnp.minimum(misses, 8)) - 1, LONGEST_WAIT)
+    waited = jnp.maximum(drafting.wait - running, 0)
+    return DraftRows(most, misses, jnp.where(drafted, longer, waited))

@@ -1,0 +1,244 @@
+"""Blocks in a directory: beside the oracle, shared, and with every fault that a disk may have."""
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load, save
+
+from jaxpaged import disk_cache
+from jaxpaged.checks import InputError
+from jaxpaged.contracts.block_stores import StoredBlock
+from jaxpaged.tiers import disk
+from jaxpaged.tiers.disk import DiskStore
+from jaxpaged.untrusted import read_json
+from tests.tiers.test_stores import SPACES, block, history, key_of
+
+MUCH = 2**30
+
+
+@pytest.fixture
+def make(tmp_path):
+    """Return what makes a store of so many bytes, in one directory; all are closed at the end."""
+    made = []
+
+    def store(capacity=MUCH, folder=tmp_path / "kept"):
+        made.append(DiskStore(folder, capacity))
+        return made[-1]
+
+    yield store
+    for each in made:
+        each.close()
+
+
+def files(store):
+    return sorted(store.folder.rglob("*.safetensors"))
+
+
+def test_a_directory_is_in_lock_step_with_its_oracle(make, monkeypatch):
+    monkeypatch.setattr(disk, "LEFT", 1.0)
+
+    def size_of(key, new):
+        return len(disk.written(key, new, b"secret"))
+
+    capacity = 4 * size_of(key_of(1), block(1, 3))
+    store = make(capacity)
+    plain = history(store, capacity, num_steps=150, settle=store.flush, size_of=size_of)
+    assert len(files(store)) == len(plain.entries) > 1
+    assert store.num_bytes == sum(entry[1] for entry in plain.entries)
+
+
+def test_what_was_put_is_found_by_others_and_after_a_restart(make):
+    rng = np.random.default_rng(0)
+    arrays = {
+        "k": rng.standard_normal((2, 3, 4), np.float32).astype(ml_dtypes.bfloat16),
+        "scale": rng.standard_normal((2, 1), np.float32),
+    }
+    stored = StoredBlock((True, False, True), arrays)
+    here = make()
+    other = make()
+    here.put(key_of(1), stored)
+    assert not here.contains(key_of(2))
+    here.flush()
+    other.flush()
+    for store in (here, other, make()):
+        assert store.contains(key_of(1))
+        found = store.get(key_of(1))
+        assert found.present == stored.present
+        for name, array in arrays.items():
+            assert found.arrays[name].dtype == array.dtype
+            assert found.arrays[name].tobytes() == array.tobytes()
+            assert found.arrays[name].shape == array.shape
+        assert store.get(key_of(2)) is None
+    # Two engines put the same; one forgets a model, and the other misses.
+    other.put(key_of(1), stored)
+    other.flush()
+    assert len(files(here)) == 1
+    here.clear(SPACES[1])
+    here.flush()
+    assert other.get(key_of(1)) is None
+    assert not other.contains(key_of(1))
+
+
+@pytest.fixture
+def warned(caplog):
+    """Return the warnings about this directory since the last look."""
+
+    def look():
+        found = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+        caplog.clear()
+        return found
+
+    return look
+
+
+def test_files_that_are_torn_or_foreign_are_skipped_with_one_line(make, warned, tmp_path):
+    store, good, other = make(), key_of(1), key_of(3)
+    store.put(good, block(7, 9))
+    store.flush()
+    [file] = files(store)
+    content = file.read_bytes()
+    other_file = file.with_name(f"{other.digest.hex()}.safetensors")
+    foreign = make(folder=tmp_path / "another")
+    foreign.put(other, block(7, 9))
+    foreign.flush()
+    [another] = files(foreign)
+    length = 8 + int.from_bytes(content[:8], "little")
+    header = read_json(content[8:length])
+    [(name, text)] = header["__metadata__"].items()
+    tensors = load(content)
+    for wrong in (
+        b"",
+        content[:-1],
+        content[: len(content) // 2],
+        content[:-1] + bytes([content[-1] ^ 1]),
+        content,  # of another key
+        another.read_bytes(),  # with another secret
+        save(tensors),
+        save(tensors | {"v": tensors["k"]}, metadata={name: text}),
+        save(tensors, metadata={name: text.replace("true", "false")}),
+        save(tensors, metadata={name: text.replace("uint8", "int8")}),
+        save(tensors, metadata={name: "[]"}),
+    ):
+        other_file.write_bytes(wrong)
+        reader = make()
+        assert reader.contains(other)
+        assert [reader.get(other) for _ in range(3)] == [None] * 3
+        assert not reader.contains(other)
+        [line] = warned()
+        assert line.startswith(f"{other_file} is skipped, for it is torn or somebody else's: ")
+        assert int(reader.get(good).arrays["k"][0, 0]) == 7
+        reader.put(other, block(8))  # a good one takes its place
+        reader.flush()
+        assert int(reader.get(other).arrays["k"][0, 0]) == 8
+
+
+def test_a_folder_that_others_may_write_to_is_refused(make, tmp_path):
+    folder = tmp_path / "open"
+    folder.mkdir(mode=0o700)
+    folder.chmod(0o777)
+    with pytest.raises(
+        InputError, match=r"^kv_offloading_backend='disk:.*' must be a folder of one's own: it m"
+    ):
+        make(folder=folder)
+    folder.chmod(0o700)
+    make(folder=folder)
+    secret = folder / "secret"
+    assert secret.stat().st_mode & 0o777 == 0o600
+    secret.chmod(0o640)
+    with pytest.raises(InputError, match="secret must have mode 600"):
+        make(folder=folder)
+    secret.chmod(0o600)
+    secret.write_bytes(b"short")
+    with pytest.raises(InputError, match="secret must have 32 bytes"):
+        make(folder=folder)
+    with pytest.raises(InputError, match="cannot be used"):
+        make(folder=secret / "below")
+
+
+def test_a_disk_that_is_full_gone_or_slow_costs_hits_alone(make, warned, monkeypatch):
+    store = make()
+
+    def full(path, content):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(disk_cache, "write_file", full)
+        for number in range(1, 9, 2):
+            store.put(key_of(number), block(number))
+        store.flush()
+        assert not store.contains(key_of(1))
+    [line] = warned()
+    assert "cannot be written to: [Errno 28] No space left on device" in line
+    store.put(key_of(1), block(1))
+    store.flush()
+    assert store.get(key_of(1)) is not None
+    # Too slow: what waits is bounded, and the rest is dropped.
+    with monkeypatch.context() as patched:
+        patched.setattr(disk, "MOST_WAITING_BYTES", 10)
+        patched.setattr(disk_cache, "write_file", lambda path, content: time.sleep(0.05))
+        began = time.monotonic()
+        for number in range(11, 31, 2):
+            store.put(key_of(number), block(number, 4))
+        assert time.monotonic() - began < 0.05
+    [line] = warned()
+    assert "is too slow: blocks are not kept" in line
+    store.flush()
+    # Gone: nothing is made in its place.
+    away = store.folder.rename(store.folder.with_name("away"))
+    assert store.get(key_of(1)) is None
+    store.put(key_of(3), block(3))
+    store.flush()
+    assert not store.folder.exists()
+    assert not store.contains(key_of(3))
+    assert any("is gone" in line for line in warned())
+    away.rename(store.folder)
+    store.flush()
+    assert store.contains(key_of(1))
+
+
+WRITER = """
+import os, sys, time
+from pathlib import Path
+from jaxpaged.tiers.disk import DiskStore
+from tests.tiers.test_stores import block, key_of
+
+store = DiskStore(Path(sys.argv[1]), 2**30)
+store.put(key_of(1), block(1, 1000))
+store.flush()
+
+def never(source, target):
+    print("in the middle", flush=True)
+    time.sleep(600)
+
+os.replace = never
+store.put(key_of(3), block(3, 1000))
+time.sleep(600)
+"""
+
+
+@pytest.mark.slow
+def test_a_writer_that_is_killed_leaves_nothing_that_is_read(make, warned):
+    store = make()
+    command = [sys.executable, "-c", WRITER, str(store.folder)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:
+        assert writer.stdout.readline() == "in the middle\n"
+        writer.send_signal(signal.SIGKILL)
+    store.flush()
+    assert int(store.get(key_of(1)).arrays["k"][0, 0]) == 1
+    assert not store.contains(key_of(3))
+    [left] = list(store.folder.rglob("unfinished-*"))
+    store.put(key_of(3), block(3))
+    store.flush()
+    assert left.exists()
+    os.utime(left, (time.time() - 7200,) * 2)
+    store.flush()
+    assert not left.exists()
+    assert store.contains(key_of(3))
+    assert not warned()

@@ -1,0 +1,227 @@
+"""Engines with tiers: the answers of engines without, and hits in lock-step with the oracle."""
+
+import time
+
+import numpy as np
+import pytest
+
+from jaxpaged.api.outputs import request_output
+from jaxpaged.handover import exchange
+from jaxpaged.sampling_params import SamplingParams
+from jaxpaged.tiers.rule import Rule
+from reference.tiers import Store, TieredCache
+from tests import tiny
+from tests.outsiders.block_store import Kept
+
+SCORED = SamplingParams(max_tokens=4, temperature=0, logprobs=2)
+ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0)
+BLOCK_BYTES = 2 * 2 * 2 * 8 * 8 * 4  # K and V, layers, heads, tokens, numbers, bytes
+GIB = 2**30
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch):
+    """Let chunks have 16 blocks, not as many as are 32 MiB of the tiny model's."""
+    monkeypatch.setattr(exchange, "CHUNK_BYTES", 16 * BLOCK_BYTES)
+
+
+class Always(Rule):
+    """Rule that always fetches: the tiny model computes faster than anything is copied."""
+
+    seconds_to_wait = 60.0
+
+    def wait(self, compute_seconds):
+        return self.seconds_to_wait
+
+    def pays(self, compute_seconds, num_bytes, bytes_below):
+        return True
+
+
+def tiered(num_host_blocks=1000, **options):
+    """Make a driver with room for so many blocks in host memory."""
+    driver = tiny.driver(kv_offloading_size=num_host_blocks * BLOCK_BYTES / GIB, **options)
+    driver.rule = Always()
+    return driver
+
+
+def ask(driver, prompt, params=ONE_TOKEN, **options):
+    """Return an answer's tokens and scores, the prompt tokens that were hit, and those fetched by tier."""
+    [request] = tiny.numbered([tiny.request(driver, 1, prompt, params, **options)])
+    driver.add(request)
+    deltas = []
+    while driver.has_work:
+        deltas += driver.turn()
+    fetched = next((delta.num_fetched_tokens for delta in deltas if delta.num_fetched_tokens), {})
+    answer = [(delta.token_ids, delta.scores) for delta in deltas if delta.token_ids]
+    return answer, deltas[-1].num_hit_tokens, fetched
+
+
+def tokens(answer):
+    return [token for ids, _ in answer for token in ids]
+
+
+@pytest.fixture(scope="module")
+def cold():
+    """Answer as an engine does that has never seen a prompt."""
+    driver = tiny.driver()
+
+    def answer(prompt):
+        driver.reset_prefix_cache()
+        [found] = tiny.generate(driver, [prompt], SCORED)
+        return found
+
+    return answer
+
+
+@pytest.mark.parametrize("has_below", [False, True])
+def test_hits_are_in_lock_step_with_the_oracle(has_below):
+    """Conversations that do not fit, in a pool of 64 blocks, 80 in host memory and perhaps more below."""
+    below = Kept()
+    driver = tiered(80, kv_offloading_backend=below if has_below else "host")
+    stores = [Store(80), *([Store(10_000)] if has_below else [])]
+    plain = TieredCache(65, 8, stores)
+    rng, talks = np.random.default_rng(1), [[] for _ in range(20)]
+    seen = np.zeros(3, int)
+    for _ in range(120):
+        which = int(rng.integers(20))
+        talk = talks[which]
+        if len(talk) > 90:
+            talk.clear()
+        talk += rng.integers(0, 3, int(rng.integers(1, 30))).tolist()
+        salt = "salt" if which == 5 else None
+        want = plain.serve(talk, salt, int(which == 5))
+        _, num_hit_tokens, fetched = ask(driver, talk, cache_salt=salt)
+        name = "below"
+        mine = (num_hit_tokens - sum(fetched.values()), fetched.get("host", 0), fetched.get(name, 0))
+        assert mine == tuple(8 * blocks for blocks in want)
+        assert len(driver.tiers.host) == len(stores[0].entries)
+        seen += want
+    assert seen[0] > 20
+    assert seen[1 + has_below] > 20
+    tiny.assert_nothing_is_held(driver)
+    driver.close_tiers()
+
+
+def test_answers_have_the_bits_of_cold_ones_and_what_is_apart_stays_apart(cold):
+    driver, prompts = tiered(), tiny.prompts([70, 90, 60, 97, 101, 103, 99, 105], seed=3)
+    whole = SamplingParams(max_tokens=4, temperature=0)
+    first = [ask(driver, prompt, SCORED) for prompt in prompts]
+    again = [ask(driver, prompt, SCORED) for prompt in prompts]
+    for prompt, old, new in zip(prompts, first, again, strict=True):
+        assert tokens(new[0]) == cold(prompt)
+        assert [score for _, scores in new[0] for score in scores] == [
+            score for _, scores in old[0] for score in scores
+        ]
+    assert [fetched for *_, fetched in again[:3]] == [{"host": 64}, {"host": 88}, {"host": 56}]
+    # Another salt finds nothing, and then its own.
+    assert ask(driver, prompts[0], whole, cache_salt="x")[1] == 0
+    for prompt in prompts[3:]:
+        ask(driver, prompt)
+    assert ask(driver, prompts[0], whole, cache_salt="x")[1:] == (64, {"host": 64})
+    # A request that wants scores of its prompt computes all of it.
+    told = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
+    assert ask(driver, prompts[1], told)[1:] == (0, {})
+    # Forgetting forgets all tiers.
+    assert driver.reset_prefix_cache()
+    assert len(driver.tiers.host) == 0
+    assert ask(driver, prompts[0], whole)[1:] == (0, {})
+
+
+def test_the_output_of_a_request_tells_what_was_fetched():
+    """A request with two answers, of which the first one's prompt is fetched."""
+    prompt, params = tiny.prompts([70], seed=9)[0], SamplingParams(n=2, max_tokens=2, detokenize=False)
+    with tiny.engine(kv_offloading_size=0.01) as engine:
+        driver = tiny.driver_of(engine)
+        driver.rule = Always()
+        for want in ({}, {"host": 64}):
+            handles = engine.submit_all(engine.door.admit(prompt, params))
+            answers = [handle.result() for handle in handles]
+            metrics = [handle.metrics for handle in handles]
+            told = request_output(handles[0].request, None, answers, metrics, None, finished=True)
+            assert told.metrics.num_fetched_tokens == want
+            assert told.num_cached_tokens == sum(want.values())
+            for each in tiny.prompts([100] * 6, seed=10):
+                engine.submit(each, ONE_TOKEN).result()
+
+
+def test_new_weights_find_nothing_of_old_ones():
+    driver, prompt = tiered(), tiny.prompts([70])[0]
+    other = {name: array[::-1].copy() for name, array in tiny.weights().items() if "embed" in name}
+    ask(driver, prompt)
+    assert len(driver.tiers.host) == 8
+    driver.update_weights(driver.read_names(list(other.items())))
+    assert ask(driver, prompt)[1:] == (0, {})
+    assert len(driver.tiers.host) == 8, "the old ones are gone"
+    driver.sleep(1)
+    driver.wake_up(["weights", "kv_cache"])
+    assert ask(driver, prompt)[1:] == (64, {"host": 64})
+
+
+class Slow(Kept):
+    """Store whose reads wait for a signal, or fail."""
+
+    seconds = 0.0
+    fails = False
+
+    def get(self, key):
+        time.sleep(self.seconds)
+        if self.fails:
+            raise OSError("the store is gone")
+        return super().get(key)
+
+
+def test_a_store_that_is_slow_or_fails_costs_hits_alone(cold):
+    store = Slow()
+    driver = tiered(4, kv_offloading_backend=store)
+    first, *others = tiny.prompts([70, *[100] * 5], seed=5)
+    ask(driver, first, SCORED)
+    for other in others:
+        ask(driver, other)
+    for store.seconds, store.fails in ((0.2, False), (0.0, True)):
+        driver.rule.seconds_to_wait = 0.05
+        began = time.monotonic()
+        answer, num_hits, fetched = ask(driver, first, SCORED)
+        assert time.monotonic() - began < 2
+        assert tokens(answer) == cold(first)
+        assert "below" not in fetched or store.seconds
+        assert num_hits < 64
+        for other in others:
+            ask(driver, other)
+        time.sleep(0.3)
+    # A request that is given up while it waits leaves nothing behind, and those of its prompt wait with it.
+    store.seconds, store.fails = 5.0, False
+    params = SamplingParams(n=2, max_tokens=2)
+    requests = tiny.numbered(driver.door.admit(first, params))
+    driver.rule.seconds_to_wait = 60.0
+    for request in requests:
+        driver.add(request)
+    assert driver.has_arrivals
+    assert not driver.queue
+    gone = driver.abort([requests[0].request_id])
+    assert [delta.request_id for delta in gone] == [requests[0].request_id]
+    driver.abort([requests[1].request_id])
+    assert not driver.has_work
+
+
+def test_a_directory_is_found_after_a_restart_and_by_another_engine(cold, tmp_path):
+    options = {"kv_offloading_backend": f"disk:{tmp_path / 'kept'}"}
+    driver, prompts = tiered(4, **options), tiny.prompts([70, 90], seed=7)
+    for prompt in prompts:
+        ask(driver, prompt)
+    other = tiered(**options)
+    driver.close_tiers()
+    ended = tiered(**options)
+    for again in (other, ended):
+        again.tiers.below.flush()
+        for prompt in prompts:
+            answer, num_hits, fetched = ask(again, prompt, SCORED)
+            assert tokens(answer) == cold(prompt)
+            assert fetched == {"disk": num_hits} != {"disk": 0}
+        counts = again.stats.tiers["disk"]
+        assert (counts.num_hits, counts.read_bytes) == (8 + 11, 19 * BLOCK_BYTES)
+    # Forgetting forgets the files of this model, for all.
+    assert other.reset_prefix_cache()
+    other.tiers.below.flush()
+    assert ask(other, prompts[0])[1:] == (0, {})
+    for each in (other, ended):
+        each.close_tiers()

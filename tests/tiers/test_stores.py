@@ -1,0 +1,121 @@
+"""Keys and stores of blocks beside their oracle."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from jaxpaged.checks import InputError
+from jaxpaged.config import EngineConfig
+from jaxpaged.contracts.block_stores import BlockStore, StoredBlock, named
+from jaxpaged.tiers import keys
+from jaxpaged.tiers.host import HostStore
+from jaxpaged.tiers.rule import Rule
+from reference import tiers as oracle
+from tests.outsiders.block_store import Kept
+
+SPACES = b"a" * 32, b"b" * 32
+
+
+def block(value, num_bytes=1):
+    """Make a block of so many bytes, all of one value."""
+    return StoredBlock((True,), {"k": np.full((1, num_bytes), value, np.uint8)})
+
+
+def key_of(number):
+    [key] = keys.chain_keys(SPACES[number % 2], None, b"", np.array([number], np.int32), 1)
+    return key
+
+
+def history(store, capacity, num_steps=400, num_keys=9, seed=0, settle=lambda: None, size_of=None):
+    """Run one history of random operations on a store and on the oracle, and compare what they give."""
+    rng, plain = np.random.default_rng(seed), oracle.Store(capacity)
+    for step in range(num_steps):
+        number, its = int(rng.integers(num_keys)), rng.random()
+        key, name = key_of(number), (number % 2, None, None, (number,))
+        if its < 0.4:
+            num_bytes, value = int(rng.integers(1, 4)), step % 256
+            new = block(value, num_bytes)
+            store.put(key, new)
+            plain.put(name, size_of(key, new) if size_of else num_bytes, (value, num_bytes))
+        elif its < 0.7:
+            assert store.contains(key) == plain.contains(name)
+        elif its < 0.98:
+            found = store.get(key)
+            mine = None if found is None else (int(found.arrays["k"][0, 0]), found.num_bytes)
+            assert mine == plain.get(name)
+        else:
+            store.clear(SPACES[number % 2])
+            plain.entries = [entry for entry in plain.entries if entry[0][0] != number % 2]
+        settle()
+    return plain
+
+
+def test_host_memory_is_in_lock_step_with_its_oracle():
+    store = HostStore(11)
+    plain = history(store, 11)
+    assert len(store) == len(plain.entries) > 2
+    assert store.num_bytes == sum(entry[1] for entry in plain.entries)
+
+
+def test_keys_are_equal_only_where_the_oracles_are():
+    tokens = [list(range(12)), [*range(11), 77], [5, *range(1, 12)], list(range(11))]
+    adapters = b"", keys.adapter_digest({"q": (np.ones(2), np.ones(3))}), keys.adapter_digest({})
+    mine, plain = [], []
+    for space, salt, adapter, its in itertools.product(SPACES, (None, "", "a", "None"), adapters, tokens):
+        mine += keys.chain_keys(space, salt, adapter, np.array(its, np.int32), 4)
+        plain += oracle.keys(space, salt, adapter, its, 4)
+    assert len(mine) == len(plain)
+    number = {key: i for i, key in enumerate(dict.fromkeys(plain))}
+    mine_number = {key: i for i, key in enumerate(dict.fromkeys(mine))}
+    assert [mine_number[key] for key in mine] == [number[key] for key in plain]
+    assert len({key.digest for key in mine}) == len(number)
+    other = keys.adapter_digest({"q": (np.ones(3), np.ones(2))})
+    assert len({*adapters, other}) == 4
+
+
+@pytest.mark.parametrize("compute", [None, 0.5, 2.0])
+def test_the_rule_is_that_of_its_oracle(compute):
+    rule = Rule()
+    assert rule.pays(compute, 10, 10)  # nothing is known
+    rule.upload.note(10, 0.5)
+    rule.below.note(20, 1.0)
+    assert rule.seconds(10, 10) == pytest.approx(1.0)
+    tries = next(i for i in range(100) if rule.pays(compute, 10, 10))
+    assert (tries == 0) == oracle.pays(1.0, compute)
+    assert tries < 10  # a tier that was slow is tried again
+
+
+def test_stores_from_outside_are_checked():
+    assert isinstance(named("tests.outsiders.block_store:Kept"), BlockStore)
+    assert isinstance(named(Kept()), Kept)
+
+    class Old(Kept):
+        contract = 0
+
+    def broken():
+        raise OSError("no\nway")
+
+    for asked, message in (
+        ("tests.outsiders.block_store:Lost", "kv_offloading_backend='tests.*Lost' must be a store of blocks"),
+        (Old, "kv_offloading_backend=.*Old'> cannot be used: it declares contract = 0"),
+        (dict, "kv_offloading_backend=<class 'dict'> must be a store of blocks, or a function without arg"),
+        (7, "kv_offloading_backend=7 must be a store of blocks"),
+        (broken, "kv_offloading_backend=<function .* cannot be made: no way"),
+    ):
+        with pytest.raises(InputError, match=message):
+            named(asked)
+    for options, message in (
+        ({"kv_offloading_size": 0}, "kv_offloading_size=0 must be None or a number > 0"),
+        (
+            {"kv_offloading_size": 1, "enable_prefix_caching": False},
+            "kv_offloading_size=1.0 must be None with",
+        ),
+        (
+            {"kv_offloading_size": 1, "data_parallel_size": 2},
+            "kv_offloading_size=1.0 must be None with sever",
+        ),
+        ({"kv_offloading_backend": "tape"}, "kv_offloading_backend='tape' must be host, disk:DIR, or 'pack"),
+    ):
+        with pytest.raises(InputError, match=message):
+            EngineConfig(**options)
