@@ -9,7 +9,7 @@ blocks of a finished request: so the loop finds them. What fails is a miss.
 
 import dataclasses
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 
 import jax
 import numpy as np
@@ -24,7 +24,7 @@ from jaxpaged.engine.residence import KV_CACHE, MEMORY
 from jaxpaged.handover import exchange
 from jaxpaged.tiers import keys, tiers
 from jaxpaged.tiers.rule import Rule
-from jaxpaged.tiers.tiers import HOST, Promotion, TierCounts, Tiers
+from jaxpaged.tiers.tiers import HOST, Promotion, Tiers
 
 IDLE_SECONDS = 0.002  # of a turn in which there is nothing to do but to wait for blocks
 
@@ -57,6 +57,7 @@ class Offloading(Passing):
             self._space = keys.space_of(self.block_format)
             its = self.config.kv_offloading_backend, self.config.kv_offloading_disk_size
             self.tiers = tiers.opened(size, *its)
+            self.stats = dataclasses.replace(self.stats, tiers=self.tiers.counts)
             self._compile_copies()
 
     def _compile_copies(self) -> None:
@@ -76,11 +77,6 @@ class Offloading(Passing):
         if self.tiers is not None:
             its, self.tiers = self.tiers, None
             its.close()
-
-    @property
-    def tier_counts(self) -> Mapping[str, TierCounts]:
-        """Counts of each tier by its name; empty without tiers."""
-        return {} if self.tiers is None else self.tiers.counts
 
     @property
     def has_arrivals(self) -> bool:
@@ -103,8 +99,7 @@ class Offloading(Passing):
         if request.index or not self._may_hit(request):
             return False
         wanted = self._keys(request, spare=1)
-        counts = self.tiers.counts
-        for its in counts.values():
+        for its in self.tiers.counts.values():
             its.num_queries += len(wanted)
         num_found = self.tiers.found(wanted)
         below = self.tiers.below_only(wanted[:num_found])

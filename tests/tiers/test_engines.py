@@ -5,6 +5,7 @@ import time
 import numpy as np
 import pytest
 
+from jaxpaged.api.outputs import request_output
 from jaxpaged.handover import exchange
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.tiers.rule import Rule
@@ -126,6 +127,23 @@ def test_answers_have_the_bits_of_cold_ones_and_what_is_apart_stays_apart(cold):
     assert ask(driver, prompts[0], whole)[1:] == (0, {})
 
 
+def test_the_output_of_a_request_tells_what_was_fetched():
+    """A request with two answers, of which the first one's prompt is fetched."""
+    prompt, params = tiny.prompts([70], seed=9)[0], SamplingParams(n=2, max_tokens=2, detokenize=False)
+    with tiny.engine(kv_offloading_size=0.01) as engine:
+        driver = tiny.driver_of(engine)
+        driver.rule = Always()
+        for want in ({}, {"host": 64}):
+            handles = engine.submit_all(engine.door.admit(prompt, params))
+            answers = [handle.result() for handle in handles]
+            metrics = [handle.metrics for handle in handles]
+            told = request_output(handles[0].request, None, answers, metrics, None, finished=True)
+            assert told.metrics.num_fetched_tokens == want
+            assert told.num_cached_tokens == sum(want.values())
+            for each in tiny.prompts([100] * 6, seed=10):
+                engine.submit(each, ONE_TOKEN).result()
+
+
 def test_new_weights_find_nothing_of_old_ones():
     driver, prompt = tiered(), tiny.prompts([70])[0]
     other = {name: array[::-1].copy() for name, array in tiny.weights().items() if "embed" in name}
@@ -199,7 +217,7 @@ def test_a_directory_is_found_after_a_restart_and_by_another_engine(cold, tmp_pa
             answer, num_hits, fetched = ask(again, prompt, SCORED)
             assert tokens(answer) == cold(prompt)
             assert fetched == {"disk": num_hits} != {"disk": 0}
-        counts = again.tier_counts["disk"]
+        counts = again.stats.tiers["disk"]
         assert (counts.num_hits, counts.read_bytes) == (8 + 11, 19 * BLOCK_BYTES)
     # Forgetting forgets the files of this model, for all.
     assert other.reset_prefix_cache()
