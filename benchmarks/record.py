@@ -165,6 +165,12 @@ def cpu_model() -> str:
     return platform.processor()
 
 
+def resident_bytes(process: int | str = "self") -> int:
+    """Return the memory that a process has now: of Linux only. `process`: its id, or "self"."""
+    status = Path(f"/proc/{process}/status").read_text(encoding="ascii")
+    return 1024 * int(status.split("VmRSS:")[1].split()[0])
+
+
 def _output(*command: str) -> str:
     """Return what a command prints; "" if it cannot be run or fails."""
     try:

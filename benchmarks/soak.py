@@ -163,7 +163,7 @@ async def resting(http: httpx.AsyncClient, pid: int) -> dict[str, float]:
     return {
         "held": float(found["kv_cache_usage_perc"]),
         "threads": int(re.findall(r"Threads:\s+(\d+)", status)[0]),
-        "bytes": 1024 * int(re.findall(r"VmRSS:\s+(\d+)", status)[0]),
+        "bytes": record.resident_bytes(pid),
         "files": len(list(Path(f"/proc/{pid}/fd").iterdir())),
     }
 

@@ -14,6 +14,7 @@ from typing import Any
 from absl import app, flags
 
 from benchmarks.record import Results, start
+from benchmarks.workloads import schema_of_object
 from jaxpaged import LLM, SamplingParams, StructuredOutputsParams
 
 ROWS = flags.DEFINE_integer("rows", 32, "requests at a time")
@@ -30,9 +31,7 @@ def schema(number: int) -> dict[str, Any]:
         {"type": "integer", "minimum": 0, "maximum": 10**9},
         {"enum": [f"choice {number} {i}" for i in range(6)]},
     ]
-    names = [f"field{number}_{i}" for i in range(3)]
-    properties = {name: kinds[(i + number) % 3] for i, name in enumerate(names)}
-    return {"type": "object", "properties": properties, "required": names, "additionalProperties": False}
+    return schema_of_object(number, kinds)
 
 
 def asked(constraint: dict[str, Any] | None, tokens: int) -> SamplingParams:

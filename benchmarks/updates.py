@@ -17,19 +17,13 @@ import jax
 from absl import app, flags
 from safetensors.numpy import load_file
 
-from benchmarks.record import Results, start
+from benchmarks.record import Results, resident_bytes, start
 from jaxpaged import LLM
 
 MODEL = flags.DEFINE_string("model", None, "directory of Hugging Face's form", required=True)
 ROUNDS = flags.DEFINE_integer("rounds", 5, "updates of each way")
 DTYPES = flags.DEFINE_list("dtypes", ["float32", "bfloat16"], "number formats of the engine's weights")
 OUT = flags.DEFINE_string("out", None, "file to append result lines to")
-
-
-def resident_bytes() -> int:
-    """Return the memory of this process: Linux only."""
-    status = Path("/proc/self/status").read_text()
-    return 1024 * int(status.split("VmRSS:")[1].split()[0])
 
 
 def measured(update: Callable[[Any], object], weights: Any) -> tuple[float, int]:

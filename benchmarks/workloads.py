@@ -8,7 +8,7 @@ Prompts are random token ids, not text. Speed does not depend on what they say, 
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NotRequired, TypedDict
 
 import numpy as np
@@ -41,9 +41,7 @@ def single(seed: int = 0) -> Workload:
 
 def batch16(seed: int = 0) -> Workload:
     """Return sixteen prompts of 48 to 64 tokens, 64 new ones each, all at once."""
-    rng = np.random.default_rng(seed)
-    requests = [_request(rng, _between(rng, 48, 64), 64) for _ in range(16)]
-    return {"name": "batch16", "requests": requests, "max_num_seqs": 16}
+    return _short("batch16", 16, seed)
 
 
 def ragged32(seed: int = 0) -> Workload:
@@ -82,9 +80,7 @@ def short2000(seed: int = 0) -> Workload:
 
 def chats32(seed: int = 0) -> Workload:
     """Return thirty-two prompts of 48 to 64 tokens, 64 new ones each, all at once."""
-    rng = np.random.default_rng(seed)
-    requests = [_request(rng, _between(rng, 48, 64), 64) for _ in range(32)]
-    return {"name": "chats32", "requests": requests, "max_num_seqs": 32}
+    return _short("chats32", 32, seed)
 
 
 def schemas32(seed: int = 0) -> Workload:
@@ -97,21 +93,20 @@ def schemas32(seed: int = 0) -> Workload:
 
 def _schema(number: int) -> dict[str, Any]:
     """Return a schema that no other number has: names, a choice, integers and flags, in a list."""
-    fields: list[dict[str, Any]] = [
+    kinds: list[dict[str, Any]] = [
         {"type": "string", "maxLength": 16},
         {"type": "integer", "minimum": 0, "maximum": 10**9},
         {"enum": [f"choice {number} {i}" for i in range(6)]},
         {"type": ["boolean", "null"]},
     ]
-    names = [f"field{number}_{i}" for i in range(4)]
-    properties = {name: fields[(i + number) % 4] for i, name in enumerate(names)}
-    item = {
-        "type": "object",
-        "properties": properties,
-        "required": names,
-        "additionalProperties": False,
-    }
-    return {"type": "array", "items": item, "minItems": 1}
+    return {"type": "array", "items": schema_of_object(number, kinds), "minItems": 1}
+
+
+def schema_of_object(number: int, kinds: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the schema of an object with a field of each kind; no other number has its names."""
+    names = [f"field{number}_{i}" for i in range(len(kinds))]
+    properties = {name: kinds[(i + number) % len(kinds)] for i, name in enumerate(names)}
+    return {"type": "object", "properties": properties, "required": names, "additionalProperties": False}
 
 
 WORKLOADS: dict[str, Callable[..., Workload]] = {
@@ -128,6 +123,13 @@ WORKLOADS: dict[str, Callable[..., Workload]] = {
         schemas32,
     )
 }
+
+
+def _short(name: str, count: int, seed: int) -> Workload:
+    """Return so many prompts of 48 to 64 tokens, 64 new ones each, all at once."""
+    rng = np.random.default_rng(seed)
+    requests = [_request(rng, _between(rng, 48, 64), 64) for _ in range(count)]
+    return {"name": name, "requests": requests, "max_num_seqs": count}
 
 
 def _request(

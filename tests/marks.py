@@ -7,8 +7,12 @@ import pytest
 
 
 def slow_and_nightly(values: Iterable[Any], slow: Iterable[Any]) -> list[Any]:
-    """Return all values as parameters: `slow` are of `make test-all`, others of `make test-nightly`."""
+    """Return all values as parameters: `slow` are of `make test-all`, others of `make test-nightly`.
+
+    A tuple is one value of each of several parameters.
+    """
     chosen, every = list(slow), list(values)
     assert all(value in every for value in chosen), f"{chosen} must be of {every}"
     marks = {True: pytest.mark.slow, False: pytest.mark.nightly}
-    return [pytest.param(value, marks=marks[value in chosen]) for value in every]
+    parameters = {value: value if isinstance(value, tuple) else (value,) for value in every}
+    return [pytest.param(*its, marks=marks[value in chosen]) for value, its in parameters.items()]

@@ -181,6 +181,7 @@ def _of_all(metrics: Sequence[RequestMetrics]) -> RequestMetrics:
         first_token_time=min(first, default=None),
         finished_time=None if None in ends else max(end for end in ends if end is not None),
         first_scheduled_time=min(begun, default=None),
+        num_fetched_tokens=metrics[0].num_fetched_tokens,
     )
 
 

@@ -38,11 +38,14 @@ def run(args: argparse.Namespace) -> None:
     from jaxpaged.models.quantised import codes as quantised
     from pallas_kernels import native
     from pallas_kernels.compilation_cache import compilation_cache_dir
+    from pallas_kernels.gpu import targets
 
     gpu_flags.set_defaults(config)
     lines = [(name, metadata.version(name)) for name in ("jax", "jaxlib", "flax", "numpy", "transformers")]
     lines = [("jaxpaged", jaxpaged.__version__), ("python", platform.python_version()), *lines]
     lines += [("device", f"{d.device_kind} ({d.platform} {d.id})") for d in jax.devices()]
+    if target := targets.target_of(jax.devices()[0]):
+        lines.append(("target", str(target)))
     folder = compilation_cache_dir()
     programs = ("programs", f"kept in {folder}" if folder else "not kept")
     try:

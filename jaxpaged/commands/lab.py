@@ -16,6 +16,7 @@ from jaxpaged.lab.combination import UNBOUNDED, Combination, default_cache_token
 if TYPE_CHECKING:
     from jaxpaged.lab.decoders import Decoder
     from jaxpaged.lab.serving.replay import Served
+    from jaxpaged.lab.serving.roofline import Roofline
     from jaxpaged.lab.sweep import Result
     from jaxpaged.lab.traces import Trace
 
@@ -56,6 +57,12 @@ def add_lab(commands: Commands) -> None:
         type=_names,
         metavar="TOKENS,...",
         help=f"cache sizes, or {UNBOUNDED} (default: 16384, each next four times as large, and {UNBOUNDED})",
+    )
+    lab.add_argument(
+        "--tiers",
+        metavar="device=TOKENS,host=TOKENS,disk=TOKENS",
+        help="send the trace through one device's cache and the tiers below it, and tell what each gives; "
+        f"a size may be {UNBOUNDED}",
     )
     lab.add_argument(
         "--warmup",
@@ -154,6 +161,9 @@ def run(args: argparse.Namespace) -> None:
     trace = traces.read(args.trace)
     if args.requests is not None:
         trace = trace.first(args.requests)
+    if args.tiers is not None:
+        _print_tiers(args, trace, peak, decoder)
+        return
     block_sizes = [_size("block_size", text, 1) for text in args.block_size or [str(trace.block_size)]]
     combinations = [
         Combination(policy, block_size, tokens, one_table)
@@ -206,6 +216,34 @@ def run(args: argparse.Namespace) -> None:
         written = report.write(args.out, trace, results, of_gpu if caches else None, command)
         if not args.json:
             print(f"report: {written}")
+
+
+def _print_tiers(args: argparse.Namespace, trace: "Trace", peak: "Roofline", decoder: "Decoder") -> None:
+    """Replay the trace through tiers, and print what each gives. Raises `InputError`."""
+    from jaxpaged.lab import tiers
+
+    sizes = tiers.sizes_of(args.tiers)
+    check(
+        "policies", ",".join(args.policies), "one policy, of the device, with tiers", len(args.policies) == 1
+    )
+    texts = args.block_size or [str(trace.block_size)]
+    check("block_size", ",".join(texts), "one size with tiers", len(texts) == 1)
+    its = {"policy": args.policies[0], "block_size": _size("block_size", texts[0], 1), "warmup": args.warmup}
+    found = tiers.replay(trace, sizes, peak=peak, decoder=decoder, **its)
+    if args.json:
+        print(json.dumps(found.line()))
+        return
+    print(f"{'tier':<8} {'tokens':>14} {'hit tokens':>14} {'hit rate':>9} {'read, GB':>10}")
+    for name, size in found.tokens.items():
+        hits, read = found.hit_tokens[name], found.read_bytes.get(name, 0)
+        size_text = UNBOUNDED if size is None else f"{size:,}"
+        print(f"{name:<8} {size_text:>14} {hits:>14,} {hits / found.input_tokens:>9.4f} {read / 1e9:>10.1f}")
+    line = found.line()
+    mean, alone = line["modelled_ttft_s"]["mean"], line["modelled_ttft_uncached_s"]["mean"]
+    print(f"hit rate {line['hit_rate']:.4f}; copied from the device: {found.stored_bytes / 1e9:.1f} GB")
+    print(
+        f"time to the first token, modelled, nobody waits: {mean:.3f} s in the mean, {alone:.3f} s uncached"
+    )
 
 
 def _write_table(path: str, results: "list[Result]") -> None:

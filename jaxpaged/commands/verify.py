@@ -61,17 +61,21 @@ def _add_kernel(kinds: Commands) -> None:
         metavar="FEATURE,...",
         help="features that it does not support, such as alibi,sinks",
     )
+    _add_shrink_seconds(kernel)
     kernel.add_argument(
+        "--save", default=".", metavar="DIR", help="folder for a failing case's arrays (default .)"
+    )
+    kernel.add_argument("--quiet", action="store_true", help="print the final report only")
+
+
+def _add_shrink_seconds(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
         "--shrink-seconds",
         type=float,
         default=60.0,
         metavar="S",
         help="time limit for shrinking a failure (default 60); 0: no shrinking",
     )
-    kernel.add_argument(
-        "--save", default=".", metavar="DIR", help="folder for a failing case's arrays (default .)"
-    )
-    kernel.add_argument("--quiet", action="store_true", help="print the final report only")
 
 
 def verify_kernel(args: argparse.Namespace) -> int:
@@ -126,13 +130,7 @@ def _add_allocator(kinds: Commands) -> None:
         "--block-size", type=int, nargs="+", default=[1, 4], metavar="N", help="block sizes (default 1, 4)"
     )
     allocator.add_argument("--seed", type=int, default=0, help="seed of the histories (default 0)")
-    allocator.add_argument(
-        "--shrink-seconds",
-        type=float,
-        default=60.0,
-        metavar="S",
-        help="time limit for shrinking a failure (default 60); 0: no shrinking",
-    )
+    _add_shrink_seconds(allocator)
     allocator.add_argument(
         "--save", default=".", metavar="DIR", help="folder for a failing history (default .)"
     )

@@ -61,7 +61,6 @@ class Run:
     report: Report
     stays: np.ndarray  # `HostRows.stays` when it was dispatched
     began: float  # when it was dispatched, by `time.perf_counter`
-    weight_version: int  # of the weights that it computes with
 
 
 class Driver(Offloading):
@@ -168,7 +167,7 @@ class Driver(Offloading):
         dispatched = None
         if self.rows.has_any:
             began, stays = time.perf_counter(), self.rows.stays
-            dispatched = Run(self._run(max_steps), stays, began, self.weight_version)
+            dispatched = Run(self._run(max_steps), stays, began)
         deltas += [] if self._unread is None else self._read(self._unread)
         self._unread = dispatched if self.rows.has_any else None
         return deltas
@@ -178,7 +177,6 @@ class Driver(Offloading):
         if self.has_work:
             return False
         self._forget_prefixes()
-        self._replicas.forget()
         self.forget_tiers()
         return True
 
@@ -189,6 +187,7 @@ class Driver(Offloading):
     @CALLS.shared
     def _forget_prefixes(self) -> None:
         self._state = loop.reset_prefix_cache(self._state, mesh=self._mesh)
+        self._replicas.forget()
 
     def snapshot(self) -> Snapshot:
         """Copy the state of this engine to the host, and change nothing. Waits for the run under way.
@@ -388,7 +387,8 @@ class Driver(Offloading):
         prompts = None
         if self.rows.wants_prompt_scores:
             prompts = self._replicas.merged_prompts(jax.device_get(run.report.prompt_scores))
-        deltas, self.first_run = self.rows.read(report, prompts, run.stays, run.weight_version)
+        # The version rises when no run is under way, so it is that of the weights that computed this one.
+        deltas, self.first_run = self.rows.read(report, prompts, run.stays, self.weight_version)
         self._note(report, run.began)
         return self.keep(deltas)
 

@@ -9,7 +9,7 @@ blocks of a finished request: so the loop finds them. What fails is a miss.
 
 import dataclasses
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 
 import jax
 import numpy as np
@@ -22,9 +22,9 @@ from jaxpaged.engine.passing import Passing
 from jaxpaged.engine.request import Delta, Request
 from jaxpaged.engine.residence import KV_CACHE, MEMORY
 from jaxpaged.handover import exchange
-from jaxpaged.tiers import keys, tiers
+from jaxpaged.tiers import groups, keys, tiers
 from jaxpaged.tiers.rule import Rule
-from jaxpaged.tiers.tiers import HOST, Promotion, TierCounts, Tiers
+from jaxpaged.tiers.tiers import HOST, Promotion, Tiers
 
 IDLE_SECONDS = 0.002  # of a turn in which there is nothing to do but to wait for blocks
 
@@ -57,6 +57,7 @@ class Offloading(Passing):
             self._space = keys.space_of(self.block_format)
             its = self.config.kv_offloading_backend, self.config.kv_offloading_disk_size
             self.tiers = tiers.opened(size, *its)
+            self.stats = dataclasses.replace(self.stats, tiers=self.tiers.counts)
             self._compile_copies()
 
     def _compile_copies(self) -> None:
@@ -76,11 +77,6 @@ class Offloading(Passing):
         if self.tiers is not None:
             its, self.tiers = self.tiers, None
             its.close()
-
-    @property
-    def tier_counts(self) -> Mapping[str, TierCounts]:
-        """Counts of each tier by its name; empty without tiers."""
-        return {} if self.tiers is None else self.tiers.counts
 
     @property
     def has_arrivals(self) -> bool:
@@ -103,8 +99,7 @@ class Offloading(Passing):
         if request.index or not self._may_hit(request):
             return False
         wanted = self._keys(request, spare=1)
-        counts = self.tiers.counts
-        for its in counts.values():
+        for its in self.tiers.counts.values():
             its.num_queries += len(wanted)
         num_found = self.tiers.found(wanted)
         below = self.tiers.below_only(wanted[:num_found])
@@ -162,7 +157,8 @@ class Offloading(Passing):
             if block is None:
                 break
             found.append(block)
-        end = self._served([block.present for block in found], num_here)
+        present, specs = [block.present for block in found], self.step_config.grouping.specs
+        end = groups.served(present, specs, num_here, self.config.block_size)
         found = found[: end - num_here]
         num_bytes = sum(block.num_bytes for block in found)
         if not found or len(found) > self._num_spare_blocks:
@@ -197,7 +193,7 @@ class Offloading(Passing):
         token_ids = request.prompt_token_ids[: len(wanted) * size].reshape(-1, size)
         present = np.zeros((num_groups, len(wanted)), bool)
         present[:, :num_here] = chain.present[:, :num_here]
-        read = self._read_from(len(wanted))
+        read = groups.blocks_read(self.step_config.grouping.specs, len(wanted), size)
         for i, block in enumerate(found, start=num_here):
             present[:, i] = block.present
             present[1:, i] &= read[1:, i]
@@ -307,29 +303,6 @@ class Offloading(Passing):
         tiles = cdiv(num_blocks * self.config.block_size, PREFILL_TILE)
         per_pass = self.pace.seconds_per_pass
         return None if per_pass is None else cdiv(tiles, self.step_config.tiles_per_pass) * per_pass
-
-    def _read_from(self, num_blocks: int) -> np.ndarray:
-        """Return which blocks of each group are read behind so many, bool [num_groups, num_blocks]."""
-        size, index = self.config.block_size, np.arange(num_blocks)
-        position = np.int32(num_blocks * size)
-        return np.stack(
-            [
-                (index >= int(spec.first_read(position)) // size) | (index < spec.first_blocks(size))
-                for spec in self.step_config.grouping.specs
-            ]
-        )
-
-    def _served(self, present: Sequence[tuple[bool, ...]], first: int) -> int:
-        """Return how many blocks all groups can go on from: `first` that are here, and some of these.
-
-        `reference.tiers.served` is the oracle.
-        """
-        for end in range(first + len(present), first, -1):
-            read = self._read_from(end)[:, first:]
-            read[0] = True
-            if np.all(~read | np.array(present[: end - first]).T):
-                return end
-        return first
 
 
 def _of_group(block: StoredBlock, group: int) -> dict[str, np.ndarray]:

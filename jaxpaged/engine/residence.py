@@ -41,7 +41,6 @@ class Residence:
     _read: Callable[[Any], list[Delta]]
     _load_model: Callable[[LoadAs], Decoder]
     _names: Names | None
-    _replicas: Any
     _forget_prefixes: Callable[[], None]
     forget_tiers: Callable[[], None]
 
@@ -60,7 +59,6 @@ class Residence:
         if self.rows.has_any or KV_CACHE not in self.resident:
             return False
         self._forget_prefixes()
-        self._replicas.forget()
         self.forget_tiers()
         return True
 
@@ -80,7 +78,6 @@ class Residence:
                 rows.append(row)
         self.recall(rows)
         self._forget_prefixes()
-        self._replicas.forget()
         return deltas
 
     def require(self, *what: str) -> None:
@@ -164,7 +161,7 @@ class Residence:
                 self._asleep = weights if keeps else jax.device_put(weights, jax.memory.Space.Host)
             self.params = updates.with_weights(self.params, jax.tree.map(_shape, weights))
             gone.add(WEIGHTS)
-        elif level == 2 and self._asleep is not None:
+        elif level == 2:
             self._asleep = None
         self.resident -= gone
 

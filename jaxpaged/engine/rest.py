@@ -8,7 +8,7 @@ from flax import nnx
 from jaxpaged.checks import InputError, check, checked_bool, checked_choice, checked_int, shown
 from jaxpaged.engine.driver import Driver
 from jaxpaged.engine.request import Delta
-from jaxpaged.engine.residence import MEMORY
+from jaxpaged.engine.residence import MEMORY, WEIGHTS
 from jaxpaged.engine.updates import without_adapters
 from jaxpaged.models.changes import named
 from jaxpaged.models.names import num_weights
@@ -117,5 +117,5 @@ class Rest:
 
 
 def _weights(driver: Driver) -> nnx.State:
-    driver.require("weights")
+    driver.require(WEIGHTS)
     return without_adapters(driver.params)

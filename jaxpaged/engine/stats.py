@@ -7,6 +7,7 @@ import numpy as np
 
 from jaxpaged.step.report import Report
 from jaxpaged.step.state import Counter, Phase
+from jaxpaged.tiers.tiers import TierCounts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +30,8 @@ class Stats:
     num_blocks: int = 0  # of the pool, the null block left out
     num_free_blocks: int = 0
     num_cached_blocks: int = 0  # free ones whose content can still be found
+    # Counts of the tiers below the device, by their names; they go on.
+    tiers: Mapping[str, TierCounts] = dataclasses.field(default_factory=dict)
 
     def after(self, report: Report, done: Mapping[Counter, int], num_waiting: int) -> "Stats":
         """Return the statistics after a run: its report, its own counts, and the requests that wait."""

@@ -17,10 +17,9 @@ from jaxpaged.models.host_arrays import placed
 from jaxpaged.models.layers import AdapterParam
 from jaxpaged.models.names import Names
 from jaxpaged.models.quantised.codes import QuantisedWeight
-from jaxpaged.models.quantised.on_load import OnLoad
-from jaxpaged.parallel.mesh import joined_by_shard
+from jaxpaged.models.quantised.on_load import on_load
+from jaxpaged.parallel.mesh import joined_by_shard, shards_here
 
-ON_LOAD = ("int8", "int4", "fp8")
 HOW = "load the model unquantised, or with quantization='int8', 'int4' or 'fp8', to update it"
 
 
@@ -39,7 +38,7 @@ def with_weights(params: nnx.State, weights: nnx.State) -> nnx.State:
 def check_updatable(setup: Setup, params: nnx.State) -> None:
     """Raise `InputError` for a model whose weights are quantised as its file has them."""
     kept = any(isinstance(its.get_value(), QuantisedWeight) for _, its in nnx.to_flat_state(params))
-    if kept and setup.config.quantization not in ON_LOAD:
+    if kept and on_load(setup.config.quantization) is None:
         raise InputError(f"weights that are quantised in the model's file must stay as they are: {HOW}")
 
 
@@ -50,7 +49,7 @@ def updated(setup: Setup, names: Names, given: Mapping[str, Any], params: nnx.St
     weights that are not there: then all must be given. Raises `InputError` if pieces of a quantised weight
     are missing.
     """
-    quantisation = OnLoad(setup.config.quantization) if setup.config.quantization in ON_LOAD else None
+    quantisation = on_load(setup.config.quantization)
 
     def changes(number: int) -> dict[Any, Any]:
         weights = ChangedWeights(setup.whole, names, given, setup.load_as(number), quantisation)
@@ -59,7 +58,7 @@ def updated(setup: Setup, names: Names, given: Mapping[str, Any], params: nnx.St
         return {path: value for path, value in values if isinstance(value, Change | StackChange)}
 
     mesh = setup.mesh
-    numbers = [0] if mesh is None else _shards_here(setup)
+    numbers = [0] if mesh is None else shards_here(mesh)
     each = [changes(number) for number in numbers]
     made = []
     for path, variable in nnx.to_flat_state(params):
@@ -77,12 +76,6 @@ def _on_device(new: Any, old: Any) -> Any:
     if new is None:
         return None
     return jax.tree.map(lambda array, like: jax.device_put(array, like.sharding), new, old)
-
-
-def _shards_here(setup: Setup) -> list[int]:
-    assert setup.mesh is not None
-    firsts = setup.mesh.devices[0]
-    return [i for i, device in enumerate(firsts) if device.process_index == jax.process_index()]
 
 
 def _on_mesh(setup: Setup, numbers: list[int], changes: list[Any], old: Any) -> Any:

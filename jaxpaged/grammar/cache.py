@@ -58,7 +58,7 @@ class GrammarCache:
                 raise GrammarError("structured outputs cannot be compiled: the engine was closed")
             if (found := self._under_way.get(key)) is None:
                 found = self._under_way[key] = self._thread.submit(self._make, key)
-        found.add_done_callback(lambda _: self._under_way.pop(key, None))
+                found.add_done_callback(lambda _: self._under_way.pop(key, None))
         return found
 
     def close(self) -> None:

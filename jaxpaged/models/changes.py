@@ -19,10 +19,8 @@ from jaxpaged.models.load_as import LoadAs
 from jaxpaged.models.names import (
     Names,
     Shape,
+    every_weight,
     in_expert,
-    in_layer,
-    layers_with,
-    once,
     stored_pieces,
     stored_shapes,
 )
@@ -50,7 +48,7 @@ class Given(Mapping[str, Any]):
             if name is None and _is_head(said, config, names):
                 head = said, as_array(said, value)
                 continue
-            if name is None and _is_spare(said, names):
+            if name is None and names.is_spare(said):
                 continue
             if name is None:
                 raise InputError(f"weight {said!r} is none that the model has")
@@ -182,21 +180,9 @@ type Roles = dict[str, tuple[Shape, list[str]]]  # by name, the shape, and the n
 def _wanted(config: ModelConfig, names: Names) -> tuple[dict[str, Shape], Roles]:
     """Return the shapes of all tensors by Hugging Face's names, and all weights by their roles' names."""
     roles: Roles = {}
-
-    def add(role: str, shape: Shape, **numbers: int) -> None:
+    for role, shape, numbers in every_weight(config):
         pieces = [name for name, _ in stored_pieces(config, names, role, shape, **numbers)]
         roles[role_name(role, **numbers)] = shape, pieces
-
-    for role, shape in once(config).items():
-        add(role, shape)
-    for role, shape in in_layer(config).items():
-        for layer in layers_with(config, role):
-            add(role, shape, layer=layer)
-    num_experts = config.experts.num_experts if config.experts else 0
-    for role, shape in in_expert(config).items():
-        for layer in layers_with(config, role):
-            for expert in range(num_experts):
-                add(role, shape, layer=layer, expert=expert)
     return dict(stored_shapes(config, names)), roles
 
 
@@ -210,11 +196,6 @@ def _is_head(said: str, config: ModelConfig, names: Names) -> bool:
     """Return whether a name is that of a head which is the embedding's table."""
     [head] = names.pieces("lm_head.weight") if config.tie_word_embeddings else [""]
     return bool(head) and names.name_of(said) in (head, names.prefix + head)
-
-
-def _is_spare(said: str, names: Names) -> bool:
-    """Return whether files may have a tensor of this name that is no weight of the decoder."""
-    return said.endswith(("rotary_emb.inv_freq", *names.spare)) or said.startswith(names.ignored)
 
 
 def as_array(name: str, value: Any) -> Any:

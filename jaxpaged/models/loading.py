@@ -74,11 +74,11 @@ class Checkpoint:
             check("quantization", quantization, rule, quantization is None)
         elif quantization is None:
             return None
-        elif quantization != "gguf":
-            from jaxpaged.models.quantised.on_load import OnLoad
-
-            return OnLoad(quantization)
         else:
+            from jaxpaged.models.quantised.on_load import on_load
+
+            if (made := on_load(quantization)) is not None:
+                return made
             rule = f"None, int8, int4 or fp8 for a model that is no .gguf file: {str(self.path)!r} is none"
             check("quantization", quantization, rule, self.keep_quantised is not None)
         assert self.keep_quantised is not None

@@ -71,6 +71,11 @@ class Names:
                 return ours + name.removeprefix(begin)
         return name
 
+    def is_spare(self, name: str) -> bool:
+        """Return whether files may have a tensor of this name that is no weight of the decoder."""
+        # Old files also hold tables of rotary embeddings.
+        return name.endswith(("rotary_emb.inv_freq", *self.spare)) or name.startswith(self.ignored)
+
     def pieces(self, role: str) -> tuple[str, ...]:
         """Return the templates of the names of one role's tensors, with its ending."""
         names = self.table.get(role)
@@ -227,24 +232,31 @@ def num_weights(config: ModelConfig) -> int:
     return its_own + total(in_layer(config)) + total(in_expert(config), num_experts)
 
 
+def every_weight(config: ModelConfig) -> Iterator[tuple[str, Shape, dict[str, int]]]:
+    """Yield role and shape of every weight of a decoder, with the numbers of its layer and expert, if any."""
+    for role, shape in once(config).items():
+        yield role, shape, {}
+    of_layer, of_expert = in_layer(config), in_expert(config)
+    num_experts = config.experts.num_experts if config.experts else 0
+    for layer in range(config.num_layers):
+        for role, shape in of_layer.items():
+            if layer in layers_with(config, role):
+                yield role, shape, {"layer": layer}
+        for role, shape in of_expert.items():
+            if layer in layers_with(config, role):
+                for expert in range(num_experts):
+                    yield role, shape, {"layer": layer, "expert": expert}
+
+
 def stored_shapes(config: ModelConfig, names: Names) -> Iterator[tuple[str, Shape]]:
     """Name and shape of every tensor that a file of this model has."""
-    for role, shape in once(config).items():
-        yield from stored_pieces(config, names, role, shape)
-    for layer in range(config.num_layers):
-        for role, shape in in_layer(config).items():
-            if layer in layers_with(config, role):
-                yield from stored_pieces(config, names, role, shape, layer=layer)
-        for role, shape in in_expert(config).items():
-            if layer not in layers_with(config, role):
-                continue
-            num_experts = config.experts.num_experts if config.experts else 0
-            if "{expert}" not in names.pieces(role)[0]:
-                for name, its in stored_pieces(config, names, role, shape, layer=layer):
-                    yield name, (num_experts, *its)
-                continue
-            for expert in range(num_experts):
-                yield from stored_pieces(config, names, role, shape, layer=layer, expert=expert)
+    num_experts = config.experts.num_experts if config.experts else 0
+    for role, shape, numbers in every_weight(config):
+        if "expert" not in numbers or "{expert}" in names.pieces(role)[0]:
+            yield from stored_pieces(config, names, role, shape, **numbers)
+        elif numbers["expert"] == 0:  # one tensor has all experts of a layer
+            for name, its in stored_pieces(config, names, role, shape, **numbers):
+                yield name, (num_experts, *its)
 
 
 def stored_pieces(

@@ -282,11 +282,10 @@ def check_names(config: ModelConfig, names: Names, found: Iterable[str]) -> None
     for name in wanted:
         if name not in found:
             raise InputError(f"the weights lack {name!r}, which the model config asks for")
-    # Old files also hold tables. Some files repeat a tied head.
+    # Some files repeat a tied head.
     head = f"{names.table['lm_head']}.weight" if config.tie_word_embeddings else None
     for name in sorted(found - wanted.keys()):
-        is_spare = name.endswith(("rotary_emb.inv_freq", *names.spare)) or name.startswith(names.ignored)
-        if name != head and not is_spare:
+        if name != head and not names.is_spare(name):
             raise InputError(
                 f"weight {name!r} is none that the model config asks for: the model is another one"
             )

@@ -84,6 +84,12 @@ def placed(mesh: Mesh, specs: Any, tree: Any) -> Any:
     return jax.tree.map(of, specs, tree)
 
 
+def shards_here(mesh: Mesh) -> list[int]:
+    """Return the numbers of the shards that this process has, in order."""
+    firsts = mesh.devices[0]  # of replica 0
+    return [i for i, device in enumerate(firsts) if device.process_index == jax.process_index()]
+
+
 def assembled[Model: nnx.Module](mesh: Mesh, load: Callable[[int], Model]) -> Model:
     """Return the model whose arrays are sharded, loading one shard after the other.
 
@@ -92,7 +98,6 @@ def assembled[Model: nnx.Module](mesh: Mesh, load: Callable[[int], Model]) -> Mo
     other processes load theirs.
     """
     devices = mesh.devices  # [replicas, shards]
-    here = [i for i, device in enumerate(devices[0]) if device.process_index == jax.process_index()]
 
     def loaded(number: int) -> tuple[nnx.GraphDef, list[nnx.State]]:
         """Load one shard and put its arrays on its device in every replica."""
@@ -100,7 +105,7 @@ def assembled[Model: nnx.Module](mesh: Mesh, load: Callable[[int], Model]) -> Mo
             graphdef, state = nnx.split(load(number))
         return graphdef, [jax.device_put(state, device) for device in devices[:, number]]
 
-    shards = [loaded(number) for number in here]
+    shards = [loaded(number) for number in shards_here(mesh)]
     states = [states[replica] for replica in range(devices.shape[0]) for _, states in shards]
     return nnx.merge(shards[0][0], jax.tree.map(lambda *parts: joined_by_shard(mesh, parts), *states))
 

@@ -94,16 +94,16 @@ class ChatPrompts:
         if tool_choice == "auto" and not tools:
             raise InputError("tool_choice must be left out unless tools are given")
         has_calls = bool(tools) and tool_choice != "none"
-        if has_calls and self.parser is None:
+        parser = self.parser if has_calls else None
+        if has_calls and parser is None:
             raise InputError("tools: it is not known how the model writes calls; give --tool-call-parser")
         # Without room for automata, strict tools are as others are.
-        has_room = has_calls and self._llm.engine.config.structured_outputs_mib > 0
         strict = None
-        if has_room and self.parser is not None:
-            its = TOOL_PARSERS[self.parser]
+        if parser is not None and self._llm.engine.config.structured_outputs_mib > 0:
+            its = TOOL_PARSERS[parser]
             strict = strict_calls(its, tools or (), self._llm.tokenizer, parallel=parallel is not False)
         return Form(
-            calls=self.parser if has_calls else None,
+            calls=parser,
             reasoning=self.reasoning_parser,
             tools=tools or () if has_calls else (),
             parallel=parallel is not False,

@@ -26,6 +26,7 @@ from prometheus_client.registry import Collector
 from jaxpaged.api.outputs import CompletionOutput, RequestOutput
 from jaxpaged.engine.engine import Engine
 from jaxpaged.sampling_params import SamplingParams
+from jaxpaged.serve.tier_metrics import tier_families
 
 LABELS = ("model_name", "engine")
 TTFT_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
@@ -265,6 +266,7 @@ class _EngineCollector(Collector):
             ("spec_decode_num_accepted_tokens", "Drafts that were right.", stats.num_accepted_tokens),
         )[: None if config.speculative_config else 3]:
             yield self._of(CounterMetricFamily, name, help_, value)
+        yield from tier_families(stats.tiers, size.block_size, self._labels)
 
     def _of(
         self,

@@ -137,6 +137,9 @@ class Watch:
             "prompt_tokens_per_s": (stats.num_prompt_tokens - before.num_prompt_tokens) / seconds,
             "hit_tokens": stats.num_hit_tokens,
             "lookup_tokens": stats.num_lookup_tokens,
+            "fetched_tokens": {
+                name: its.num_hits * engine.config.block_size for name, its in stats.tiers.items()
+            },
             "block_size": engine.config.block_size,
             "latency": service.metrics.recent(),
         } | ({} if occupancy is None else occupancy_fields(occupancy))

@@ -29,10 +29,10 @@ def constraint_of(
     """
     asked = structured_outputs("structured_outputs", body.structured_outputs)
     by_format = _of_format(response_format)
-    if asked is not None and (by_format is not None or (form is not None and form.constraint is not None)):
+    by_calls, strict = (form.constraint, form.strict) if form is not None else (None, None)
+    if asked is not None and (by_format is not None or by_calls is not None):
         raise InputError("structured_outputs must be left out beside response_format and tool_choice")
-    found = asked or (form.constraint if form is not None else None) or by_format
-    found = found or (form.strict if form is not None else None)
+    found = asked or by_calls or by_format or strict
     if found is None or form is None or form.reasoning is None or found.after_token_id is not None:
         return found
     mark = REASONING_PARSERS[form.reasoning].end_mark
@@ -107,7 +107,8 @@ def strict_calls(
     marks = parser.call_marks
     if marks is None or not any(_is_strict(tool) for tool in tools):
         return None
-    if not vocabulary_of(tokenizer).special.isdisjoint(tokenizer.encode(marks.trigger)):
+    trigger = tokenizer.encode(marks.trigger, add_special_tokens=False)
+    if not vocabulary_of(tokenizer).special.isdisjoint(trigger):
         return None
     calls = [
         {

@@ -124,12 +124,13 @@ class Tiers:
     def _serve(self) -> None:
         while (job := self._jobs.get()) is not None:
             try:
-                self._read(job)
+                self.read(job)
             except Exception:  # a store of somebody's: a failed fetch is a miss
                 logging.exception("blocks cannot be read from %s", self.below_name)
             job.done.set()
 
-    def _read(self, job: Promotion) -> None:
+    def read(self, job: Promotion) -> None:
+        """Read blocks into host memory, in the thread that asks, until the job is over."""
         counts = self.counts[self.below_name]
         for key in reversed(job.keys):
             if job.is_over or self.below is None:

@@ -7,4 +7,5 @@ has what both share, `dense_product.py` and `quantised_product.py` have the prod
 Primitives that depend on the generation of GPU lie apart, so that another generation has one place each to
 change: `common.py` (layouts of shared memory and registers, widening, stores, waits), `int4_cache.py` (tiles
 of 4 bits a number), `arrival_counter.py` (which program finishes last), `tuning.py` (tile sizes and depths).
+`targets.py` lists the generations, and which of them have kernels.
 """

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import native
+from pallas_kernels.gpu import targets
 from pallas_kernels.gpu.prompt.program import TILE_LENS
 from pallas_kernels.support import Batch, Options, refuse_unserved
 
@@ -17,10 +18,9 @@ ProductImplementation = Literal["mosaic_gpu", "native", "xla"]
 
 @functools.cache
 def default_implementation() -> Implementation:
-    """Return "mosaic_gpu" if the default device is a Hopper GPU, else "xla": what None stands for."""
-    device = jax.devices()[0]
-    is_hopper = device.platform == "gpu" and getattr(device, "compute_capability", "") == "9.0"
-    return "mosaic_gpu" if is_hopper else "xla"
+    """Return what None stands for: "mosaic_gpu" if kernels serve the default device's target, else "xla"."""
+    target = targets.target_of(jax.devices()[0])
+    return "mosaic_gpu" if target is not None and target.is_served else "xla"
 
 
 def default_tiled_implementation(dtype: jnp.dtype, tile_len: int) -> TiledImplementation:

@@ -9,6 +9,7 @@
 import itertools
 import json
 import sys
+from decimal import Decimal
 from pathlib import Path
 
 from jaxpaged.grammar.deterministic import matches
@@ -44,8 +45,12 @@ def texts(value) -> list[str]:
             return [f"{{{', '.join(its)}}}" for order in orders for its in itertools.product(*order)]
         case list():
             return [f"[{', '.join(its)}]" for its in itertools.product(*map(texts, value))]
-        case float() if value.is_integer() and abs(value) < 1e15:
-            return [json.dumps(value), str(int(value))]
+        case float():
+            return [
+                json.dumps(value),
+                f"{Decimal(repr(value)):f}",
+                *([str(int(value))] if value.is_integer() else []),
+            ]
     return [json.dumps(value, ensure_ascii=False)]
 
 

@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+from concurrent.futures import Future
 
 import numpy as np
 import pytest
@@ -76,10 +77,13 @@ def test_what_takes_too_long_or_too_much_is_stopped_and_others_are_compiled(cach
         caches(memory_bytes=160 << 20, max_states=10**6).get(Constraint(regex=BOMB)).result()
 
 
-def test_one_that_is_under_way_is_compiled_once_and_a_closed_cache_says_so(caches):
+def test_one_that_is_under_way_is_compiled_once_and_a_closed_cache_says_so(caches, monkeypatch):
     cache = caches()
+    called_back, add = [], Future.add_done_callback
+    monkeypatch.setattr(Future, "add_done_callback", lambda *its: called_back.append(add(*its)))
     first, second = (cache.get(Constraint(regex="a{9}")) for _ in range(2))
     assert first.result() is second.result()
+    assert len(called_back) == 1  # a second one could forget what was asked for after this
     process = cache._worker._process
     cache.close()
     assert process.poll() is not None

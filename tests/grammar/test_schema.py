@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from jaxpaged.grammar.compile import compile_constraint, nodes_of
-from jaxpaged.grammar.nodes import GrammarError, Limits
+from jaxpaged.grammar.nodes import GrammarError, Limits, NotRegularError
 from jaxpaged.grammar.regex import parse_regex
 from jaxpaged.grammar.schema import Style, schema_node
-from tests.grammar import official, schema_cases
+from tests.grammar import official, random_schemas, schema_cases
 from tests.grammar.languages import VOCABULARY, accepts, automaton, compare, language, write
 
 Validator = jsonschema.Draft202012Validator
@@ -189,6 +189,48 @@ def test_official_cases_of_all_other_schemas():
         for case in cases:
             if case["deep"]:
                 assert_official(case)
+
+
+def followed(seed):
+    """Return a random schema of combinations, and its machine; None if it is not followed."""
+    schema = official.opened(random_schemas.combined(np.random.default_rng(seed)))
+    try:
+        return schema, *official.machine(schema)
+    except NotRegularError:
+        return None
+    except GrammarError as problem:
+        if "cannot be met" not in str(problem):
+            raise
+        return schema, None, False
+
+
+def assert_agrees(seeds) -> int:
+    """Check that values may be written exactly if they are valid; return the schemas that were followed."""
+    made = [found for seed in seeds if (found := followed(seed)) is not None]
+    for schema, machine, _ in made:
+        valid = [value for value in random_schemas.VALUES if Validator(schema).is_valid(value)]
+        written = [value for value in random_schemas.VALUES if official.is_accepted(machine, value)]
+        assert valid == written, schema
+    return len(made)
+
+
+def test_values_are_written_exactly_if_they_are_valid():
+    assert assert_agrees(range(60)) > 30
+
+
+@pytest.mark.slow
+def test_values_of_many_random_schemas_are_written_exactly_if_they_are_valid():
+    assert assert_agrees(range(60, 700)) > 300
+
+
+@pytest.mark.slow
+def test_answers_of_random_combinations_are_valid():
+    """Answers are validated by jsonschema, which reads numbers as doubles."""
+    rng = np.random.default_rng(4)
+    schemas = [found[0] for seed in range(150) if (found := followed(seed)) and found[1] and not found[2]]
+    ended = [assert_answers_are_valid(schema, rng, 3) for schema in schemas]
+    assert len(schemas) > 40
+    assert np.mean(np.array(ended) > 0) > 0.9
 
 
 def test_the_table_of_chapters_is_that_of_the_cases():

@@ -2,9 +2,11 @@
 
 import os
 
+import jax.numpy as jnp
 import pytest
 
 from benchmarks import compile_report, cuda_compiler
+from pallas_kernels.gpu import tuning
 from pallas_kernels.gpu.decode.attention import partial_bytes
 from pallas_kernels.gpu.prompt.attention import partial_bytes as prompt_partial_bytes
 from tests.once import once
@@ -31,6 +33,7 @@ LEAN = {
         "decode 32/8/128 bs16 bfloat16 bfloat16 alibi window soft_cap sinks",
         "decode 32/8/128 bs16 bfloat16 bfloat16 block_sparse",
         "v1 32/8/128 bs16 bfloat16 bfloat16",
+        "tiles 32/8/128 bs16 bfloat16 bfloat16 8 tokens a tile",
         "tiles 32/8/128 bs16 bfloat16 bfloat16 16 tokens a tile",
         "tiles 32/8/128 bs16 bfloat16 bfloat16 32 tokens a tile",
         "tiles 32/8/80 bs16 bfloat16 bfloat16 32 tokens a tile",
@@ -56,7 +59,7 @@ LEAN = {
         "product 256 rows bfloat16 576 x 1536",
     )
 }  # fmt: skip
-assert len(LEAN) == 36
+assert len(LEAN) == 37
 WANTED = {str(p) for p in compile_report.programs()} if os.environ.get("JAXPAGED_EXHAUSTIVE") else LEAN
 
 
@@ -103,6 +106,22 @@ def test_two_programs_share_a_multiprocessor(reports: list[compile_report.Report
     alone = {r.program for r in reports if r.ctas_per_core < 2 and not r.program.startswith("tiles ")}
     alone -= {r.program for r in reports if " rows bfloat16 " in r.program and rows_of(r) > 64}
     assert all("/256 " in program or "64 rows Q5_1" in program for program in alone), alone
+
+
+def test_no_more_programs_are_started_than_a_multiprocessor_has_room_for(
+    reports: list[compile_report.Report],
+) -> None:
+    """Else their number would make a second wave, in which most of the GPU has nothing to do."""
+    programs = {str(p): p for p in compile_report.attention_programs()}
+    found = [r for r in reports if r.kernel == "paged_attention_kernel"]
+    for r in found:
+        p = programs[r.program]
+        dtype = {"int8_per_token": "int8", "int4_grouped": "uint8"}.get(p.kv_layout, p.cache_dtype or p.dtype)
+        queries = p.num_q_heads // p.num_kv_heads * p.tile_len
+        is_scaled = p.kv_layout == "int8_per_token"
+        config = tuning.default_config(p.head_dim, jnp.dtype(dtype), queries, is_scaled=is_scaled)
+        assert config.ctas_per_core <= r.ctas_per_core, r
+    assert {r.ctas_per_core for r in found} == {1, 2}
 
 
 def rows_of(product: compile_report.Report) -> int:

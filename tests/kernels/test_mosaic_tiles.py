@@ -7,6 +7,7 @@ which the interpreter cannot do: of that only the compiler's word is known, all 
 
 import functools
 from types import FrameType
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from pallas_kernels import ops
 from pallas_kernels.gpu.decode import attention as mosaic
 from pallas_kernels.gpu.partitioning import Partitioning
 from pallas_kernels.gpu.prompt import attention as prompt_attention
+from pallas_kernels.gpu.prompt import softmax
 from pallas_kernels.ops.checks import check_attention
 from pallas_kernels.support import Arrays
 from tests.kernels.checks import assert_close
@@ -77,6 +79,23 @@ def test_a_tile_has_the_same_bits_in_any_company() -> None:
     together = launch(c)
     for tile in range(len(c.starts)):
         np.testing.assert_array_equal(launch(c, slice(tile, tile + 1))[0], together[tile])
+
+
+def test_the_tile_with_the_most_keys_starts_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter runs programs in the order in which a GPU starts them."""
+    rows: list[int] = []
+    load = softmax.load_queries
+
+    def recording_load(p: Any, q: Any, *rest: Any) -> None:
+        jax.debug.callback(lambda row: rows.append(int(row)), q.transforms[-1].indices[0], ordered=True)
+        load(p, q, *rest)
+
+    monkeypatch.setattr(softmax, "load_queries", recording_load)
+    c = TileCase("prompt", (0, 32, 64), (32, 64, 96), num_q_heads=1)
+    got = launch(c)
+    jax.effects_barrier()
+    assert rows == [2, 1, 0]
+    assert_close(c, got)
 
 
 def test_few_queries_take_the_decode_kernel() -> None:

@@ -3,6 +3,7 @@
 # ruff: noqa: E501  one refusal per line reads best
 
 import re
+import types
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from benchmarks import cards
 from pallas_kernels import ops, support
-from pallas_kernels.gpu import ptxas
+from pallas_kernels.gpu import ptxas, targets
+from pallas_kernels.gpu.decode.attention import default_partitioning
 from pallas_kernels.ops import choice
 from pallas_kernels.support import BlockSparse
 
@@ -195,7 +198,42 @@ def test_the_default_on_a_machine_without_a_hopper_gpu_is_xla() -> None:
     assert choice.default_implementation() == "xla"
 
 
+@pytest.mark.parametrize(
+    ("capability", "wanted", "words"),
+    [
+        ("9.0", "mosaic_gpu", "sm_90a: tiles by tma, products by wgmma, 227 KiB a program; Mosaic kernels"),
+        (
+            "8.9",
+            "xla",
+            "sm_89: tiles by cp.async, products by mma.sync, 99 KiB a program; no kernels of ours",
+        ),
+        ("12.0", "xla", "sm_120a: tiles by tma, products by mma.sync, 99 KiB a program; no kernels of ours"),
+        ("7.5", "xla", None),
+    ],
+)
+def test_a_gpus_target_decides_the_default(
+    capability: str, wanted: str, words: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = types.SimpleNamespace(platform="gpu", compute_capability=capability)
+    target = targets.target_of(device)
+    assert str(target).startswith(words) if words else target is None
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+    assert choice.default_implementation.__wrapped__() == wanted
+
+
 def test_the_pages_have_the_tables() -> None:
     docs = Path(__file__).parents[2] / "docs"
     assert support.markdown_table() in (docs / "gpu.md").read_text()
     assert support.layouts_table() in (docs / "concepts" / "layouts.md").read_text()
+    assert cards.table() in (docs / "gpu.md").read_text()
+
+
+def test_a_modelled_step_takes_longer_than_its_floor() -> None:
+    """The partitions of the model are the kernel's own."""
+    for card in targets.CARDS:
+        for shape in cards.SHAPES:
+            assert 1 < shape.modelled_s(card) / shape.floor_s(card) < 1.4
+    assert cards.Decode(1, 1126).partition_tokens() == [512, 512, 102]
+    lengths = jnp.array([32768], jnp.int32)
+    size = default_partitioning(8, 8).sizes(jnp.zeros_like(lengths), lengths, 32768)
+    assert cards.Decode(1, 32768).partition_tokens() == [int(size[0])] * (32768 // int(size[0]))

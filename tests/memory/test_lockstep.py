@@ -30,9 +30,8 @@ LONG = [("lifo", 1), ("naive", 16), ("lru", 16), ("lru_split", 4), *SLOW]
 assert {policy for policy, _ in LONG} == POLICIES.keys()
 
 
-@pytest.mark.parametrize("policy_and_block_size", [*QUICK, *slow_and_nightly(LONG, SLOW)])
-def test_policy_equals_its_oracle(policy_and_block_size: tuple[str, int]) -> None:
-    policy, block_size = policy_and_block_size
+@pytest.mark.parametrize(("policy", "block_size"), [*QUICK, *slow_and_nightly(LONG, SLOW)])
+def test_policy_equals_its_oracle(policy: str, block_size: int) -> None:
     run(policy, block_size, max_examples=6, steps=36)
     for verb, times in jitted(policy, block_size).num_traces.items():
         assert times == 1, f"{verb} was compiled {times} times"

@@ -165,6 +165,17 @@ def test_calls_of_strict_tools_follow_their_schemas(served):
         assert strict_calls(TOOL_PARSERS[parser], tools, served.llm.tokenizer, parallel=True) is None
 
 
+def test_strict_tools_are_strict_beside_a_token_that_begins_every_text(served, monkeypatch):
+    tokenizer = served.llm.tokenizer
+
+    def encode(text, add_special_tokens=True):
+        return [tokenizer.all_special_ids[0]] * add_special_tokens + former(text, add_special_tokens=False)
+
+    former = tokenizer.encode
+    monkeypatch.setattr(tokenizer, "encode", encode)
+    assert strict_calls(TOOL_PARSERS["hermes"], STRICT, tokenizer, parallel=True) is not None
+
+
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
 def test_strict_tools_are_asked_for_by_the_server(served, monkeypatch, path):
     seen = []

@@ -1,11 +1,14 @@
 """Engines with tiers: the answers of engines without, and hits in lock-step with the oracle."""
 
+import functools
 import time
 
 import numpy as np
 import pytest
 
+from jaxpaged.api.outputs import request_output
 from jaxpaged.handover import exchange
+from jaxpaged.models.config import LayerKind
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.tiers.rule import Rule
 from reference.tiers import Store, TieredCache
@@ -57,6 +60,10 @@ def ask(driver, prompt, params=ONE_TOKEN, **options):
 
 def tokens(answer):
     return [token for ids, _ in answer for token in ids]
+
+
+def whole(answer):
+    return tokens(answer), [score for _, scores in answer for score in scores]
 
 
 @pytest.fixture(scope="module")
@@ -124,6 +131,23 @@ def test_answers_have_the_bits_of_cold_ones_and_what_is_apart_stays_apart(cold):
     assert driver.reset_prefix_cache()
     assert len(driver.tiers.host) == 0
     assert ask(driver, prompts[0], whole)[1:] == (0, {})
+
+
+def test_the_output_of_a_request_tells_what_was_fetched():
+    """A request with two answers, of which the first one's prompt is fetched."""
+    prompt, params = tiny.prompts([70], seed=9)[0], SamplingParams(n=2, max_tokens=2, detokenize=False)
+    with tiny.engine(kv_offloading_size=0.01) as engine:
+        driver = tiny.driver_of(engine)
+        driver.rule = Always()
+        for want in ({}, {"host": 64}):
+            handles = engine.submit_all(engine.door.admit(prompt, params))
+            answers = [handle.result() for handle in handles]
+            metrics = [handle.metrics for handle in handles]
+            told = request_output(handles[0].request, None, answers, metrics, None, finished=True)
+            assert told.metrics.num_fetched_tokens == want
+            assert told.num_cached_tokens == sum(want.values())
+            for each in tiny.prompts([100] * 6, seed=10):
+                engine.submit(each, ONE_TOKEN).result()
 
 
 def test_new_weights_find_nothing_of_old_ones():
@@ -199,7 +223,7 @@ def test_a_directory_is_found_after_a_restart_and_by_another_engine(cold, tmp_pa
             answer, num_hits, fetched = ask(again, prompt, SCORED)
             assert tokens(answer) == cold(prompt)
             assert fetched == {"disk": num_hits} != {"disk": 0}
-        counts = again.tier_counts["disk"]
+        counts = again.stats.tiers["disk"]
         assert (counts.num_hits, counts.read_bytes) == (8 + 11, 19 * BLOCK_BYTES)
     # Forgetting forgets the files of this model, for all.
     assert other.reset_prefix_cache()
@@ -207,3 +231,22 @@ def test_a_directory_is_found_after_a_restart_and_by_another_engine(cold, tmp_pa
     assert ask(other, prompts[0])[1:] == (0, {})
     for each in (other, ended):
         each.close_tiers()
+
+
+@pytest.mark.slow
+def test_groups_of_layers_are_fetched_as_they_were_computed():
+    """Layers that read all beside a window: each group brings what the next token reads."""
+    config = tiny.mixed(LayerKind(), LayerKind(sliding_window=11))
+    load = functools.partial(tiny.load, config=config)
+    sizes = {"num_blocks": 1 + 4 * 24}
+    driver = tiny.driver(load, config, kv_offloading_size=0.1, **sizes)
+    driver.rule = Always()
+    talks = tiny.prompts([100] * 14, seed=11)
+    first = [ask(driver, talk[:60], SCORED) for talk in talks]
+    again = [ask(driver, talk[:60], SCORED) for talk in talks]
+    longer = [ask(driver, talk, SCORED) for talk in talks]
+    assert [whole(new[0]) for new in again] == [whole(old[0]) for old in first]
+    assert [fetched for *_, fetched in longer[:2]] == [{"host": 56}] * 2
+    plain = tiny.driver(load, config, **sizes)
+    assert [whole(new[0]) for new in longer] == [whole(ask(plain, talk, SCORED)[0]) for talk in talks]
+    tiny.assert_nothing_is_held(driver)

@@ -38,13 +38,22 @@ ROLES = {f"{role}.weight" for role in (*PRODUCTS, *EXPERTS, *TABLES)}
 _ROWS = 1024  # rows quantised at a time
 
 
+# By the name in `EngineConfig.quantization`, the format of products; None for e4m3.
+_KINDS = {"int8": "Q8_0", "int4": "Q4_0", "fp8": None}
+
+
+def on_load(name: str | None) -> "OnLoad | None":
+    """Return the quantisation of this name that any model can be loaded with; None if there is none."""
+    return OnLoad(name) if name in _KINDS else None
+
+
 class OnLoad(Quantisation):
     """Every product's weights in Q8_0 ("int8") or Q4_0 ("int4"); of the latter, too, embedding and head in
     Q8_0. "fp8": all in e4m3, with a scale for each output.
     """
 
     def __init__(self, name: str) -> None:
-        self._kind = {"int8": "Q8_0", "int4": "Q4_0", "fp8": None}[name]
+        self._kind = _KINDS[name]
 
     def segments(
         self, role: str, shape: tuple[int, ...], stored: Iterable[Stored], cut: ShardSlice | None = None

@@ -38,7 +38,7 @@ from pallas_kernels.support import Arrays, Options, first_seen
 
 MERGED_AT_A_TIME = 4  # partitions whose loads are in flight together; fewer if that makes more than
 MERGED_NUMBERS = 4096  # numbers: 32 registers a thread
-MIN_PARTITION = 256  # tokens
+MIN_PARTITION = 512  # tokens
 MAX_PARTITIONS = 64
 MAX_QUERY_LEN = 16  # new tokens of a row
 MAX_COLUMNS = 64  # queries that share a kv head: heads of its group x new tokens

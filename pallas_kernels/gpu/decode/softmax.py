@@ -122,11 +122,11 @@ def _await_tile(p: Problem, scratch: Scratch, slot: jax.Array) -> tuple[Any, Any
     k, k_scales, v_scales = scratch.k16, None, None
     if p.scale_copies:
         k_scales, v_scales = (scales.at[slot] for scales in scratch.ring.scales)
-    if p.widens_in_registers:
+    common.widen(scratch.ring.v.at[slot], scratch.v16, v_scales, is_interpreted=p.is_interpreted)
+    if p.widens_in_registers:  # after V, whose widening then has these registers as well
         k = plgpu.layout_cast(common.widened(scratch.ring.k.at[slot], is_interpreted=p.is_interpreted), WGMMA)
     else:
         common.widen(scratch.ring.k.at[slot], scratch.k16, k_scales, is_interpreted=p.is_interpreted)
-    common.widen(scratch.ring.v.at[slot], scratch.v16, v_scales, is_interpreted=p.is_interpreted)
     plgpu.commit_smem()
     plgpu.barrier_arrive(scratch.ring.k_free.at[slot])
     return k, scratch.v16

@@ -49,11 +49,17 @@ def _kernel(
     problem: Problem,
     is_last: Any,
 ) -> None:
-    """Compute one item: a tile of queries for some heads, over all its keys or one partition of them."""
+    """Compute one item: a tile of queries for some heads, over all its keys or one partition of them.
+
+    Items are taken from the last to the first.
+    """
     p = problem
-    item, chunk, kv_head, warpgroup = (
-        lax.axis_index(name) for name in ("item", "chunk", "kv_head", "warpgroup")
+    place, chunk, kv_head, warpgroup = (
+        lax.axis_index(name) for name in ("place", "chunk", "kv_head", "warpgroup")
     )
+    # The last tile of a causal prompt has the most keys. It is first, so that no long program starts last.
+    num_items = out_gmem.shape[0] if work is None else work.num_items[0]
+    item = num_items - 1 - place
 
     def tile() -> jax.Array:
         return item if work is None else work.items[item, 0]
@@ -117,7 +123,7 @@ def _kernel(
     if work is None:
         run()
     else:
-        pl.when(item < work.num_items[0])(run)
+        pl.when(item >= 0)(run)
 
 
 def prompt_attention(
@@ -207,7 +213,7 @@ def _kernel_of(p: Problem, sizes: tuple[int, int], interpret: Any) -> Callable[.
         prompt_attention_kernel,
         out_type=(jax.ShapeDtypeStruct(shape, p.dtype), partials),
         grid=(max_items, p.num_chunks, p.num_kv_heads),
-        grid_names=("item", "chunk", "kv_head"),
+        grid_names=("place", "chunk", "kv_head"),
         num_threads=p.num_threads,
         thread_name="warpgroup",
         scratch_types=[program.scratch_types(p)],

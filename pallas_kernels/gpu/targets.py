@@ -1,0 +1,100 @@
+"""NVIDIA GPUs since Ampere: what each generation has for a kernel, and the cards of arithmetic.
+
+`TARGETS` has one line for each compute capability, `CARDS` one for each card whose floor and model are
+printed by `benchmarks/cards.py`. Whether our kernels are a device's default follows from its target.
+`jaxpaged info` shows it.
+"""
+
+import dataclasses
+from typing import Any, Literal
+
+Fetch = Literal["tma", "cp.async"]  # what brings a tile into shared memory
+Multiply = Literal["wgmma", "mma.sync", "tcgen05"]  # the fastest that multiplies
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """A compute capability; sizes are bytes of shared memory, threads and registers of one multiprocessor.
+
+    Source of the sizes: the CUDA C++ Programming Guide, technical specifications per compute capability.
+    """
+
+    architecture: str  # as ptxas names it
+    capability: str  # as JAX names it
+    fetch: Fetch
+    multiply: Multiply
+    program_bytes: int  # the most that one program has
+    core_bytes: int
+    core_threads: int
+    core_registers: int = 65536  # of 32 bits
+    is_served: bool = False  # whether our kernels run there; if not, XLA does the work
+
+    def __str__(self) -> str:
+        served = "Mosaic kernels" if self.is_served else "no kernels of ours: XLA"
+        return (
+            f"{self.architecture}: tiles by {self.fetch}, products by {self.multiply}, "
+            f"{self.program_bytes // 1024} KiB a program; {served}"
+        )
+
+
+def _target(
+    architecture: str,
+    capability: str,
+    fetch: Fetch,
+    multiply: Multiply,
+    kib: int,
+    threads: int,
+    **served: bool,
+) -> Target:
+    return Target(architecture, capability, fetch, multiply, kib * 1024, (kib + 1) * 1024, threads, **served)
+
+
+TARGETS = {
+    target.capability: target
+    for target in (
+        _target("sm_80", "8.0", "cp.async", "mma.sync", 163, 2048),
+        _target("sm_86", "8.6", "cp.async", "mma.sync", 99, 1536),
+        _target("sm_89", "8.9", "cp.async", "mma.sync", 99, 1536),
+        _target("sm_90a", "9.0", "tma", "wgmma", 227, 2048, is_served=True),
+        _target("sm_100a", "10.0", "tma", "tcgen05", 227, 2048),
+        _target("sm_103a", "10.3", "tma", "tcgen05", 227, 2048),
+        _target("sm_120a", "12.0", "tma", "mma.sync", 99, 1536),
+        _target("sm_121a", "12.1", "tma", "mma.sync", 99, 1536),
+    )
+}
+HOPPER = TARGETS["9.0"]
+
+
+def target_of(device: Any) -> Target | None:
+    """Return the target of a JAX device; None for a CPU, or a GPU that is in no line of the table."""
+    if device.platform != "gpu":
+        return None
+    return TARGETS.get(str(getattr(device, "compute_capability", "")))
+
+
+@dataclasses.dataclass(frozen=True)
+class Card:
+    """A card's published figures; products are dense, of bfloat16 with sums in float32."""
+
+    name: str
+    capability: str
+    num_cores: int  # multiprocessors
+    bandwidth: float  # bytes a second
+    flops: float  # a second
+    source: str
+
+    @property
+    def target(self) -> Target:
+        """The target that the card's programs are compiled for."""
+        return TARGETS[self.capability]
+
+
+CARDS = (
+    Card("A100 80GB SXM", "8.0", 108, 2.039e12, 312e12, "NVIDIA A100 datasheet"),
+    Card("L4", "8.9", 58, 0.300e12, 121e12, "NVIDIA L4 datasheet (half of the sparse figure)"),
+    Card("RTX 4090", "8.9", 128, 1.008e12, 165.2e12, "NVIDIA Ada architecture whitepaper"),
+    Card("H100 SXM", "9.0", 132, 3.35e12, 989e12, "NVIDIA H100 datasheet (half of the sparse figure)"),
+    Card("H200 SXM", "9.0", 132, 4.8e12, 989e12, "NVIDIA H200 datasheet (half of the sparse figure)"),
+    Card("B200", "10.0", 148, 8.0e12, 2250e12, "NVIDIA HGX B200 datasheet (half of the sparse figure)"),
+    Card("RTX 5090", "12.0", 170, 1.792e12, 209.5e12, "NVIDIA RTX Blackwell whitepaper"),
+)
