@@ -21,6 +21,7 @@ from jaxpaged.api.prompts import (
     with_cut,
 )
 from jaxpaged.api.prompts import Prompt as Prompt
+from jaxpaged.api.scoring import scored
 from jaxpaged.checks import InputError, check, checked_int
 from jaxpaged.engine.handle import Handle, Item
 from jaxpaged.engine.request import Delta, Request
@@ -175,6 +176,28 @@ class LLM(LoadedModel):
         return self.generate(
             prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request, priority=priority
         )
+
+    def score(
+        self,
+        data_1: Any,
+        data_2: Any,
+        *,
+        use_tqdm: bool = True,
+        pooling_params: Any = None,
+        lora_request: Loras = None,
+    ) -> Any:
+        """Score pairs of texts by a pooling model (`Pooling.score`), or completions by one that answers.
+
+        The latter are a prompt or several, and a completion for each: texts, or token ids. Returns a
+        `CompletionScore` for each, with the log-probabilities of the completion's tokens: the model's own,
+        with the bits that the sampler tells of the same tokens. Prompt and completion together must be
+        shorter than `max_model_len`. Raises `InputError`.
+        """
+        if self.pooling is not None:
+            return super().score(data_1, data_2, use_tqdm=use_tqdm, pooling_params=pooling_params)
+        check("pooling_params", pooling_params, "None unless runner is 'pooling'", pooling_params is None)
+        generate = functools.partial(self.generate, use_tqdm=use_tqdm, lora_request=lora_request)
+        return scored(data_1, data_2, self.tokenize, generate)
 
     def beam_search(
         self,

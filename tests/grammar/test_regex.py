@@ -8,6 +8,7 @@ import pytest
 from jaxpaged.grammar.nodes import (
     EMPTY,
     Both,
+    Distinct,
     Either,
     GrammarError,
     Limits,
@@ -70,6 +71,7 @@ def test_a_search_finds_its_match_anywhere():
         Then((Both((parse_regex("[ab]*"), parse_regex(".{3,}b"), parse_regex("(a|b|é){0,5}"))), text("0"))),
         Minus(parse_regex("[ab]{0,4}"), parse_regex(".*bb.*|a")),
         Multiples(12),
+        Distinct((text("a"), text("bb"), Either((text("ab"), text("c")))), chars(","), 1, 2),
         Multiples(25, 2, is_whole=False),
         Multiples(3, 0, is_whole=False),
     ],
