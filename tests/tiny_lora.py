@@ -13,6 +13,8 @@ from jaxpaged.config import EngineConfig
 from jaxpaged.engine.driver import Driver
 from jaxpaged.lora import LoRARequest
 from jaxpaged.models import loading
+from jaxpaged.models.families.llama import NAMES
+from jaxpaged.models.weights import by_role
 from reference import lora as reference_lora
 from reference import model as reference_model
 from tests import tiny
@@ -73,8 +75,8 @@ def request(folder: Path, seed: int) -> LoRARequest:
 
 
 @functools.cache
-def merged(seed: int) -> dict[str, np.ndarray]:
-    """Merge the adapter of a seed into the oracle's weights."""
+def merged(seed: int, weights_seed: int = 0) -> dict[str, np.ndarray]:
+    """Merge the adapter of a seed into the oracle's weights, which are of a seed, too."""
     updates: dict[str, list[reference_lora.Update]] = {}
     for name, a in tensors(seed).items():
         if name.endswith("lora_A.weight"):
@@ -83,7 +85,8 @@ def merged(seed: int) -> dict[str, np.ndarray]:
             b = tensors(seed)[name.replace("lora_A", "lora_B")]
             its = updates.setdefault(f"layers.{layer}.{role}.weight", [])
             its.append(reference_lora.Update(first, a, b, ALPHA / RANK))
-    return reference_lora.merged(tiny.reference_weights(), updates)
+    weights = by_role(tiny.CONFIG, NAMES, tiny.weights(seed=weights_seed))
+    return reference_lora.merged(weights, updates)
 
 
 def reference_answer(seed: int | None, prompt: list[int], max_tokens: int) -> list[int]:

@@ -22,7 +22,7 @@ from jaxpaged.engine.passing import Passing
 from jaxpaged.engine.request import Delta, Request
 from jaxpaged.engine.residence import KV_CACHE, MEMORY
 from jaxpaged.handover import exchange
-from jaxpaged.tiers import keys, tiers
+from jaxpaged.tiers import groups, keys, tiers
 from jaxpaged.tiers.rule import Rule
 from jaxpaged.tiers.tiers import HOST, Promotion, Tiers
 
@@ -157,7 +157,8 @@ class Offloading(Passing):
             if block is None:
                 break
             found.append(block)
-        end = self._served([block.present for block in found], num_here)
+        present, specs = [block.present for block in found], self.step_config.grouping.specs
+        end = groups.served(present, specs, num_here, self.config.block_size)
         found = found[: end - num_here]
         num_bytes = sum(block.num_bytes for block in found)
         if not found or len(found) > self._num_spare_blocks:
@@ -192,7 +193,7 @@ class Offloading(Passing):
         token_ids = request.prompt_token_ids[: len(wanted) * size].reshape(-1, size)
         present = np.zeros((num_groups, len(wanted)), bool)
         present[:, :num_here] = chain.present[:, :num_here]
-        read = self._read_from(len(wanted))
+        read = groups.blocks_read(self.step_config.grouping.specs, len(wanted), size)
         for i, block in enumerate(found, start=num_here):
             present[:, i] = block.present
             present[1:, i] &= read[1:, i]
@@ -302,29 +303,6 @@ class Offloading(Passing):
         tiles = cdiv(num_blocks * self.config.block_size, PREFILL_TILE)
         per_pass = self.pace.seconds_per_pass
         return None if per_pass is None else cdiv(tiles, self.step_config.tiles_per_pass) * per_pass
-
-    def _read_from(self, num_blocks: int) -> np.ndarray:
-        """Return which blocks of each group are read behind so many, bool [num_groups, num_blocks]."""
-        size, index = self.config.block_size, np.arange(num_blocks)
-        position = np.int32(num_blocks * size)
-        return np.stack(
-            [
-                (index >= int(spec.first_read(position)) // size) | (index < spec.first_blocks(size))
-                for spec in self.step_config.grouping.specs
-            ]
-        )
-
-    def _served(self, present: Sequence[tuple[bool, ...]], first: int) -> int:
-        """Return how many blocks all groups can go on from: `first` that are here, and some of these.
-
-        `reference.tiers.served` is the oracle.
-        """
-        for end in range(first + len(present), first, -1):
-            read = self._read_from(end)[:, first:]
-            read[0] = True
-            if np.all(~read | np.array(present[: end - first]).T):
-                return end
-        return first
 
 
 def _of_group(block: StoredBlock, group: int) -> dict[str, np.ndarray]:

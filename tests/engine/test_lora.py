@@ -9,10 +9,13 @@ from jaxpaged.checks import InputError
 from jaxpaged.engine.adapters import Adapters
 from jaxpaged.engine.request import Delta
 from jaxpaged.lora import LoRARequest
+from jaxpaged.models.families.llama import NAMES
+from jaxpaged.models.weights import by_role
 from jaxpaged.sampling_params import BeamSearchParams, SamplingParams
 from jaxpaged.step import loop
 from reference import model as reference_model
 from tests import tiny, tiny_lora
+from tests.tiny_lora import merged
 
 SCORED = SamplingParams(max_tokens=8, temperature=0, logprobs=2, ignore_eos=True)
 
@@ -122,6 +125,36 @@ def test_one_that_is_removed_while_in_use_stays_with_its_requests(driver, folder
     ):
         driver.door.admit(prompts[0], SCORED, lora_request=tiny_lora.request(folder, 0))
     driver.door.adapters.remove(1)
+
+
+def test_adapters_stay_over_an_update_of_the_weights(driver, folder):
+    """Requests under way go on with theirs, on new weights; what old weights made is not found again."""
+    prompts = tiny.prompts([30, 9, 20], seed=8)
+    answers(driver, folder, [(0, prompts[0]), (1, prompts[0])])  # so that both adapters are on the device
+    compiled = loop.put_adapter.num_compiled()
+    try:
+        ids = submit(driver, folder, zip((0, None, 1), prompts, strict=True), greedy(20))
+        begun: list[Delta] = []
+        while len({delta.request_id for delta in begun if delta.token_ids}) < 3:
+            begun += driver.turn(max_steps=1)
+        begun += driver.update_weights(driver.read_names(tiny.weights(seed=7).items()))
+        rest = tiny.drain(driver)
+        for request_id, seed, prompt in zip(ids, (0, None, 1), prompts, strict=True):
+            old = [token for its in begun if its.request_id == request_id for token in its.token_ids]
+            assert 0 < len(old) < 20
+            weights = by_role(tiny.CONFIG, NAMES, tiny.weights(seed=7)) if seed is None else merged(seed, 7)
+            new = reference_model.generate(tiny.CONFIG, weights, prompt + old, 20 - len(old))
+            assert rest[request_id].token_ids == new
+        driver.update_weights(driver.read_names(tiny.weights(seed=8).items()))
+        for seed, hits in ((0, 0), (1, 0), (0, 24)):
+            [request_id] = submit(driver, folder, [(seed, prompts[0])], greedy(4))
+            found = tiny.drain(driver)[request_id]
+            want = reference_model.generate(tiny.CONFIG, merged(seed, 8), prompts[0], 4)
+            assert (found.token_ids, found.num_hit_tokens) == (want, hits)
+        assert loop.put_adapter.num_compiled() == compiled
+        tiny.assert_nothing_is_held(driver)
+    finally:
+        driver.update_weights(driver.read_names(tiny.weights().items()))
 
 
 def test_forks_and_beams_have_the_adapter_of_whom_they_come_from(driver, folder):

@@ -1,5 +1,6 @@
 """Engines with tiers: the answers of engines without, and hits in lock-step with the oracle."""
 
+import functools
 import time
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 
 from jaxpaged.api.outputs import request_output
 from jaxpaged.handover import exchange
+from jaxpaged.models.config import LayerKind
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.tiers.rule import Rule
 from reference.tiers import Store, TieredCache
@@ -58,6 +60,10 @@ def ask(driver, prompt, params=ONE_TOKEN, **options):
 
 def tokens(answer):
     return [token for ids, _ in answer for token in ids]
+
+
+def whole(answer):
+    return tokens(answer), [score for _, scores in answer for score in scores]
 
 
 @pytest.fixture(scope="module")
@@ -225,3 +231,22 @@ def test_a_directory_is_found_after_a_restart_and_by_another_engine(cold, tmp_pa
     assert ask(other, prompts[0])[1:] == (0, {})
     for each in (other, ended):
         each.close_tiers()
+
+
+@pytest.mark.slow
+def test_groups_of_layers_are_fetched_as_they_were_computed():
+    """Layers that read all beside a window: each group brings what the next token reads."""
+    config = tiny.mixed(LayerKind(), LayerKind(sliding_window=11))
+    load = functools.partial(tiny.load, config=config)
+    sizes = {"num_blocks": 1 + 4 * 24}
+    driver = tiny.driver(load, config, kv_offloading_size=0.1, **sizes)
+    driver.rule = Always()
+    talks = tiny.prompts([100] * 14, seed=11)
+    first = [ask(driver, talk[:60], SCORED) for talk in talks]
+    again = [ask(driver, talk[:60], SCORED) for talk in talks]
+    longer = [ask(driver, talk, SCORED) for talk in talks]
+    assert [whole(new[0]) for new in again] == [whole(old[0]) for old in first]
+    assert [fetched for *_, fetched in longer[:2]] == [{"host": 56}] * 2
+    plain = tiny.driver(load, config, **sizes)
+    assert [whole(new[0]) for new in longer] == [whole(ask(plain, talk, SCORED)[0]) for talk in talks]
+    tiny.assert_nothing_is_held(driver)

@@ -8,10 +8,13 @@ import pytest
 from jaxpaged.checks import InputError
 from jaxpaged.config import EngineConfig
 from jaxpaged.contracts.block_stores import BlockStore, StoredBlock, named
+from jaxpaged.memory.cache_specs import FULL, SlidingWindow
 from jaxpaged.tiers import keys
+from jaxpaged.tiers.groups import served
 from jaxpaged.tiers.host import HostStore
 from jaxpaged.tiers.rule import Rule
 from reference import tiers as oracle
+from reference.engine_state import Reach
 from tests.outsiders.block_store import Kept
 
 SPACES = b"a" * 32, b"b" * 32
@@ -72,6 +75,20 @@ def test_keys_are_equal_only_where_the_oracles_are():
     assert len({key.digest for key in mine}) == len(number)
     other = keys.adapter_digest({"q": (np.ones(3), np.ones(2))})
     assert len({*adapters, other}) == 4
+
+
+def test_groups_go_on_from_where_the_oracles_do():
+    rng = np.random.default_rng(0)
+    pairs = [(FULL, Reach()), (SlidingWindow(9), Reach(window=9)), (SlidingWindow(40), Reach(window=40))]
+    for _ in range(300):
+        kinds = [pairs[int(i)] for i in rng.integers(0, 3, int(rng.integers(1, 4)))]
+        num_blocks, size = int(rng.integers(1, 9)), int(rng.choice([4, 16]))
+        first = int(rng.integers(num_blocks + 1))
+        present = [(True,) * len(kinds)] * first
+        present += [tuple((rng.random(len(kinds)) < 0.8).tolist()) for _ in range(num_blocks - first)]
+        want = oracle.served(present, [reach for _, reach in kinds], first, size)
+        specs = [spec for spec, _ in kinds]
+        assert served(present[first:], specs, first, size) == want
 
 
 @pytest.mark.parametrize("compute", [None, 0.5, 2.0])
