@@ -34,6 +34,7 @@ from tests.engine import test_layouts as one_device
 from tests.marks import slow_and_nightly
 from tests.models.test_decoder import COVERING, GOLDENS, LLAMAS, assert_equal, logits_of
 from tests.parallel.asks import differing
+from tests.tiers.test_engines import SCORED, ask, tiered, whole
 
 FLOAT32 = jnp.dtype("float32")
 pytestmark = pytest.mark.skipif(len(jax.devices()) < 6, reason="needs the process of test_in_a_process.py")
@@ -244,6 +245,22 @@ def test_adapters_are_shared_out_as_the_weights_are(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.slow
+def test_blocks_come_back_from_host_memory():
+    """A prompt whose blocks the devices have forgotten has the answer of one that was never seen."""
+    driver = tiered(tensor_parallel_size=2, speculative_config={}, **tiny.SWAP)
+    [prompt] = tiny.prompts([60])
+    first, num_hits, fetched = ask(driver, prompt, SCORED)
+    assert (num_hits, fetched) == (0, {})
+    for other in tiny.prompts([90, 90, 90], seed=1):  # more than the devices hold
+        ask(driver, other)
+    again, num_hits, fetched = ask(driver, prompt, SCORED)
+    assert num_hits == 56
+    assert fetched["host"] > 0
+    assert whole(again) == whole(first)
+    tiny.assert_nothing_is_held(driver)
+
+
 @pytest.mark.parametrize("kinds", [(LayerKind(),), (LayerKind(), LayerKind(sliding_window=11))])
 def test_blocks_go_to_as_many_devices(kinds):
     """Blocks go as bytes, and from device to device; nothing is compiled anew. Layers are of these kinds."""

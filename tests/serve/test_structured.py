@@ -195,12 +195,12 @@ def test_strict_tools_are_asked_for_by_the_server(served, monkeypatch, path):
         assert reply.status_code == 200, reply.text
         assert seen[-1].structured_outputs.kind == kind
     wrong = {**tools[0], **({"function": {**STRICT[0]["function"]}} if is_chat else {})}
-    (wrong["function"] if is_chat else wrong)["parameters"] = {"type": "object", "contains": {}}
+    (wrong["function"] if is_chat else wrong)["parameters"] = {"type": "object", "unique": True}
     reply = served.http.post(path, json=body | asked | {"tools": [wrong]})
-    assert (reply.status_code, "contains" in reply.text) == (400, True)
+    assert (reply.status_code, "unique" in reply.text) == (400, True)
 
 
-BAD = {"type": "object", "properties": {"a": {"type": "array", "contains": {}}}, "required": ["a"]}
+BAD = {"type": "object", "properties": {"a": {"type": "array", "unique": True}}, "required": ["a"]}
 
 
 @pytest.mark.parametrize(

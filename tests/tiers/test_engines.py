@@ -39,9 +39,9 @@ class Always(Rule):
         return True
 
 
-def tiered(num_host_blocks=1000, **options):
+def tiered(num_kept=1000, **options):
     """Make a driver with room for so many blocks in host memory."""
-    driver = tiny.driver(kv_offloading_size=num_host_blocks * BLOCK_BYTES / GIB, **options)
+    driver = tiny.driver(kv_offloading_size=num_kept * BLOCK_BYTES / GIB, **options)
     driver.rule = Always()
     return driver
 
