@@ -267,7 +267,7 @@ class _Worker:
             self._changed.notify()
 
     def ask[T](self, question: Callable[[Driver], T]) -> T:
-        """Put a question to the driver between two runs, in its thread, or in the caller's if it has ended."""
+        """Put a question to the driver between two runs, in its thread; once that has ended, in another."""
         self._check_process()
         answer: Future[T] = Future()
 
