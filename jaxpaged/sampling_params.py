@@ -108,19 +108,14 @@ def _is_text(text: str) -> bool:
         return False
 
 
-def _trace(name: str, ids: object) -> tuple[int, ...] | None:
-    if ids is None:
-        return None
-    ok = isinstance(ids, tuple | list) and len(ids) > 0 and all(is_int(token) and token >= 0 for token in ids)
-    check(name, ids, "None or a list of token ids, ints >= 0, not empty", ok)
-    assert isinstance(ids, tuple | list)
-    return tuple(map(int, ids))
-
-
 def _allowed(name: str, ids: object) -> tuple[int, ...] | None:
     allowed = None if ids is None else _token_ids(name, ids)
     check(name, ids, "None or at least one token id", allowed != ())
     return allowed
+
+
+def _trace(name: str, ids: Any) -> tuple[int, ...] | None:
+    return _allowed(name, ids) and tuple(map(int, ids))
 
 
 def _output_kind(name: str, kind: object) -> RequestOutputKind:
