@@ -177,7 +177,7 @@ class HostRows:
         return deltas, first_run
 
     def _deltas(
-        self, report: Any, rows: np.ndarray, num_new: Any, weight_version: int, drafts: np.ndarray | None
+        self, report: Any, rows: np.ndarray, num_new: Any, weight_version: int, drafts: Any
     ) -> list[Delta]:
         """Return the newest `num_new` tokens of these rows, as deltas.
 
