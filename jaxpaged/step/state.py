@@ -67,6 +67,7 @@ class DraftRows:
     most: Int[Array, " rows"]  # drafts that it may make at once
     misses: Int[Array, " rows"]  # times in turn that no draft was right
     wait: Int[Array, " rows"]  # steps until it drafts again
+    counts: Int[Array, "rows 3"]  # its steps with drafts, its drafts, and those that were right
 
 
 @jax.tree_util.register_dataclass
@@ -260,7 +261,7 @@ def empty_rows(
             rank=zeros(),
         ),
         grammars=no_grammars(num_rows) if grammars else None,
-        drafting=DraftRows(zeros() + most_drafts, zeros(), zeros()) if most_drafts else None,
+        drafting=DraftRows(zeros() + most_drafts, zeros(), zeros(), zeros(3)) if most_drafts else None,
         replay_lens=zeros() if replays else None,
     )
 
