@@ -254,6 +254,10 @@ class EngineConfig:
         flag=text('drafts of coming tokens: {"method": "ngram", "num_speculative_tokens": 7} (default: no)'),
         short="-sc",
     )
+    # Whether requests may have `SamplingParams.trace_decode_token_ids`. The loop then looks for them.
+    enable_trace_replay: bool = option(
+        False, checked_bool, flag=yes_or_no("let requests replay given answers")
+    )
     # Adapters kept in host memory. None: all that were used.
     max_cpu_loras: int | None = option(None, flag=count("adapters kept in host memory (default: all)"))
     # Rows of narrower decode passes, rising, each below max_num_seqs. A step takes the narrowest pass that
@@ -361,6 +365,8 @@ class EngineConfig:
             )
             size = self.kv_offloading_size
             check("kv_offloading_size", size, rule, is_one and self.enable_prefix_caching)
+        drafts = self.speculative_config if self.enable_trace_replay else None
+        check("speculative_config", drafts, "None with enable_trace_replay", drafts is None)
         self._check_tokens_and_blocks()
         self._check_processes()
         self._set_int("max_cpu_loras", f"None or an int >= max_loras={self.max_loras}", self.max_loras)

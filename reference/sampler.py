@@ -165,6 +165,14 @@ def told(
     return np.log(chance, out=np.full(len(chance), -np.inf), where=~excluded)
 
 
+def chosen(sampled: int, answer: Sequence[int], trace: Sequence[int] = ()) -> int:
+    """Return the token after `answer`: that of a trace which the answer is to follow, where it has one.
+
+    What is told of the token is told of a sampled one: the logits do not know of the trace.
+    """
+    return trace[len(answer)] if len(answer) < len(trace) else sampled
+
+
 def stopped(
     pieces: Sequence[str], stop: Sequence[str], *, include: bool = False, min_tokens: int = 0
 ) -> tuple[int, str, str | None]:

@@ -57,7 +57,8 @@ ENGINE = {
     *TIERS,
 }
 POOLING = {"jaxpaged/pooling", *ENGINE}
-API = {"jaxpaged/api", *POOLING}
+LEARN = {"jaxpaged/learn", *ENGINE}
+API = {"jaxpaged/api", *LEARN, *POOLING}
 # Each part, and the parts of our own that it may import.
 ALLOWED = {
     "reference": set(),
@@ -114,6 +115,7 @@ ALLOWED = {
     "jaxpaged/handover": HANDOVER,
     "jaxpaged/engine": ENGINE,
     "jaxpaged/pooling": POOLING,
+    "jaxpaged/learn": LEARN,
     "jaxpaged/api": API,
     "jaxpaged/__init__.py": {"jaxpaged/engine/async_llm_engine.py", *API},
     "jaxpaged/replay": {"jaxpaged/__init__.py", *API},

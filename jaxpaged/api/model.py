@@ -21,6 +21,7 @@ from jaxpaged.engine.driver_calls import CALL_CLASSES
 from jaxpaged.engine.engine import Engine
 from jaxpaged.engine.setup import resolve_dtype
 from jaxpaged.handover.blocks import Blocks
+from jaxpaged.learn.learner import Learner
 from jaxpaged.lora import LoRARequest
 from jaxpaged.models import loading
 from jaxpaged.parallel.processes import join
@@ -89,6 +90,7 @@ class LoadedModel(RolloutMethods, PoolingMethods):
         except InputError as error:
             raise InputError(f"model={str(checkpoint.path)!r}: generation_config.json: {error}") from error
         machine.keep_on_disk(c.keep_programs)
+        self._described = checkpoint.config, checkpoint.module_names
         self.tokenizer = None if skip_tokenizer_init else checkpoint.tokenizer
         self.engine = Engine(
             self.config,
@@ -115,6 +117,14 @@ class LoadedModel(RolloutMethods, PoolingMethods):
     def get_default_sampling_params(self) -> SamplingParams:
         """Return what `generate` and `chat` take where no parameters are given: a copy, to be changed."""
         return self._default_params.clone()
+
+    def learner(self) -> Learner:
+        """Return what computes log-probabilities with this engine's bits, and their gradients.
+
+        It holds no weights: give it `weights`, or others of that form. Raises `InputError` for a model
+        without gradients: quantised, or on several devices.
+        """
+        return Learner(self.config, *self._described)
 
     def add_lora(self, lora_request: LoRARequest) -> bool:
         """Read an adapter now, not when it is first asked for; `InputError` if it is not for the model."""

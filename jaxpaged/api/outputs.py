@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from jaxpaged.engine.handle import RequestMetrics
+from jaxpaged.engine.handle import RequestMetrics, sum_of_drafts
 from jaxpaged.engine.request import Delta, Request, Score
 from jaxpaged.lora import LoRARequest
 from jaxpaged.step.state import FinishReason
@@ -172,7 +172,7 @@ def _completion(answer: Delta, names: Names | None) -> CompletionOutput:
 
 
 def _of_all(metrics: Sequence[RequestMetrics]) -> RequestMetrics:
-    """Merge the times of a prompt's answers: when it came, its first token, and its last."""
+    """Merge the metrics of a prompt's answers: when it came, its first token and its last, its drafts."""
     first = [each.first_token_time for each in metrics if each.first_token_time is not None]
     begun = [each.first_scheduled_time for each in metrics if each.first_scheduled_time is not None]
     ends = [each.finished_time for each in metrics]
@@ -182,6 +182,7 @@ def _of_all(metrics: Sequence[RequestMetrics]) -> RequestMetrics:
         finished_time=None if None in ends else max(end for end in ends if end is not None),
         first_scheduled_time=min(begun, default=None),
         num_fetched_tokens=metrics[0].num_fetched_tokens,
+        speculative_decoding=sum_of_drafts([each.speculative_decoding for each in metrics]),
     )
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxpaged.engine.request import Beam, Delta, Request, Score, arrival_of
+from jaxpaged.engine.request import Beam, Delta, DraftCounts, Request, Score, arrival_of
 from jaxpaged.sampling import Scores
 from jaxpaged.step.report import Report
 from jaxpaged.step.state import MAX_STEPS, FinishReason, Phase
@@ -49,6 +49,7 @@ COLUMNS = np.dtype(
         ("wants_prompt_scores", np.bool_),  # and of its prompt
         ("is_beam", np.bool_),  # or holds what has ended of a beam search
         ("has_run", np.bool_),
+        ("drafts", np.int32, 3),  # `DraftRows.counts` when last reported
         # Number of the stay in the row. A request that leaves its row and comes back has the same arrival,
         # but it is another stay.
         ("stay", np.int64),
@@ -128,9 +129,9 @@ class HostRows:
         self._num_stays += 1
         num_tokens = len(request.prompt_token_ids) + len(answer)
         wants = request.params.logprobs is not None, request.params.prompt_logprobs is not None
-        is_beam, has_run = request.beams is not None, False
+        is_beam, has_run, no_drafts = request.beams is not None, False, (0, 0, 0)
         self._columns[row] = (
-            *(entry.arrival, num_tokens, Phase.WAITING, *wants, is_beam, has_run),
+            *(entry.arrival, num_tokens, Phase.WAITING, *wants, is_beam, has_run, no_drafts),
             self._num_stays,
         )
 
@@ -159,11 +160,15 @@ class HostRows:
         changed = reported & ((num_new != 0) | (report.finish_reason != 0))
         columns["phase"][reported] = report.phase[reported]
         columns["num_tokens"][reported] = report.num_tokens[reported]
+        drafts = None
+        if report.draft_counts is not None:
+            drafts = report.draft_counts - columns["drafts"]
+            columns["drafts"][reported] = report.draft_counts[reported]
         begins = reported & ~columns["has_run"] & ((report.phase == Phase.RUNNING) | (num_new != 0))
         columns["has_run"] |= begins
         first_run = [entry.request.request_id for row in np.flatnonzero(begins) if (entry := self._rows[row])]
         rows = np.flatnonzero(changed & ~columns["is_beam"])
-        deltas = self._deltas(report, rows, num_new, weight_version)
+        deltas = self._deltas(report, rows, num_new, weight_version, drafts)
         if columns["is_beam"].any():
             rows = np.flatnonzero(changed & columns["is_beam"])
             deltas += self._follow_beams(report, rows, num_new, weight_version)
@@ -171,10 +176,13 @@ class HostRows:
             self.leave(row)
         return deltas, first_run
 
-    def _deltas(self, report: Any, rows: np.ndarray, num_new: Any, weight_version: int) -> list[Delta]:
+    def _deltas(
+        self, report: Any, rows: np.ndarray, num_new: Any, weight_version: int, drafts: Any
+    ) -> list[Delta]:
         """Return the newest `num_new` tokens of these rows, as deltas.
 
-        The report has the last MAX_STEPS tokens of each row, oldest first.
+        The report has the last MAX_STEPS tokens of each row, oldest first. `drafts` are the counts of each
+        row's drafts since the last report, int32 [rows, 3].
         """
         ends = np.minimum(report.num_tokens, MAX_STEPS)
         arrays = ends, num_new, report.new_token_ids, report.num_hit_tokens, report.finish_reason
@@ -197,6 +205,7 @@ class HostRows:
                     prompt_scores=entry.scores_of_prompt() if its_tokens else None,
                     index=request.index,
                     weight_versions=(weight_version,) * len(its_tokens),
+                    drafts=None if drafts is None else DraftCounts(*drafts[row].tolist()),
                 )
             )
             entry.answer += its_tokens

@@ -295,6 +295,7 @@ def _created(
         lora=config.enable_lora,
         arena_words=config.arena_words,
         most_drafts=config.most_drafts,
+        replays=config.enable_trace_replay,
         mesh=mesh,
     )
 

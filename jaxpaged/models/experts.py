@@ -57,7 +57,7 @@ class ExpertsMLP(nnx.Module):
 
     def __init__(self, weights: Weights, config: Experts) -> None:
         self.config, self.activation = config, weights.config.activation
-        self.shards = weights.shards
+        self.shards, self.visits_all = weights.shards, weights.form.differentiable
         self.router = linear(weights, "router")
         self.correction = stack(weights, "correction")
         self.gate_up = ExpertLinear(weights, "experts.gate_up")
@@ -80,7 +80,10 @@ class ExpertsMLP(nnx.Module):
             routed, given = self.beside.inputs(residual, layer)
         weights = jnp.where(is_padding[:, None], 0, self.choose(routed, layer))
         chosen = jnp.any(weights > 0, axis=0)
-        (experts,) = jnp.nonzero(chosen, size=chosen.shape[0], fill_value=0)
+        if self.visits_all:
+            experts = jnp.arange(chosen.shape[0])
+        else:
+            (experts,) = jnp.nonzero(chosen, size=chosen.shape[0], fill_value=0)
 
         def add(
             i: Int[Array, ""], total: Float[Array, "num_tokens hidden"]
@@ -97,7 +100,7 @@ class ExpertsMLP(nnx.Module):
             return total + weight * jnp.where(weight > 0, out, 0)
 
         nothing = jnp.zeros(x.shape, jnp.float32)
-        out = lax.fori_loop(0, jnp.sum(chosen), add, nothing)
+        out = lax.fori_loop(0, chosen.shape[0] if self.visits_all else jnp.sum(chosen), add, nothing)
         if self.shared is not None:
             shared = self.shared(x, layer, is_padding)
             if self.shared_gate is not None:

@@ -21,6 +21,7 @@ class LayerForm:
     own: ProductImplementation  # product with a weight in its own array
     stacked: ProductImplementation  # product with a weight of a stack, whose index may be traced
     loops: bool  # whether the program loops over layers, with all weights stacked
+    differentiable: bool = False  # whether each loop has a length that is known when it is compiled
 
 
 def form_of(dtype: jnp.dtype, loop_over_layers: bool | None = None) -> LayerForm:

@@ -173,7 +173,8 @@ class Linear(nnx.Module):
         y = self._product(x, layer)
         if adapters is None:
             return y
-        return low_rank.add(y, x, self.adapters.get_value(), layer, adapters)
+        add = low_rank.add_by_xla if self.implementation == "xla" else low_rank.add
+        return add(y, x, self.adapters.get_value(), layer, adapters)
 
     def _product(
         self, x: Float[Array, "num_tokens in_features"], layer: Layer

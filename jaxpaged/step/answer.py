@@ -76,6 +76,9 @@ def answer(
             token_ids = sample(logits, options, position, edit)
         else:
             token_ids = sampled_by(sampler, logits, options, position, edit)
+        if rows.replay_lens is not None:
+            given = rows.token_ids.at[row, position].get(mode="clip")
+            token_ids = jnp.where(position < rows.replay_lens[row], given, token_ids)
         num_accepted, token = newest(token_ids)
         is_told = is_due if slots.offset is None else is_due & (slots.offset <= num_accepted[row])
         wants = is_told & (options.num_logprobs >= 0)

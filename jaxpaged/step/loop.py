@@ -58,6 +58,7 @@ def create(
     lora: Static[bool] = False,
     arena_words: Static[int] = 0,
     most_drafts: Static[int] = 0,
+    replays: Static[bool] = False,
 ) -> PerReplica[EngineState]:
     """Create a state without requests, with zeros for K and V of the shapes in `kv_cache`.
 
@@ -75,9 +76,15 @@ def create(
         first_blocks=first_blocks,
     )
     zeros = jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), kv_cache)
-    words, most = arena_words, most_drafts
     return create_state(
-        tables, zeros, max_model_len, vocab_size, lora=lora, arena_words=words, most_drafts=most
+        tables,
+        zeros,
+        max_model_len,
+        vocab_size,
+        lora=lora,
+        arena_words=arena_words,
+        most_drafts=most_drafts,
+        replays=replays,
     )
 
 
@@ -266,6 +273,7 @@ def report(
         origin=origin,
         cum_logprob=rows.beams.cum_logprob,
         beam_rank=rows.beams.rank,
+        draft_counts=None if rows.drafting is None else rows.drafting.counts,
         new_token_ids=_newest_tokens(rows),
         new_scores=None,
         prompt_scores=prompt_scores,

@@ -41,6 +41,7 @@ class Report:
     origin: Int[Array, " rows"] = field(metadata=ROW_NUMBERS)
     cum_logprob: Float[Array, " rows"] = field(metadata=ROWS)  # of running and ended beams
     beam_rank: Int[Array, " rows"] = field(metadata=ROWS)
+    draft_counts: Int[Array, "rows 3"] | None = field(metadata=ROWS)  # `DraftRows.counts`; None: no drafts
     new_token_ids: Int[Array, "rows max_steps"] = field(metadata=ROWS)  # the row's last tokens, newest last
     new_scores: Scores | None = field(metadata=ROWS)  # their scores (`loop.recent_scores`), if wanted
     num_free_blocks: Int[Array, ""] = field(metadata=SUM)

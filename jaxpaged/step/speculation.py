@@ -216,4 +216,5 @@ def after(
     misses = jnp.where(drafted, jnp.where(hits, 0, drafting.misses + 1), drafting.misses)
     longer = jnp.minimum((1 << jnp.minimum(misses, 8)) - 1, LONGEST_WAIT)
     waited = jnp.maximum(drafting.wait - running, 0)
-    return DraftRows(most, misses, jnp.where(drafted, longer, waited))
+    counts = drafting.counts + jnp.stack([drafted.astype(jnp.int32), num, num_accepted], axis=1)
+    return DraftRows(most, misses, jnp.where(drafted, longer, waited), counts)

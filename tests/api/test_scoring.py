@@ -1,4 +1,6 @@
-"""Scores of completions, by a model that answers: bit for bit what its sampler tells, and the oracle's."""
+"""Scores of completions, by a model that answers and by its learner: bit for bit what its sampler tells,
+and the oracle's.
+"""
 
 import dataclasses
 
@@ -6,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxpaged import InputError, SamplingParams
+from jaxpaged.learn.learner import padded
 from reference import sampler as reference
 from tests import tiny
 
@@ -22,6 +25,10 @@ def test_scores_of_completions_are_the_samplers_to_the_bit(llm):
         logits = tiny.reference_logits((*prompt, *answer.token_ids))[len(prompt) - 1 : -1]
         want = reference.logprobs(logits)[range(12), answer.token_ids]
         np.testing.assert_allclose(score.logprobs, want, atol=1e-4)
+    whole = [[*prompt, *answer.token_ids] for prompt, answer in zip(prompts, answers, strict=True)]
+    learned = np.asarray(llm.learner().log_probs(llm.weights, *padded(whole)))
+    for row, prompt, its in zip(learned, prompts, told, strict=True):
+        assert row[len(prompt) - 1 :][:12].tolist() == its
     [alone] = llm.score(prompts[1], answers[1].token_ids)
     assert dataclasses.asdict(alone)["logprobs"].tolist() == told[1]
 

@@ -1,0 +1,1 @@
+"""Learning: log-probabilities with the sampler's bits, and their gradients."""
