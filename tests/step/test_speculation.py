@@ -35,16 +35,18 @@ def test_what_followed_the_longest_end_is_drafted(monkeypatch):
     assert lengths == {0, 1, 2, 3, 4, 5}
 
 
-def test_what_mostly_followed_the_longest_end_is_drafted(monkeypatch):
-    """Rows of few different tokens, in chunks of 16 positions; more occurrences than count."""
-    monkeypatch.setattr(followers, "POSITIONS_AT_ONCE", 16)
+@pytest.mark.parametrize("chunk", [16, 128])
+def test_what_mostly_followed_the_longest_end_is_drafted(monkeypatch, chunk):
+    """Rows of few different tokens; more occurrences than count, in several chunks and in one."""
+    monkeypatch.setattr(followers, "POSITIONS_AT_ONCE", chunk)
     rng = np.random.default_rng(2)
     token_ids = rng.integers(0, 3, (300, 90)).astype(np.int32)
     token_ids[:40] = np.arange(40)[:, None]  # the same token all along
     token_ids[40:200] = rng.random((160, 90)) < 0.1  # and mostly the same
     num_tokens = np.concatenate([np.arange(70), rng.integers(1, 91, 230)]).astype(np.int32)
+    token_ids[-1, :88], num_tokens[-1] = [7, 1] * 22 + [7, 2] * 21 + [9, 7], 88  # the last 32 have mostly 2
     lookup = SuffixLookup(most=5, depth=8, factor=1.7, min_prob=0.3)
-    found = jax.jit(followers.likely_followers, static_argnums=2)(token_ids, num_tokens, lookup)
+    found = jax.jit(lambda *args: followers.likely_followers(*args, lookup))(token_ids, num_tokens)
     oracle = reference.SuffixLookup(*dataclasses.astuple(lookup))
     lengths = set()
     for tokens, n, num, follow in zip(token_ids, num_tokens, *map(np.asarray, found), strict=True):
