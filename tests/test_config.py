@@ -158,6 +158,10 @@ def test_bad_sampling_params_are_refused(options, message):
             r"suffix_decoding_min_token_prob=1.5 must be a number in \[0, 1\]",
         ),
         (
+            {"enable_trace_replay": True, "speculative_config": {"method": "ngram"}},
+            r"speculative_config=.* must be None with enable_trace_replay",
+        ),
+        (
             {"logprobs_mode": "raw"},
             "logprobs_mode='raw' must be one of raw_logprobs, processed_logprobs, raw_l",
         ),

@@ -320,6 +320,8 @@ class Setup:
             extras = ", ".join(c.attention_extras)
             why_not = native.why_not_cache(self.layout, self.dtype)
             return why_not or (f"the native kernel has no {extras}" if extras else None)
+        if why := choice.why_no_prompts(implementation):
+            return why
         view = self.layout.view()
         numbers = None if view is None else self.layout.arrays(1, 1, 1, 1, self.dtype)[view.k.array].dtype
         try:
