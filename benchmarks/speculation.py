@@ -50,7 +50,12 @@ def edits() -> list[str]:
 
 def main(argv: list[str]) -> None:
     start(argv)
-    settings = {"method": METHOD.value, "drafts": DRAFTS.value, "slots": SLOTS.value, "dtype": DTYPE.value}
+    settings: dict[str, Any] = {
+        "method": METHOD.value,
+        "drafts": DRAFTS.value,
+        "slots": SLOTS.value,
+        "dtype": DTYPE.value,
+    }
     results = Results("speculation", OUT.value, **settings)
     sizes: dict[str, Any] = {"max_model_len": 1024, "max_num_seqs": SLOTS.value, "dtype": DTYPE.value}
     plain = LLM("smollm2", **sizes, enable_prefix_caching=False)
