@@ -226,11 +226,7 @@ class EngineConfig:
     scheduling_policy: SchedulingPolicy = option(
         "fcfs", choice(*get_args(SchedulingPolicy)), flag=text("fcfs (default) or priority")
     )
-    enable_lora: bool = option(
-        False,
-        checked_bool,
-        flag={"action": "store_true", "default": None, "help": "let requests have low-rank adapters"},
-    )
+    enable_lora: bool = option(False, checked_bool, flag=yes_or_no("let requests have low-rank adapters"))
     max_loras: int = option(
         1,
         whole("a positive int, at most 256", 1, 256),
@@ -253,6 +249,14 @@ class EngineConfig:
         speculation,
         flag=text('drafts of coming tokens: {"method": "ngram", "num_speculative_tokens": 7} (default: no)'),
         short="-sc",
+    )
+    # Whether requests may have `SamplingParams.trace_decode_token_ids`. The loop then looks for them.
+    enable_trace_replay: bool = option(
+        False, checked_bool, flag=yes_or_no("let requests replay given answers")
+    )
+    # Whether answers tell what tokens were chosen from. Each row takes 4 bytes a token of the vocabulary.
+    return_sampling_mask: bool = option(
+        False, checked_bool, flag=yes_or_no("tell what tokens were chosen from")
     )
     # Adapters kept in host memory. None: all that were used.
     max_cpu_loras: int | None = option(None, flag=count("adapters kept in host memory (default: all)"))
@@ -361,6 +365,8 @@ class EngineConfig:
             )
             size = self.kv_offloading_size
             check("kv_offloading_size", size, rule, is_one and self.enable_prefix_caching)
+        drafts = self.speculative_config if self.enable_trace_replay else None
+        check("speculative_config", drafts, "None with enable_trace_replay", drafts is None)
         self._check_tokens_and_blocks()
         self._check_processes()
         self._set_int("max_cpu_loras", f"None or an int >= max_loras={self.max_loras}", self.max_loras)

@@ -114,6 +114,10 @@ def _allowed(name: str, ids: object) -> tuple[int, ...] | None:
     return allowed
 
 
+def _trace(name: str, ids: Any) -> tuple[int, ...] | None:
+    return _allowed(name, ids) and tuple(map(int, ids))
+
+
 def _output_kind(name: str, kind: object) -> RequestOutputKind:
     rule = "one of RequestOutputKind.CUMULATIVE, DELTA and FINAL_ONLY"
     check(name, kind, rule, isinstance(kind, RequestOutputKind))
@@ -301,6 +305,8 @@ class SamplingParams:
     structured_outputs: StructuredOutputsParams | None = option(
         None, structured_outputs, field=dict[str, Any]
     )
+    # Tokens that the answer is to have, whatever is sampled; what is told of them is the model's. None: none.
+    trace_decode_token_ids: tuple[int, ...] | None = option(None, _trace)
     # Whether outputs have the answer's text.
     detokenize: bool = option(True, checked_bool)
     # Whether special tokens are left out of the text.
@@ -318,6 +324,11 @@ class SamplingParams:
         rule = f"at most max_tokens={most}"
         check("min_tokens", self.min_tokens, rule, most is None or self.min_tokens <= most)
         check("stop", self.stop, "None with detokenize=False", self.detokenize or not self.stop)
+        if self.trace_decode_token_ids is not None:
+            check("n", self.n, "1 with trace_decode_token_ids", self.n == 1)
+            for name in ("stop", "stop_token_ids", "bad_words", "structured_outputs"):
+                value = getattr(self, name)
+                check(name, value, "None with trace_decode_token_ids", not value)
 
     def __setattr__(self, name: str, value: object) -> None:
         """Set a field; what is kept is Python's own numbers. Raises `InputError` for a value out of range."""

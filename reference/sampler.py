@@ -121,6 +121,14 @@ def probabilities(
     return result
 
 
+def support(
+    changed: np.ndarray, temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
+) -> list[int]:
+    """Return the tokens of one row that one is chosen from, rising; `changed` as `edited` returns it."""
+    left: list[int] = np.flatnonzero(probabilities(changed, temperature, top_k, top_p, min_p)).tolist()
+    return left
+
+
 def first_likeliest(logits: np.ndarray) -> int:
     """Return the first of the largest logits; the last token of a row with NaN in it."""
     return len(logits) - 1 if np.isnan(logits).any() else int(np.argmax(logits))
@@ -163,6 +171,14 @@ def told(
     if mode == "processed_logits":
         return np.where(excluded, -np.inf, changed.astype(np.float64) / temperature)
     return np.log(chance, out=np.full(len(chance), -np.inf), where=~excluded)
+
+
+def chosen(sampled: int, answer: Sequence[int], trace: Sequence[int] = ()) -> int:
+    """Return the token after `answer`: that of a trace which the answer is to follow, where it has one.
+
+    What is told of the token is told of a sampled one: the logits do not know of the trace.
+    """
+    return trace[len(answer)] if len(answer) < len(trace) else sampled
 
 
 def stopped(

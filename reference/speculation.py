@@ -41,6 +41,7 @@ class Drafting:
     most: int = field(init=False)  # drafts that it may make at once
     misses: int = 0  # times in turn that no draft was right
     wait: int = 0  # steps until it drafts again
+    counts: list[int] = field(default_factory=lambda: [0, 0, 0])  # steps with drafts, drafts, and right ones
 
     def __post_init__(self) -> None:
         self.most = self.lookup.most
@@ -56,6 +57,7 @@ class Drafting:
         if num_drafts == 0:
             self.wait = max(self.wait - 1, 0)
             return
+        self.counts = [n + more for n, more in zip(self.counts, (1, num_drafts, num_right), strict=True)]
         self.most = min(2 * num_right + 1, self.lookup.most)
         self.misses = 0 if num_right else self.misses + 1
         self.wait = min(2**self.misses - 1, LONGEST_WAIT)

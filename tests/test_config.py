@@ -138,6 +138,10 @@ def test_bad_sampling_params_are_refused(options, message):
             r"speculative_config: prompt_lookup_min=4 must be an int in \[1, prompt_lookup_max=3\]",
         ),
         (
+            {"enable_trace_replay": True, "speculative_config": {"method": "ngram"}},
+            r"speculative_config=.* must be None with enable_trace_replay",
+        ),
+        (
             {"logprobs_mode": "raw"},
             "logprobs_mode='raw' must be one of raw_logprobs, processed_logprobs, raw_l",
         ),

@@ -107,7 +107,9 @@ class Letters:
 
 
 DOOR = Door(
-    SimpleNamespace(scheduling_policy="fcfs", block_size=8, seed=0, max_logprobs=20),
+    SimpleNamespace(
+        scheduling_policy="fcfs", block_size=8, seed=0, max_logprobs=20, enable_trace_replay=False
+    ),
     SimpleNamespace(vocab_size=ROOM, eos_token_ids=(3,)),
     LENGTH,
     SimpleNamespace(num_blocks=10**6),

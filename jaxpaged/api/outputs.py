@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from jaxpaged.engine.handle import RequestMetrics
+from jaxpaged.engine.handle import RequestMetrics, sum_of_drafts
 from jaxpaged.engine.request import Delta, Request, Score
 from jaxpaged.lora import LoRARequest
 from jaxpaged.step.state import FinishReason
@@ -33,6 +33,13 @@ class Logprob:
 
 
 @dataclasses.dataclass(frozen=True)
+class SamplingMask:
+    """Tokens that each token of an answer was chosen from, after its rules and filters, rising."""
+
+    token_ids: list[list[int]]
+
+
+@dataclasses.dataclass(frozen=True)
 class CompletionOutput:
     index: int  # which of the prompt's answers
     text: str  # up to a stop string; special tokens left out
@@ -44,6 +51,7 @@ class CompletionOutput:
     stop_reason: int | str | None = None  # the stop string or `stop_token_ids` token that ended it
     # For each place of the answer: the version of the weights that sampled it (`LLM.weight_version`).
     weight_versions: list[int] | None = None
+    sampling_mask: SamplingMask | None = None  # with the engine option `return_sampling_mask`
 
     def finished(self) -> bool:
         return self.finish_reason is not None
@@ -168,11 +176,12 @@ def _completion(answer: Delta, names: Names | None) -> CompletionOutput:
         finish_reason=FINISH_REASONS[answer.finish_reason],
         stop_reason=answer.stop_reason,
         weight_versions=list(answer.weight_versions),
+        sampling_mask=None if answer.support is None else SamplingMask([*map(list, answer.support)]),
     )
 
 
 def _of_all(metrics: Sequence[RequestMetrics]) -> RequestMetrics:
-    """Merge the times of a prompt's answers: when it came, its first token, and its last."""
+    """Merge the metrics of a prompt's answers: when it came, its first token and its last, its drafts."""
     first = [each.first_token_time for each in metrics if each.first_token_time is not None]
     begun = [each.first_scheduled_time for each in metrics if each.first_scheduled_time is not None]
     ends = [each.finished_time for each in metrics]
@@ -182,6 +191,7 @@ def _of_all(metrics: Sequence[RequestMetrics]) -> RequestMetrics:
         finished_time=None if None in ends else max(end for end in ends if end is not None),
         first_scheduled_time=min(begun, default=None),
         num_fetched_tokens=metrics[0].num_fetched_tokens,
+        speculative_decoding=sum_of_drafts([each.speculative_decoding for each in metrics]),
     )
 
 

@@ -130,8 +130,16 @@ def state_bytes(setup: Setup) -> tuple[int, int]:
             sizes = num_blocks, config.num_rows, width, config.block_size
             tables = create_tables(*sizes, prefix_caching=caching, num_groups=setup.grouping.num_groups)
             nothing = kv_cache.create(0, 0, 1, 1, 1, jnp.dtype("float32"))
-            vocab_size, words, most = setup.model_config.vocab_size, config.arena_words, config.most_drafts
-            return create_state(tables, nothing, max_len, vocab_size, arena_words=words, most_drafts=most)
+            return create_state(
+                tables,
+                nothing,
+                max_len,
+                setup.model_config.vocab_size,
+                arena_words=config.arena_words,
+                most_drafts=config.most_drafts,
+                replays=config.enable_trace_replay,
+                masks=config.return_sampling_mask,
+            )
 
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(jax.eval_shape(create)))
 

@@ -8,7 +8,9 @@ import numpy as np
 
 from jaxpaged.checks import InputError, check, checked_int, is_int
 from jaxpaged.engine.request import Delta, Request
+from jaxpaged.engine.request_queue import Queued
 from jaxpaged.engine.texts import Texts
+from jaxpaged.sampling_params import SamplingParams
 
 
 def continued(requests: Sequence[Request], begun: Any, vocab_size: int, tokenizer: Any) -> list[Request]:
@@ -30,6 +32,27 @@ def continued(requests: Sequence[Request], begun: Any, vocab_size: int, tokenize
         made.append(dataclasses.replace(request, continues=tokens, is_continued=True))
     check("continue_from", begun, "tokens for one answer at least", bool(made))
     return made
+
+
+def check_replay(params: SamplingParams, vocab_size: int, *, is_enabled: bool, has_begun: bool) -> None:
+    """Raise `InputError` if an answer that is given cannot be replayed."""
+    tokens = params.trace_decode_token_ids
+    if tokens is not None:
+        check("trace_decode_token_ids", tokens, "None without enable_trace_replay", is_enabled)
+        check("continue_from", has_begun, "None with trace_decode_token_ids", not has_begun)
+        rule = f"a token id, an int in [0, {vocab_size})"
+        checked_int("trace_decode_token_ids: token", max(tokens), rule, 0, vocab_size - 1)
+
+
+def with_replayed(queued: Queued) -> np.ndarray:
+    """Return a request's tokens, and behind them those of its answer that are to be replayed, int32."""
+    request, known = queued.request, queued.token_ids
+    trace = request.params.trace_decode_token_ids
+    if trace is None:
+        return known
+    prompt_len = len(request.prompt_token_ids)
+    rest = trace[len(known) - prompt_len : request.max_num_tokens - prompt_len]
+    return np.concatenate([known, np.array(rest, np.int32)])
 
 
 def _each(begun: Any, count: int) -> list[Any]:

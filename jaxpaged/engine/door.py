@@ -15,7 +15,7 @@ from jaxpaged.checks import InputError, check, check_salt, checked_int, is_int, 
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine.adapters import Adapter, Adapters
 from jaxpaged.engine.arena import Grammar
-from jaxpaged.engine.continued import continued
+from jaxpaged.engine.continued import check_replay, continued
 from jaxpaged.engine.dead_ends import dead_end
 from jaxpaged.engine.grammars import Grammars
 from jaxpaged.engine.request import Request, arrival_of
@@ -115,6 +115,8 @@ class Door:
         for name in ("logprobs", "prompt_logprobs"):
             told = getattr(params, name)
             check(name, told, f"at most max_logprobs={most}", told is None or told <= most)
+        given = {"is_enabled": self.config.enable_trace_replay, "has_begun": continue_from is not None}
+        check_replay(params, self.model_config.vocab_size, **given)
         first = self._first(prompt_token_ids, params, **options)
         self._check_blocks(first)
         others = range(1, params.n)
@@ -158,9 +160,10 @@ class Door:
     ) -> Request:
         """Check a prompt and what is asked for with it. Return the request for its first answer."""
         prompt = self._prompt(self._cut(prompt_token_ids, params))
-        max_num_tokens = self.max_model_len
-        if params.max_tokens is not None:
-            max_num_tokens = min(len(prompt) + params.max_tokens, max_num_tokens)
+        max_num_tokens, trace = self.max_model_len, params.trace_decode_token_ids
+        for most in (params.max_tokens, None if trace is None else len(trace)):
+            if most is not None:
+                max_num_tokens = min(len(prompt) + most, max_num_tokens)
         self._check_tokens(params)
         if self.step_config.sampler is not None:
             self.step_config.sampler.check_request(params)
@@ -174,7 +177,7 @@ class Door:
             check("priority", priority, "0 unless scheduling_policy is 'priority'", priority == 0)
         check_salt("cache_salt", cache_salt)
         adapter = self._adapter(lora_request)
-        eos = () if params.ignore_eos else self.model_config.eos_token_ids
+        eos = () if params.ignore_eos or trace is not None else self.model_config.eos_token_ids
         edits = self._edits(params)
         stops = {*eos, *(params.stop_token_ids or ())}
         self._check_choice(params, edits, stops)
@@ -253,7 +256,9 @@ class Door:
             edits=request.edits,
         )
         width = request.beams.beam_width if request.beams else 0
-        return {
+        trace = params.trace_decode_token_ids
+        replays = {"replay_lens": 0 if trace is None else prompt_len + len(trace)}
+        return (replays if self.config.enable_trace_replay else {}) | {
             "phase": Phase.HELD if request.index >= width > 0 else Phase.WAITING,
             "arrival": arrival_of(request.request_id),
             "priority": request.priority,

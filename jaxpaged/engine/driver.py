@@ -19,6 +19,7 @@ from jaxpaged.checks import check
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine import capacity, machine, start
 from jaxpaged.engine.adapters import beside
+from jaxpaged.engine.continued import with_replayed
 from jaxpaged.engine.door import Door, filled
 from jaxpaged.engine.driver_calls import CALLS
 from jaxpaged.engine.host_rows import HostRow, HostRows
@@ -112,6 +113,7 @@ class Driver(Offloading):
         # What submitted requests are filled into, a line each.
         sizes = SUBMIT_LINES, 0, setup.model_config.vocab_size
         more = {"lora": config.enable_lora, "grammars": config.arena_words > 0}
+        more["replays"] = config.enable_trace_replay
         self._empty_lines = empty_rows(*sizes, **more, most_drafts=config.most_drafts)
         self.first_run: list[int] = []  # requests that the last report was the first to see run
         self._unread: Run | None = None
@@ -192,13 +194,16 @@ class Driver(Offloading):
     def snapshot(self) -> Snapshot:
         """Copy the state of this engine to the host, and change nothing. Waits for the run under way.
 
-        Raises `InputError` with several replicas, room for structured outputs, or drafts.
+        Raises `InputError` with several replicas, room for structured outputs, drafts, replays, or masks.
         """
         check("data_parallel_size", self._replicas.size, "1 for a snapshot", self._replicas.size == 1)
         arena = self.config.structured_outputs_mib
         check("structured_outputs_mib", arena, "0 for a snapshot", arena == 0)
         drafts = self.config.speculative_config
         check("speculative_config", drafts, "None for a snapshot", drafts is None)
+        for name in ("enable_trace_replay", "return_sampling_mask"):
+            asked = getattr(self.config, name)
+            check(name, asked, "False for a snapshot", not asked)
         values = jax.device_get(without_kv(self._state))
         queue = tuple(self.queue)
         return Snapshot(values, self.step_config, self.door.model_config.vocab_size, queue)
@@ -272,6 +277,10 @@ class Driver(Offloading):
             self._state, report = loop.run(self.graphdef, *arrays, config=config, mesh=mesh)
         if wants_scores:
             report = dataclasses.replace(report, new_scores=loop.recent_scores(self._state, mesh=self._mesh))
+        if self.config.return_sampling_mask:
+            report = dataclasses.replace(
+                report, new_support=loop.recent_support(self._state, mesh=self._mesh)
+            )
         return report
 
     def _recall_less_urgent(self) -> None:
@@ -350,12 +359,12 @@ class Driver(Offloading):
         tokens = [np.zeros((3, 0), np.int32)]  # row, position and id of each token
         lines = []
         for line, (row, head, queued) in enumerate(batch):
-            token_ids = queued.token_ids
+            token_ids, num_tokens = with_replayed(queued), len(queued.token_ids)
             positions = np.arange(len(token_ids), dtype=np.int32)
             tokens.append(np.stack([np.full_like(token_ids, row), positions, token_ids]))
             rows[line] = row
             self.rows.take(row, queued.request, queued.answer)
-            values = self.door.row_values(queued.request, len(token_ids))
+            values = self.door.row_values(queued.request, num_tokens)
             values["beams"]["head"] = head % self.config.num_rows  # a row of its replica
             lines.append(values | self._rooms.row_values(queued))
         self._write_tokens(np.concatenate(tokens, axis=1))

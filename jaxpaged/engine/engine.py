@@ -222,7 +222,7 @@ class _Worker:
         self._last_request_id = 0
         self._in_flight: dict[int, Handle] = {}
         self._submitted: list[Request] = []
-        self._held: list[Request] = []  # which came after a pause that waits for others
+        self._held: list[Request] = []  # which came while nothing new may run
         self._aborted: list[int] = []
         self._questions: list[Callable[[], None]] = []  # of `ask`
         self._stopped: EngineDeadError | None = None
@@ -254,7 +254,7 @@ class _Worker:
             for request in requests:
                 self._last_request_id += 1
                 handles.append(handle_of(dataclasses.replace(request, request_id=self._last_request_id)))
-            inbox = self._submitted if self._drained is None else self._held
+            inbox = self._held if self.is_paused or self._drained is not None else self._submitted
             inbox += [handle.request for handle in handles]
             self._in_flight |= {handle.request_id: handle for handle in handles}
             self._changed.notify()
@@ -267,9 +267,7 @@ class _Worker:
             self._changed.notify()
 
     def ask[T](self, question: Callable[[Driver], T]) -> T:
-        """Put a question to the driver between two runs, in its thread; if that has ended, in the
-        caller's.
-        """
+        """Put a question to the driver between two runs, in its thread; once that has ended, in another."""
         self._check_process()
         answer: Future[T] = Future()
 
@@ -300,11 +298,12 @@ class _Worker:
         return self.ask(done)
 
     def drain(self) -> None:
-        """Wait for all that is in flight, and let nothing run from then on."""
+        """Wait for all that is in flight, kept or not, and let nothing run from then on."""
         with self._lock:
             if self._stopped is not None:
                 or_raise(self._stopped)
             drained = self._drained = self._drained or Future()
+            self.is_paused = False
             self._changed.notify()
         drained.result()
 
@@ -316,7 +315,8 @@ class _Worker:
             if aborts:
                 with self._lock:
                     wanted = list(self._in_flight.keys() - {new.request_id for new in self._submitted})
-                deltas += self._ended_now(wanted)
+                    gone, self._held = self._held, []
+                deltas += [*self._ended_now(wanted), *map(Delta.aborted, gone)]
             self.is_paused = True
             return deltas, None
 
@@ -326,6 +326,9 @@ class _Worker:
         """Let requests run again."""
         with self._lock:
             self.is_paused = False
+            if self._drained is None:
+                self._submitted += self._held
+                self._held = []
             self._changed.notify()
 
     def _ended_now(self, request_ids: Sequence[int]) -> list[Delta]:
@@ -342,10 +345,10 @@ class _Worker:
         with self._lock:
             self._stopped = self._stopped or error or EngineDeadError("the engine was closed")
             left, self._in_flight = self._in_flight, {}
-            if self._drained is not None:
-                self._drained.set_exception(self._stopped)
-                self._drained = None
+            drained, self._drained = self._drained, None
             self._changed.notify()
+        if drained is not None:
+            drained.set_exception(self._stopped)
         for handle in left.values():
             handle.put(self._stopped)
         if not self.is_here:
@@ -403,10 +406,9 @@ class _Worker:
 
     def _end_drain(self) -> None:
         """Pause if that was to be when nothing is left in flight, and nothing is."""
-        if self._drained is not None:
-            self.is_paused = True
-            self._drained.set_result(None)
-            self._drained, self._submitted, self._held = None, self._held, []
+        if (drained := self._drained) is not None:
+            self.is_paused, self._drained = True, None
+            drained.set_result(None)
 
     @property
     def _has_mail(self) -> bool:
@@ -421,10 +423,9 @@ class _Worker:
     def _note_scheduled(self, run_began: float) -> None:
         """Note the time for requests that ran for the first time, by the report just read."""
         with self._lock:
-            began = [self._in_flight.get(request_id) for request_id in self._driver.first_run]
+            began = [self._in_flight[i] for i in self._driver.first_run if i in self._in_flight]
         for handle in began:
-            if handle is not None:
-                handle.note_scheduled(run_began)
+            handle.note_scheduled(run_began)
 
     def _deliver_all(self, deltas: Sequence[Delta]) -> None:
         with self._lock:

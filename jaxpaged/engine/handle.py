@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from absl import logging
 
-from jaxpaged.engine.request import Delta, Request
+from jaxpaged.engine.request import Delta, DraftCounts, Request
 from jaxpaged.engine.texts import TextError, texts, texts_of
 
 
@@ -24,6 +24,7 @@ class RequestMetrics:
     first_scheduled_time: float | None = None
     # Prompt tokens that were fetched from each tier below the device, by its name.
     num_fetched_tokens: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    speculative_decoding: DraftCounts | None = None  # None without `speculative_config`, and in beam searches
 
 
 class EngineDeadError(RuntimeError):
@@ -137,7 +138,14 @@ class Handle:
             else metrics.first_token_time,
             finished_time=now if delta.finish_reason else metrics.finished_time,
             num_fetched_tokens=delta.num_fetched_tokens or metrics.num_fetched_tokens,
+            speculative_decoding=sum_of_drafts([metrics.speculative_decoding, delta.drafts]),
         )
+
+
+def sum_of_drafts(counts: Sequence[DraftCounts | None]) -> DraftCounts | None:
+    """Return all counts together; None where there are none."""
+    its = [each for each in counts if each is not None]
+    return sum(its, DraftCounts()) if its else None
 
 
 def or_raise(item: Item) -> Delta:
@@ -161,4 +169,8 @@ def collect(deltas: Sequence[Delta]) -> Delta:
         num_hit_tokens=max(delta.num_hit_tokens for delta in deltas),
         text=None if last.text is None else "".join(delta.text or "" for delta in deltas),
         weight_versions=tuple(version for delta in deltas for version in delta.weight_versions),
+        support=None
+        if all(delta.support is None for delta in deltas)
+        else tuple(each for delta in deltas for each in delta.support or ()),
+        drafts=sum_of_drafts([delta.drafts for delta in deltas]),
     )

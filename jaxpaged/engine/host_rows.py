@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxpaged.engine.request import Beam, Delta, Request, Score, arrival_of
+from jaxpaged.engine.request import Beam, Delta, DraftCounts, Request, Score, arrival_of
 from jaxpaged.sampling import Scores
 from jaxpaged.step.report import Report
 from jaxpaged.step.state import MAX_STEPS, FinishReason, Phase
@@ -49,6 +49,7 @@ COLUMNS = np.dtype(
         ("wants_prompt_scores", np.bool_),  # and of its prompt
         ("is_beam", np.bool_),  # or holds what has ended of a beam search
         ("has_run", np.bool_),
+        ("drafts", np.int32, 3),  # `DraftRows.counts` when last reported
         # Number of the stay in the row. A request that leaves its row and comes back has the same arrival,
         # but it is another stay.
         ("stay", np.int64),
@@ -128,9 +129,9 @@ class HostRows:
         self._num_stays += 1
         num_tokens = len(request.prompt_token_ids) + len(answer)
         wants = request.params.logprobs is not None, request.params.prompt_logprobs is not None
-        is_beam, has_run = request.beams is not None, False
+        is_beam, has_run, no_drafts = request.beams is not None, False, (0, 0, 0)
         self._columns[row] = (
-            *(entry.arrival, num_tokens, Phase.WAITING, *wants, is_beam, has_run),
+            *(entry.arrival, num_tokens, Phase.WAITING, *wants, is_beam, has_run, no_drafts),
             self._num_stays,
         )
 
@@ -159,11 +160,15 @@ class HostRows:
         changed = reported & ((num_new != 0) | (report.finish_reason != 0))
         columns["phase"][reported] = report.phase[reported]
         columns["num_tokens"][reported] = report.num_tokens[reported]
+        drafts = None
+        if report.draft_counts is not None:
+            drafts = report.draft_counts - columns["drafts"]
+            columns["drafts"][reported] = report.draft_counts[reported]
         begins = reported & ~columns["has_run"] & ((report.phase == Phase.RUNNING) | (num_new != 0))
         columns["has_run"] |= begins
         first_run = [entry.request.request_id for row in np.flatnonzero(begins) if (entry := self._rows[row])]
         rows = np.flatnonzero(changed & ~columns["is_beam"])
-        deltas = self._deltas(report, rows, num_new, weight_version)
+        deltas = self._deltas(report, rows, num_new, weight_version, drafts)
         if columns["is_beam"].any():
             rows = np.flatnonzero(changed & columns["is_beam"])
             deltas += self._follow_beams(report, rows, num_new, weight_version)
@@ -171,10 +176,13 @@ class HostRows:
             self.leave(row)
         return deltas, first_run
 
-    def _deltas(self, report: Any, rows: np.ndarray, num_new: Any, weight_version: int) -> list[Delta]:
+    def _deltas(
+        self, report: Any, rows: np.ndarray, num_new: Any, weight_version: int, drafts: Any
+    ) -> list[Delta]:
         """Return the newest `num_new` tokens of these rows, as deltas.
 
-        The report has the last MAX_STEPS tokens of each row, oldest first.
+        The report has the last MAX_STEPS tokens of each row, oldest first. `drafts` are the counts of each
+        row's drafts since the last report, int32 [rows, 3].
         """
         ends = np.minimum(report.num_tokens, MAX_STEPS)
         arrays = ends, num_new, report.new_token_ids, report.num_hit_tokens, report.finish_reason
@@ -197,6 +205,8 @@ class HostRows:
                     prompt_scores=entry.scores_of_prompt() if its_tokens else None,
                     index=request.index,
                     weight_versions=(weight_version,) * len(its_tokens),
+                    support=None if report.new_support is None else _sets(report.new_support[row][new]),
+                    drafts=None if drafts is None else DraftCounts(*drafts[row].tolist()),
                 )
             )
             entry.answer += its_tokens
@@ -242,6 +252,12 @@ class HostRows:
             at = tile, slice(len(request.prompt_token_ids) - 1 - start)
             num_top = request.params.prompt_logprobs or 0
             entry.prompt_scores[start] = scores_of(prompts.scores, at, num_top)
+
+
+def _sets(words: np.ndarray) -> tuple[tuple[int, ...], ...]:
+    """Return the tokens of each set, rising, from uint32 [n, words] with a bit for each."""
+    octets = np.ascontiguousarray(words, "<u4").view(np.uint8)
+    return tuple(tuple(np.flatnonzero(bits).tolist()) for bits in np.unpackbits(octets, 1, bitorder="little"))
 
 
 def scores_of(scores: Scores | None, at: Any, num_top: int) -> list[Score]:

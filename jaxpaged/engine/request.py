@@ -79,6 +79,30 @@ class Beam(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
+class DraftCounts:
+    """Counts of a request's drafts, under vLLM's names."""
+
+    num_spec_steps: int = 0  # steps with drafts
+    num_draft_tokens: int = 0
+    num_accepted_draft_tokens: int = 0  # drafts that were right
+
+    def __add__(self, more: "DraftCounts") -> "DraftCounts":
+        """Return the counts of both together."""
+        pairs = zip(dataclasses.astuple(self), dataclasses.astuple(more), strict=True)
+        return DraftCounts(*(ours + its for ours, its in pairs))
+
+    @property
+    def draft_acceptance_rate(self) -> float:
+        """Share of the drafts that were right; 0 without drafts."""
+        return self.num_accepted_draft_tokens / max(self.num_draft_tokens, 1)
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Tokens of the answer per step with drafts, in the mean; 1 without such steps."""
+        return 1 + self.num_accepted_draft_tokens / max(self.num_spec_steps, 1)
+
+
+@dataclasses.dataclass(frozen=True)
 class Delta:
     """The next tokens of a request's answer, or all of them. The last delta has a finish reason."""
 
@@ -97,7 +121,11 @@ class Delta:
     index: int = 0  # which of the prompt's answers
     beam: "Beam | None" = None  # of what a beam search has found
     weight_versions: tuple[int, ...] = ()  # for each of these tokens, of the weights that sampled it
+    # For each of these tokens, those that it was chosen from, rising; None where that is not told.
+    support: tuple[tuple[int, ...], ...] | None = None
     num_fetched_tokens: Mapping[str, int] | None = None  # prompt tokens that came from each tier, once
+    # Of the steps that gave these tokens; None: nothing is drafted. No part of the answer.
+    drafts: DraftCounts | None = dataclasses.field(default=None, compare=False)
 
     @classmethod
     def aborted(cls, request: Request) -> "Delta":

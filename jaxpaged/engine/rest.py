@@ -74,6 +74,8 @@ class Rest:
         checked_choice("mode", mode, MODES)
         checked_bool("clear_cache", clear_cache)
         if mode == "wait":
+            if self.is_sleeping:
+                self._worker.ask(_check_runs)
             self._worker.drain()
         else:
             self._worker.pause(aborts=mode == "abort")
@@ -119,3 +121,9 @@ class Rest:
 def _weights(driver: Driver) -> nnx.State:
     driver.require(WEIGHTS)
     return without_adapters(driver.params)
+
+
+def _check_runs(driver: Driver) -> None:
+    """Raise `InputError` if requests are kept, and the memory that they need is away."""
+    if driver.has_work:
+        driver.require(*MEMORY)

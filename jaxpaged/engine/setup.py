@@ -287,7 +287,7 @@ class Setup:
         if wanted == "xla":
             if jax.default_backend() != "cpu":
                 no_native = None
-            return wanted, no_native or "the kernels are for Hopper GPUs"
+            return wanted, no_native or "prompts have a kernel on Hopper GPUs alone"
         return wanted, "a Hopper GPU" if wanted == "mosaic_gpu" else native.instructions()
 
     def _why_not(self, implementation: TiledImplementation) -> str | None:
@@ -301,6 +301,8 @@ class Setup:
             extras = ", ".join(c.attention_extras)
             why_not = native.why_not_cache(self.layout, self.dtype)
             return why_not or (f"the native kernel has no {extras}" if extras else None)
+        if why := choice.why_no_prompts(implementation):
+            return why
         view = self.layout.view()
         numbers = None if view is None else self.layout.arrays(1, 1, 1, 1, self.dtype)[view.k.array].dtype
         try:

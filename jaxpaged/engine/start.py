@@ -295,6 +295,8 @@ def _created(
         lora=config.enable_lora,
         arena_words=config.arena_words,
         most_drafts=config.most_drafts,
+        replays=config.enable_trace_replay,
+        masks=config.return_sampling_mask,
         mesh=mesh,
     )
 

@@ -140,6 +140,9 @@ class Watch:
             "fetched_tokens": {
                 name: its.num_hits * engine.config.block_size for name, its in stats.tiers.items()
             },
+            "drafts": {"drafted": stats.num_draft_tokens, "accepted": stats.num_accepted_tokens}
+            if engine.config.speculative_config
+            else None,
             "block_size": engine.config.block_size,
             "latency": service.metrics.recent(),
         } | ({} if occupancy is None else occupancy_fields(occupancy))

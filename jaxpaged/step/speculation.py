@@ -62,10 +62,11 @@ def draft(
         room = jnp.minimum(drafting.most, rows.max_num_tokens - rows.num_tokens - 1)
         return jnp.where(may, jnp.minimum(found, room), 0), follow
 
-    nothing = jnp.zeros((rows.phase.shape[0], lookup.most), jnp.int32)
-    wanted, tokens = lax.cond(jnp.any(may), look, lambda: (nothing[:, 0], nothing))
     num_slots = slots.row.shape[0]
     num_taken = jnp.sum(slots.row < rows.phase.shape[0], dtype=jnp.int32)
+    nothing = jnp.zeros((rows.phase.shape[0], lookup.most), jnp.int32)
+    is_worth_it = jnp.any(may) & (num_taken < num_slots)
+    wanted, tokens = lax.cond(is_worth_it, look, lambda: (nothing[:, 0], nothing))
     num = jnp.zeros_like(wanted).at[rows.order].set(dealt(wanted[rows.order], num_slots - num_taken))
 
     # All drafts or none: blocks are rarely short, and then better kept for others.
@@ -215,4 +216,5 @@ def after(
     misses = jnp.where(drafted, jnp.where(hits, 0, drafting.misses + 1), drafting.misses)
     longer = jnp.minimum((1 << jnp.minimum(misses, 8)) - 1, LONGEST_WAIT)
     waited = jnp.maximum(drafting.wait - running, 0)
-    return DraftRows(most, misses, jnp.where(drafted, longer, waited))
+    counts = drafting.counts + jnp.stack([drafted.astype(jnp.int32), num, num_accepted], axis=1)
+    return DraftRows(most, misses, jnp.where(drafted, longer, waited), counts)

@@ -67,6 +67,7 @@ class DraftRows:
     most: Int[Array, " rows"]  # drafts that it may make at once
     misses: Int[Array, " rows"]  # times in turn that no draft was right
     wait: Int[Array, " rows"]  # steps until it drafts again
+    counts: Int[Array, "rows 3"]  # its steps with drafts, its drafts, and those that were right
 
 
 @jax.tree_util.register_dataclass
@@ -95,6 +96,8 @@ class Rows:
     beams: Beams
     grammars: GrammarRows | None  # None: there is no arena, and requests have no automata
     drafting: DraftRows | None  # None: nothing is drafted
+    # Length up to which `token_ids` has the answer already, to be replayed; 0: nowhere. None: nothing is.
+    replay_lens: Int[Array, " rows"] | None
 
     @property
     def free(self) -> Bool[Array, " rows"]:
@@ -195,6 +198,8 @@ class EngineState:
     last_rejected: Int[Array, "2"]
     counters: Int[Array, " counters"]  # indexed by `Counter`
     status: Int[Array, ""]  # `Status` bits of all steps: anything but OK is a bug of the scheduler
+    # Sets of tokens that those of answers were chosen from, in columns as `scores`; None: nobody asks.
+    support: UInt32[Array, "rows max_steps words"] | None = None
 
     def on_tables[**P](
         self, verb: Callable[Concatenate[BlockTables, P], TableResult], *args: P.args, **options: P.kwargs
@@ -219,12 +224,14 @@ def empty_rows(
     lora: bool = False,
     grammars: bool = False,
     most_drafts: int = 0,
+    replays: bool = False,
 ) -> Rows:
     """Return rows without requests as NumPy arrays, which the host fills in to submit requests.
 
     lora: requests may have adapters.
     grammars: requests may have automata of structured outputs.
     most_drafts: drafts of a row in one step; 0: there are none.
+    replays: requests may have answers that are given.
     """
 
     def zeros(*shape: int, dtype: type = np.int32) -> Any:
@@ -256,7 +263,8 @@ def empty_rows(
             rank=zeros(),
         ),
         grammars=no_grammars(num_rows) if grammars else None,
-        drafting=DraftRows(zeros() + most_drafts, zeros(), zeros()) if most_drafts else None,
+        drafting=DraftRows(zeros() + most_drafts, zeros(), zeros(), zeros(3)) if most_drafts else None,
+        replay_lens=zeros() if replays else None,
     )
 
 
@@ -287,13 +295,18 @@ def create_state(
     lora: bool = False,
     arena_words: int = 0,
     most_drafts: int = 0,
+    replays: bool = False,
+    masks: bool = False,
 ) -> EngineState:
     """Create a state without requests over empty tables and an empty cache.
 
     arena_words: 32-bit words for automata of structured outputs; 0: requests have none.
     most_drafts: drafts of a row in one step; 0: there are none.
+    replays: requests may have answers that are given.
+    masks: the tokens that each was chosen from are told.
     """
-    more = {"lora": lora, "grammars": arena_words > 0}
+    words = -(-vocab_size // 32)
+    more = {"lora": lora, "grammars": arena_words > 0, "replays": replays}
     rows = empty_rows(tables.max_seqs, max_model_len, vocab_size, **more, most_drafts=most_drafts)
     return EngineState(
         rows=jax.tree.map(jnp.asarray, rows),
@@ -305,6 +318,7 @@ def create_state(
         last_rejected=no_rejection(),
         counters=jnp.zeros(len(Counter), jnp.int32),
         status=jnp.zeros((), jnp.int32),
+        support=jnp.zeros((tables.max_seqs, MAX_STEPS, words), jnp.uint32) if masks else None,
     )
 
 

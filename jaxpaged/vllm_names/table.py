@@ -165,7 +165,7 @@ ENGINE: dict[str, Verdict] = {
     ),
     **_only(
         "more outputs",
-        "enable_return_routed_experts return_sampling_mask aux_output_config enable_trace_replay",
+        "enable_return_routed_experts aux_output_config",
     ),
     **_only("traces", "otlp_traces_endpoint collect_detailed_traces", use="/metrics of the server"),
     **_only("profiles", "profiler_config", use="jax.profiler"),
@@ -331,7 +331,6 @@ REQUEST: dict[str, Verdict] = {
         use="logprobs",
     ),
     **_only("log-probabilities in another shape", "flat_logprobs"),
-    **_only("an answer that is given", "trace_decode_token_ids"),
     **_only("caches handed between engines", "kv_transfer_params ec_transfer_params"),
     **_only(
         "more outputs",

@@ -47,7 +47,7 @@ def everything(driver: Driver, prompts: list[list[int]], params: list[SamplingPa
             SWAP | {"quantization": "int4"},
             "0",
             id="all by XLA, bfloat16, swap, int4",
-            marks=SLOW,
+            marks=NIGHTLY,
         ),
         pytest.param("bfloat16", tiny.SMALL, "1", id="bfloat16, recompute", marks=SLOW),
         pytest.param(

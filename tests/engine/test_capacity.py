@@ -26,7 +26,10 @@ NUM_ROWS = EngineConfig(max_num_seqs=MAX_NUM_SEQS).num_rows
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module", params=[1, 6], ids=["one group", "six groups"])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(1, id="one group", marks=pytest.mark.nightly), pytest.param(6, id="six groups")],
+)
 def num_groups(request: pytest.FixtureRequest) -> int:
     return request.param
 

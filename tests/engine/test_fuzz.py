@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from jaxpaged.engine.request import DraftCounts
 from jaxpaged.sampling_params import SamplingParams
 from tests import tiny
 from tests.engine.fuzz import NUM_ASKS, Fuzz
@@ -31,12 +32,21 @@ def test_answers_are_the_same_with_drafts_and_without(tmp_path):
         max_tokens=60, temperature=1.5, logprobs=1, allowed_token_ids=[7, 8, 9], ignore_eos=True
     )
     answers: list[list[object]] = [[], []]
+    counts = DraftCounts()
     for its, driver in zip(answers, (plain.driver, drafting.driver), strict=True):
         for seed in range(8):  # one after the other: a full batch makes no drafts
             [number] = tiny.submit(driver, tiny.prompts([9]), dataclasses.replace(few, seed=seed))
             found = tiny.drain(driver)[number]
             its.append((found.token_ids, found.scores))
+            if driver is drafting.driver:
+                counts += found.drafts
     assert answers[0] == answers[1]
-    assert drafting.driver.stats.num_accepted_tokens > stats.num_accepted_tokens + 20
+    since = drafting.driver.stats
+    assert counts == DraftCounts(
+        since.num_drafts - stats.num_drafts,
+        since.num_draft_tokens - stats.num_draft_tokens,
+        since.num_accepted_tokens - stats.num_accepted_tokens,
+    )
+    assert counts.num_accepted_draft_tokens > 20
     for seed in range(4):
         drafting.run(seed)

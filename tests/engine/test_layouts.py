@@ -211,7 +211,7 @@ def check_config(name: str, layout: Layout, config: ModelConfig, its: dict[str, 
     return driver
 
 
-@pytest.mark.parametrize("name", slow_and_nightly(in_engines(), set(in_engines()) - {"int8_per_token"}))
+@pytest.mark.parametrize("name", slow_and_nightly(in_engines(), ["fused", "int4_grouped"]))
 def test_an_engines_tokens_are_the_oracles(name: str) -> None:
     driver = check_tokens(name, LAYOUTS[name], WINDOW if name in WINDOWED else None)
     several = SamplingParams(n=3, temperature=0.9, seed=5, max_tokens=NUM_NEW, logprobs=0)
@@ -249,7 +249,7 @@ def test_an_engine_with_two_kinds_of_layers(name: str) -> None:
 
 # One with a sketch of its own, and one with a queue.
 @pytest.mark.parametrize(
-    "name", slow_and_nightly([name for name in EVICTION_POLICIES if name != "lru"], ["tinylfu", "s3fifo"])
+    "name", slow_and_nightly([name for name in EVICTION_POLICIES if name != "lru"], ["s3fifo"])
 )
 def test_every_policy_evicts_blocks_of_two_kinds_of_layers(name: str) -> None:
     its = of_two_kinds("token_major") | {"eviction_policy": name}

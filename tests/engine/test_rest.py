@@ -111,6 +111,32 @@ def test_waiting_ends_what_is_in_flight_and_holds_the_rest(engine, brake):
 
 
 @limited
+def test_waiting_ends_what_was_kept(llm, engine, brake):
+    """Only what came during the pause goes on waiting, and is ended by a pause that aborts."""
+    want = answers(engine)
+    hold = brake(engine)
+    kept = engine.submit(PROMPTS[0], PARAMS)
+    hold.allow(5)
+    tiny.until(lambda: kept.metrics.first_token_time)
+    slowly(hold, tiny.start(engine.pause, "keep"))
+    late = engine.submit(PROMPTS[1], PARAMS)
+    assert not kept.metrics.finished_time
+    llm.sleep(1, "keep")
+    with pytest.raises(InputError, match="are away"):
+        engine.pause("wait")
+    llm.wake_up(["weights", "kv_cache"])
+    slowly(hold, tiny.start(engine.pause, "keep"))
+    later = engine.submit(PROMPTS[1], PARAMS)
+    engine.pause("wait")
+    assert kept.metrics.finished_time
+    assert [handle.result().token_ids for handle in (kept, late)] == want
+    assert engine.is_paused
+    assert later.metrics.first_token_time is None
+    engine.pause("abort")
+    assert later.result().finish_reason is FinishReason.ABORT
+
+
+@limited
 @pytest.mark.parametrize("level", [0, 1, 2])
 def test_sleep_gives_memory_back_and_compiles_nothing(llm, engine, level):
     """Kept requests are computed anew. Level 2 reads the files again, unless an update brings all weights."""

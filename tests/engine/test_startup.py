@@ -25,6 +25,7 @@ from jaxpaged.step.plan import plan, slots_of
 from jaxpaged.step.state import EngineState, Phase
 from pallas_kernels.ops import choice
 from tests import tiny
+from tests.marks import slow_and_nightly
 
 # One program for both: a step for the host to turn, with decode passes of 1, 3 and 4 rows.
 BY_HOST = tiny.SMALL | {"loop": "host", "decode_widths": (1, 3)}
@@ -155,8 +156,9 @@ def test_a_gpu_without_memory_is_not_one_that_fails_to_launch(monkeypatch):
     assert not machine.may_fail_to_launch(full)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("loops", "use_native"), [(True, "0"), (False, "1")])
+@pytest.mark.parametrize(
+    ("loops", "use_native"), slow_and_nightly([(True, "0"), (False, "1")], [(True, "0")])
+)
 def test_layers_in_a_loop_and_one_by_one_answer_alike(loops, use_native, monkeypatch):
     """Layers are in a loop where XLA multiplies, too, and one by one where our kernels do."""
     monkeypatch.setenv("JAXPAGED_NATIVE", use_native)

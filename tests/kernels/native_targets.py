@@ -23,8 +23,12 @@ CACHE = Path(__file__).parents[2] / ".pytest_cache"
 CROSS_COMPILER = "aarch64-linux-gnu-g++"
 EMULATORS = "qemu-aarch64", "qemu-aarch64-static"
 # Compiling a driver takes 10 to 25 seconds, so every run has that of this processor's fastest target alone.
+FASTEST = library.targets()[:1]
 EACH = [
-    pytest.param(name, marks=[] if name in library.targets()[:1] else pytest.mark.slow)
+    pytest.param(
+        name,
+        marks=() if name in FASTEST else pytest.mark.slow if name == "avx2" else pytest.mark.nightly,
+    )
     for name in library.TARGETS
 ]
 

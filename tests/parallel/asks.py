@@ -8,6 +8,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+from safetensors.numpy import load_file
 
 from jaxpaged import LLM, LoRARequest, SamplingParams
 from jaxpaged.engine.driver import Driver
@@ -33,12 +34,24 @@ def ask(llm):
     handle, other = (llm.engine.submit(PROMPTS[i], long) for i in (0, 1))
     first = next(iter(handle))
     handle.abort()
-    last = handle.result()
+    last, other_tokens = handle.result(), other.result().token_ids
+    llm.pause_generation("keep")
+    table = "model.embed_tokens.weight"
+    version = llm.update_weights({table: -load_file(GOLDENS / "families/llama/model.safetensors")[table]})
+    llm.resume_generation()
+    updated = answers(POET, None, POET, None)
+    llm.sleep(level=1)
+    llm.wake_up()
+    awake = answers(POET, None, POET, None)
+    llm.sleep(level=2)
+    llm.wake_up()  # reads the files
     say(
         answers=plain,
         adapted=adapted,
         aborted=[first.finish_reason.name, last.finish_reason.name, len(last.token_ids) < 100],
-        other=other.result().token_ids,
+        other=other_tokens,
+        updated=[updated, updated != adapted, awake == updated, version],
+        read_anew=answers(None, None, None, None) == plain,
         swapped=llm.engine.stats.num_preemptions > 0,
         free=llm.reset_prefix_cache(),
     )

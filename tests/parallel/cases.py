@@ -287,6 +287,12 @@ def test_blocks_go_to_as_many_devices(kinds):
     here.update_weights(here.read_names(new.items()))
     want = reference_model.generate(config, by_role(config, NAMES, new), prompt, 12)
     assert tiny.generate(here, [prompt], tiny.greedy(12)) == [want]
+    for level in (1, 2):  # asleep, with all weights new while they are away
+        here.sleep(level)
+        if level == 2:
+            here.update_weights(here.read_names(new.items()))
+        here.wake_up(["weights", "kv_cache"])
+        assert tiny.generate(here, [prompt], tiny.greedy(12)) == [want]
     assert [each.num_compiled() for each in (loop.run, loop.submit, loop.write_tokens, loop.abort)] == before
     tiny.assert_nothing_is_held(there)
     assert_same_on_each(there.state)

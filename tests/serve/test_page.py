@@ -117,6 +117,10 @@ def test_the_page_shows_what_the_engine_reports(served, chromium, brake, width, 
         of = f"newest.latency.{id_}"
         script = f"{of}.counts = {of}.counts.map(() => 0); draw(); "
         assert chromium.run(f"{script}return {id_}.getAttribute('aria-label')") == said
+    shown = "return [drafts.hidden, drafts.textContent]"
+    assert chromium.run(shown) == [True, ""], "nothing is drafted"
+    chromium.run("newest.drafts = { drafted: 1200, accepted: 900 }; draw()")
+    assert chromium.run(shown) == [False, "900 of 1,200 drafts accepted (75%)"]
     counts = {id_: int(chromium.text(id_)) for id_ in ("free", "held", "shared", "cached")}
     assert sum(counts.values()) == 64
     assert counts["shared"] == 6

@@ -368,8 +368,9 @@ class LockStep:
                 self.seen["constrained"] += behind is not None and behind >= 0
                 assert state.rows.grammars.state[index] == (automata.WAITS if behind is None else behind)
             if row.drafting is not None and row.finish_reason is None:
-                mine = [int(field[index]) for field in jax.tree.leaves(state.rows.drafting)]
-                assert mine == [row.drafting.most, row.drafting.misses, row.drafting.wait]
+                mine = [field[index].tolist() for field in jax.tree.leaves(state.rows.drafting)]
+                its = row.drafting
+                assert mine == [its.most, its.misses, its.wait, its.counts]
             reason = FinishReason(state.rows.finish_reason[index]).name.lower()
             assert reason == (row.finish_reason or "none")
             swapped = row.phase is reference.Phase.SWAPPED

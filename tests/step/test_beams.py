@@ -24,6 +24,7 @@ from reference import model as reference_model
 from reference.beam_search import BeamSearch, Hypothesis, beam_search
 from reference.sampler import TokenAutomaton
 from tests import tiny, tiny_grammars
+from tests.marks import slow_and_nightly
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 SEARCHES = json.loads((GOLDENS / "beam_searches.json").read_text())
@@ -235,8 +236,8 @@ def test_the_plain_searchs_answers_are_transformers():
             np.testing.assert_allclose(sums, golden["cum_logprobs"], atol=1e-3)
 
 
-@pytest.mark.slow  # the plain search's they are in the other tests
-@pytest.mark.parametrize("model", ["gqa_tied", "smollm2"])
+# The plain search's they are in the other tests.
+@pytest.mark.parametrize("model", slow_and_nightly(["gqa_tied", "smollm2"], ["gqa_tied"]))
 def test_answers_are_transformers(model):
     path = model if model == "smollm2" else GOLDENS / model
     llm = LLM(path, dtype="float32", max_num_seqs=10, max_model_len=128, num_blocks=1 + 80)
