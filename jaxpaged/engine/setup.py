@@ -306,7 +306,7 @@ class Setup:
         if wanted == "xla":
             if jax.default_backend() != "cpu":
                 no_native = None
-            return wanted, no_native or "the kernels are for Hopper GPUs"
+            return wanted, no_native or "prompts have a kernel on Hopper GPUs alone"
         return wanted, "a Hopper GPU" if wanted == "mosaic_gpu" else native.instructions()
 
     def _why_not(self, implementation: TiledImplementation) -> str | None:
