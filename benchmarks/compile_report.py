@@ -3,6 +3,7 @@
     python -m benchmarks.compile_report            print the table
     python -m benchmarks.compile_report --write    and write it to benchmarks/compile_report.md
     python -m benchmarks.compile_report NAME...    one JSON line per kernel of these programs, for the tests
+    python -m benchmarks.compile_report --capability=12.0 NAME...    likewise for another target
 
 What it needs, `cuda_compiler` says. Registers and spills are ptxas's own words, shared memory is Mosaic's.
 The programs (CTAs) that share a multiprocessor follow from them: 65,536 registers in portions of 8 per
@@ -25,7 +26,9 @@ from typing import Any
 from absl import app, flags
 
 from benchmarks import cuda_compiler
+from pallas_kernels.gpu import targets
 
+_CAPABILITY = flags.DEFINE_string("capability", "9.0", "Compute capability to compile for.")
 _WRITE = flags.DEFINE_boolean("write", False, "Write the table beside this file.")
 
 # Seconds of processor time per program. They take one or two; layout inference that runs away takes for ever.
@@ -216,6 +219,7 @@ class Report:
     kernel: str
     registers: int
     spill_bytes: int
+    stack_bytes: int  # of a thread's frame
     shared_memory_bytes: int
     threads: int
     ctas_per_core: int
@@ -235,9 +239,10 @@ def main(argv: list[str]) -> None:
         TABLE.write_text(text)
 
 
-def run(names: list[str]) -> list[Report]:
-    """Compile the programs of these names in a process of its own, and report."""
-    return [Report(**line) for line in cuda_compiler.run("benchmarks.compile_report", names)]
+def run(names: list[str], capability: str = "9.0") -> list[Report]:
+    """Compile the programs of these names for a target in a process of its own, and report."""
+    arguments = [f"--capability={capability}", *names]
+    return [Report(**line) for line in cuda_compiler.run("benchmarks.compile_report", arguments)]
 
 
 def markdown(reports: list[Report]) -> str:
@@ -258,9 +263,9 @@ def markdown(reports: list[Report]) -> str:
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for r in reports:
-        memory = f"{r.shared_memory_bytes / 1024:.1f}"
+        memory, spilled = f"{r.shared_memory_bytes / 1024:.1f}", r.spill_bytes + r.stack_bytes
         lines.append(
-            f"| {r.program} | {r.kernel} | {r.registers} | {r.spill_bytes} | {memory} | {r.ctas_per_core} "
+            f"| {r.program} | {r.kernel} | {r.registers} | {spilled} | {memory} | {r.ctas_per_core} "
             f"| {r.temp_bytes / 1e6:.1f} |"
         )
     return "\n".join([*lines, ""])
@@ -274,16 +279,16 @@ def _reports_here(names: list[str]) -> Iterator[Report]:
         with tempfile.TemporaryDirectory() as folder, _time_limit(COMPILE_LIMIT_S, str(program)):
             os.environ["MOSAIC_GPU_DUMP_TO"] = folder
             start = time.perf_counter()
-            compiled = compile_for_h200(program)
+            compiled = compile_for_gpu(program, _CAPABILITY.value)
             seconds = time.perf_counter() - start
             temp_bytes = compiled.memory_analysis().temp_size_in_bytes
             yield from _read_dump(program, Path(folder), temp_bytes, seconds)
 
 
-def compile_for_h200(program: Program | Product) -> Any:
+def compile_for_gpu(program: Program | Product, capability: str) -> Any:
     """Return the compiled executable of a program; needs the environment that `cuda_compiler.run` sets."""
     operation, arguments = _product(program) if isinstance(program, Product) else _attention(program)
-    return cuda_compiler.compiled(operation, *arguments)
+    return cuda_compiler.compiled(operation, *arguments, capability=capability)
 
 
 def _product(p: Product) -> tuple[Any, tuple[Any, ...]]:
@@ -362,15 +367,17 @@ def _read_dump(program: Program | Product, folder: Path, temp_bytes: int, second
         memory = int(_only(r"smem_scratch_bytes=(\d+)", resources.read_text()))
         threads = int(_only(r"\.(?:reqntid|maxntid) (\d+)", ptx))
         by_registers = 65536 // (-(-registers // 8) * 8 * threads)
-        by_memory = 228 * 1024 // (memory + 1024)
+        target = targets.TARGETS[_CAPABILITY.value]
+        by_memory = target.core_bytes // (memory + 1024)
         yield Report(
             program=str(program),
             kernel=name,
             registers=registers,
-            spill_bytes=spills + stack,
+            spill_bytes=spills,
+            stack_bytes=stack,
             shared_memory_bytes=memory,
             threads=threads,
-            ctas_per_core=min(by_registers, by_memory, 2048 // threads, 32),
+            ctas_per_core=min(by_registers, by_memory, target.core_threads // threads, 32),
             temp_bytes=temp_bytes,
             conversions=len(re.findall(r"\bcvt\.rn\.f\d+\.[su](?:8|16)\b", ptx)),
             seconds=round(seconds, 2),

@@ -4,6 +4,7 @@ Needs the `cuda-compile` extra: the CUDA plugin of jax and ptxas, no driver and 
 """
 
 import contextlib
+import dataclasses
 import importlib.metadata
 import importlib.util
 import json
@@ -45,6 +46,30 @@ def missing_packages() -> list[str]:
     """Return the packages of the `cuda-compile` extra that are not installed."""
     installed = {d.metadata["Name"].lower() for d in importlib.metadata.distributions()}
     return [name for name in PACKAGES if name not in installed]
+
+
+def described(capability: str) -> str:
+    """Return a GPU of this compute capability as XLA describes it: an H200, or a card of that major version
+    of `targets.CARDS` with the target's memory.
+    """
+    from pallas_kernels.gpu.targets import CARDS, HOPPER, TARGETS
+
+    if capability == HOPPER.capability:
+        return H200
+    major, minor = capability.split(".")
+    card, target = next(c for c in CARDS if c.capability.split(".")[0] == major), TARGETS[capability]
+    extension = "" if major == "8" else "feature_extension: ACCELERATED_FEATURES "
+    values = {
+        "shared_memory_per_core": target.core_bytes,
+        "threads_per_core_limit": target.core_threads,
+        "core_count": card.num_cores,
+        "memory_bandwidth": int(card.bandwidth),
+        "shared_memory_per_block_optin": target.program_bytes,
+    }
+    text = H200.replace("{ major: 9 minor: 0 }", f"{{ major: {major} minor: {minor} {extension}}}")
+    for name, value in values.items():
+        text = re.sub(rf"\b{name}: \d+", f"{name}: {value}", text)
+    return text.replace("NVIDIA H200", f"NVIDIA {card.name}")
 
 
 def run(module: str, arguments: list[str], flags: str = "") -> list[dict[str, Any]]:
@@ -116,23 +141,29 @@ def outermost(thunks: list[tuple[int, str]]) -> tuple[str, ...]:
     return tuple(kind for depth, kind in thunks if depth == 0)
 
 
-def topology(num_devices: int = 1) -> Any:
-    """Return H200s of one machine, to compile for; the process must have the environment that `run` sets."""
+def topology(num_devices: int = 1, capability: str = "9.0") -> Any:
+    """Return GPUs of one machine, to compile for; the process must have the environment that `run` sets."""
     from jax.experimental import topologies
 
     return topologies.get_topology_desc(
-        platform="cuda", topology_name="", topology=f"1x1x{num_devices}", target_config=H200
+        platform="cuda", topology_name="", topology=f"1x1x{num_devices}", target_config=described(capability)
     )
 
 
-def compiled(operation: Callable[..., Any], *arguments: Any) -> Any:
-    """Compile an operation for one H200, for arguments of these shapes."""
+def compiled(operation: Callable[..., Any], *arguments: Any, capability: str = "9.0") -> Any:
+    """Compile an operation for one GPU, an H200 by default, for arguments of these shapes."""
     import jax
     import numpy as np
     from jax.sharding import AbstractDevice, AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-    place = NamedSharding(Mesh(np.array(topology().devices), ("x",)), PartitionSpec())
-    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="cuda")
+    @dataclasses.dataclass(frozen=True)
+    class Device(AbstractDevice):
+        """A device as Mosaic asks for it: one without a capability is taken for Hopper."""
+
+        compute_capability: str = capability
+
+    place = NamedSharding(Mesh(np.array(topology(1, capability).devices), ("x",)), PartitionSpec())
+    device = Device(device_kind="NVIDIA H200", num_cores=132, platform="cuda")
     jitted = jax.jit(lambda *args: operation(*args), in_shardings=place, out_shardings=place)
     with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device)):
         lowered = jitted.trace(*arguments).lower(lowering_platforms=("cuda",))

@@ -21,6 +21,7 @@ from benchmarks.record import Results, in_turns, spread, start
 from jaxpaged import LLM, SamplingParams
 
 BATCHES = flags.DEFINE_list("batches", ["1", "4", "16"], "prompts at once")
+METHOD = flags.DEFINE_enum("method", "ngram", ["ngram", "suffix"], "way to draft")
 SLOTS = flags.DEFINE_integer("slots", 16, "max_num_seqs")
 ROUNDS = flags.DEFINE_integer("rounds", 3, "counted turns")
 DRAFTS = flags.DEFINE_integer("drafts", 7, "most drafts of a request in one step")
@@ -49,10 +50,16 @@ def edits() -> list[str]:
 
 def main(argv: list[str]) -> None:
     start(argv)
-    results = Results("speculation", OUT.value, drafts=DRAFTS.value, slots=SLOTS.value, dtype=DTYPE.value)
+    settings: dict[str, Any] = {
+        "method": METHOD.value,
+        "drafts": DRAFTS.value,
+        "slots": SLOTS.value,
+        "dtype": DTYPE.value,
+    }
+    results = Results("speculation", OUT.value, **settings)
     sizes: dict[str, Any] = {"max_model_len": 1024, "max_num_seqs": SLOTS.value, "dtype": DTYPE.value}
     plain = LLM("smollm2", **sizes, enable_prefix_caching=False)
-    drafts = {"num_speculative_tokens": DRAFTS.value}
+    drafts = {"method": METHOD.value, "num_speculative_tokens": DRAFTS.value}
     drafting = LLM("smollm2", **sizes, enable_prefix_caching=False, speculative_config=drafts)
     sampling = SamplingParams(max_tokens=TOKENS.value, temperature=0, ignore_eos=True)
 

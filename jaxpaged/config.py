@@ -226,11 +226,7 @@ class EngineConfig:
     scheduling_policy: SchedulingPolicy = option(
         "fcfs", choice(*get_args(SchedulingPolicy)), flag=text("fcfs (default) or priority")
     )
-    enable_lora: bool = option(
-        False,
-        checked_bool,
-        flag={"action": "store_true", "default": None, "help": "let requests have low-rank adapters"},
-    )
+    enable_lora: bool = option(False, checked_bool, flag=yes_or_no("let requests have low-rank adapters"))
     max_loras: int = option(
         1,
         whole("a positive int, at most 256", 1, 256),
@@ -257,6 +253,10 @@ class EngineConfig:
     # Whether requests may have `SamplingParams.trace_decode_token_ids`. The loop then looks for them.
     enable_trace_replay: bool = option(
         False, checked_bool, flag=yes_or_no("let requests replay given answers")
+    )
+    # Whether answers tell what tokens were chosen from. Each row takes 4 bytes a token of the vocabulary.
+    return_sampling_mask: bool = option(
+        False, checked_bool, flag=yes_or_no("tell what tokens were chosen from")
     )
     # Adapters kept in host memory. None: all that were used.
     max_cpu_loras: int | None = option(None, flag=count("adapters kept in host memory (default: all)"))

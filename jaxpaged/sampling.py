@@ -239,6 +239,30 @@ def is_among(token_ids: Int[Array, " rows"], tokens: UInt32[Array, "rows words"]
     return ((word >> (token_ids % 32).astype(jnp.uint32)) & 1).astype(bool)
 
 
+def in_bits(mask: Bool[Array, "rows vocab"]) -> UInt32[Array, "rows words"]:
+    """Return masks over the vocabulary as sets of tokens; `has_token` reads them."""
+    bits = jnp.pad(mask, ((0, 0), (0, -mask.shape[1] % 32))).reshape(mask.shape[0], -1, 32)
+    return jnp.sum(bits.astype(jnp.uint32) << jnp.arange(32, dtype=jnp.uint32), axis=2, dtype=jnp.uint32)
+
+
+def support(
+    logits: Float[Array, "rows vocab"],
+    options: SamplingState,
+    edit: Callable[[Float[Array, "rows vocab"]], Float[Array, "rows vocab"]],
+) -> Bool[Array, "rows vocab"]:
+    """Return the tokens that a row's token is chosen from: those that its rules and filters leave.
+
+    Of a greedy row, and of one in which nothing can be drawn, only the likeliest is left. `edit` as in
+    `sample`.
+    """
+    changed = lax.cond(jnp.any(options.has_rules), edit, lambda logits: logits, logits)
+    largest = jnp.max(changed, axis=1)
+    draws = (options.temperature > 0) & jnp.isfinite(largest)
+    is_left = filtered(changed, largest, options) > -jnp.inf
+    is_likeliest = jnp.arange(logits.shape[1]) == likeliest(changed)[:, None]
+    return jnp.where(draws[:, None], is_left, is_likeliest)
+
+
 class Told(NamedTuple):
     """Values that scores are made of, in place of the model's logits."""
 

@@ -5,46 +5,96 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from jaxpaged.checks import InputError, check, checked_choice, checked_int, shown
+from jaxpaged.checks import InputError, check, checked_choice, checked_int, checked_number, shown
 
 # Methods of vLLM's, by what they need.
 OTHER_METHODS = (
-    "draft_model", "eagle", "eagle3", "medusa", "mlp_speculator", "mtp", "ngram_gpu", "suffix",
+    "draft_model", "eagle", "eagle3", "medusa", "mlp_speculator", "mtp", "ngram_gpu",
 )  # fmt: skip
 # A report has 32 tokens of a row: the drafts of one step, and the token behind them.
 MOST_DRAFTS = 31
 LONGEST_END = 16
+DEEPEST = 64
+MOST_PER_TOKEN = 31
+# Options of each method, with what stands for None.
+OPTIONS: dict[str, dict[str, int | float]] = {
+    "ngram": {"prompt_lookup_max": 4, "prompt_lookup_min": 2},
+    "suffix": {
+        "suffix_decoding_max_tree_depth": 24,
+        "suffix_decoding_max_cached_requests": 0,
+        "suffix_decoding_max_spec_factor": 1.0,
+        "suffix_decoding_min_token_prob": 0.1,
+    },
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Speculation:
-    """Drafts from a request's own tokens, by the longest end of them that occurs before."""
+    """Drafts from a request's own tokens, by the longest end of them that occurs before.
+
+    Options of the other method are None.
+    """
 
     method: str = "ngram"
     num_speculative_tokens: int = 7  # drafts of a request in one step
-    prompt_lookup_max: int | None = None  # tokens of the longest end that is looked for; None: 4
-    prompt_lookup_min: int | None = (
-        None  # tokens of the shortest one; None: 2, or the longest if that is less
-    )
+    # Tokens of the longest and the shortest end that is looked for.
+    prompt_lookup_max: int | None = None
+    prompt_lookup_min: int | None = None
+    suffix_decoding_max_tree_depth: int | None = None  # tokens of an end and of most drafts behind it
+    suffix_decoding_max_cached_requests: int | None = None  # other requests that are looked into: 0
+    suffix_decoding_max_spec_factor: float | None = None  # drafts for each token of the end
+    suffix_decoding_min_token_prob: float | None = None  # least share of occurrences that have the drafts
 
     def __post_init__(self) -> None:
         """Check the values. Raises `InputError`."""
         unknown = self.method in OTHER_METHODS
-        rule = "'ngram': other methods of drafting are not supported" if unknown else "'ngram'"
-        check("speculative_config: method", self.method, rule, self.method == "ngram")
+        rule = "'ngram' or 'suffix'" + ": other methods of drafting are not supported" * unknown
+        check("speculative_config: method", self.method, rule, self.method in [*OPTIONS])
         self._count("num_speculative_tokens", 1, MOST_DRAFTS)
+        for method, names in OPTIONS.items():
+            for name in names if method != self.method else ():
+                value = getattr(self, name)
+                rule = f"left out: it is of method {method!r}"
+                check(f"speculative_config: {name}", value, rule, value is None)
+        if self.method == "ngram":
+            self._check_ngram()
+        else:
+            self._check_suffix()
+
+    def _check_ngram(self) -> None:
         if self.prompt_lookup_max is None:
             least = self.prompt_lookup_min
-            object.__setattr__(self, "prompt_lookup_max", max(4, least) if isinstance(least, int) else 4)
+            longest = OPTIONS["ngram"]["prompt_lookup_max"]
+            longest = max(longest, least) if isinstance(least, int) else longest
+            object.__setattr__(self, "prompt_lookup_max", longest)
         self._count("prompt_lookup_max", 1, LONGEST_END)
         assert self.prompt_lookup_max is not None
         if self.prompt_lookup_min is None:
-            object.__setattr__(self, "prompt_lookup_min", min(2, self.prompt_lookup_max))
+            shortest = min(OPTIONS["ngram"]["prompt_lookup_min"], self.prompt_lookup_max)
+            object.__setattr__(self, "prompt_lookup_min", shortest)
         self._count("prompt_lookup_min", 1, self.prompt_lookup_max, "prompt_lookup_max=")
+
+    def _check_suffix(self) -> None:
+        for name, value in OPTIONS["suffix"].items():
+            if getattr(self, name) is None:
+                if name == "suffix_decoding_max_tree_depth":
+                    value = max(int(value), 2 * self.num_speculative_tokens)
+                object.__setattr__(self, name, value)
+        self._count("suffix_decoding_max_tree_depth", self.num_speculative_tokens + 1, DEEPEST)
+        cached = self.suffix_decoding_max_cached_requests
+        rule = "0: drafts come from a request's own text only"
+        checked_int("speculative_config: suffix_decoding_max_cached_requests", cached, rule, 0, 0)
+        self._number("suffix_decoding_max_spec_factor", f"a number in (0, {MOST_PER_TOKEN}]", MOST_PER_TOKEN)
+        self._number("suffix_decoding_min_token_prob", "a number in [0, 1]", 1, above=False)
 
     def _count(self, name: str, least: int, most: int, origin: str = "") -> None:
         rule = f"an int in [{least}, {origin}{most}]"
         value = checked_int(f"speculative_config: {name}", getattr(self, name), rule, least, most)
+        object.__setattr__(self, name, value)
+
+    def _number(self, name: str, rule: str, most: float, *, above: bool = True) -> None:
+        value = getattr(self, name)
+        value = checked_number(f"speculative_config: {name}", value, rule, 0, most, above=above)
         object.__setattr__(self, name, value)
 
 

@@ -200,6 +200,20 @@ SUPPORT: dict[str, Served] = {
     ),
 }
 
+# Kernels of decode steps where a program has 99 KiB of shared memory: two stages of longer heads take more.
+_SHORT_HEADS = dataclasses.replace(
+    SUPPORT["mosaic_gpu"], head_dims=(64, 80, 96, 112, 128), quantised_head_dims=(64, 128)
+)
+_NO_KERNEL = dataclasses.replace(
+    SUPPORT["mosaic_gpu"], dtypes=(), cache_dtypes=(), head_dims=(), quantised_head_dims=()
+)
+# What "mosaic_gpu" serves on targets, by ptxas's names, where that is less than SUPPORT says.
+LIMITED: dict[str, Served] = {
+    **dict.fromkeys(("sm_80", "sm_86", "sm_89"), _NO_KERNEL),
+    **dict.fromkeys(("sm_120a", "sm_121a"), _SHORT_HEADS),
+}
+ONE_TOKEN = ("sm_100a", "sm_103a", "sm_120a", "sm_121a")  # have the kernel of decode steps alone
+
 
 def listed(name: str, value: object, allowed: tuple[object, ...] | list[str] | None) -> list[str]:
     """Return a complaint about a value that is none of those allowed, or nothing; None allows any."""
@@ -217,11 +231,16 @@ def refuse_unserved(
     block_size: int,
     group_size: int,
     options: Options,
+    architecture: str | None = None,
 ) -> None:
     """Raise NotImplementedError unless the implementation serves the call; name what it does not serve, and
     what does.
+
+    architecture: the GPU's target as ptxas names it, for what its kernels do not serve; None: any.
     """
-    served = SUPPORT[implementation]
+    served, where = SUPPORT[implementation], ""
+    if implementation == "mosaic_gpu" and architecture in LIMITED:
+        served, where = LIMITED[architecture], f" on {architecture}"
     wrong = listed("q.dtype", jnp.dtype(dtype).name, served.dtypes)
     wrong += listed("k_cache.dtype", jnp.dtype(cache_dtype).name, served.cache_dtypes)
     is_quantised = jnp.dtype(cache_dtype).name in QUANTISED_DTYPES
@@ -239,7 +258,7 @@ def refuse_unserved(
     if wrong:
         others = " or ".join(f"implementation={name!r}" for name in SUPPORT if name != implementation)
         raise NotImplementedError(
-            f"{implementation} paged attention does not serve {'; '.join(wrong)}. Use {others}."
+            f"{implementation} paged attention{where} does not serve {'; '.join(wrong)}. Use {others}."
         )
 
 
@@ -264,6 +283,12 @@ def markdown_table() -> str:
         "cache layout": [join(s.kv_layouts) for s in SUPPORT.values()],
     }
     lines[", ".join(OPTIONAL)] = ["yes"] * len(SUPPORT)
+    narrow = ", ".join(name for name, served in LIMITED.items() if served is _SHORT_HEADS)
+    lines[f"head_dim on {narrow}"] = ["any", join(_SHORT_HEADS.head_dims)]
+    lines[f"head_dim with an 8-bit cache on {narrow}"] = ["any", join(_SHORT_HEADS.quantised_head_dims)]
+    lines[f"several new tokens a sequence, and prompts, on {', '.join(ONE_TOKEN)}"] = ["yes", "no"]
+    nowhere = ", ".join(name for name, served in LIMITED.items() if served is _NO_KERNEL)
+    lines[f"anything on {nowhere}"] = ["yes", "no"]
     rows = [["", *(f"`{name}`" for name in SUPPORT)], ["---"] * (len(SUPPORT) + 1)]
     rows += [[name, *cells] for name, cells in lines.items()]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)

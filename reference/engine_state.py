@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from .beam_search import BeamSearch, Hypothesis, LogProbs
-from .speculation import Drafting, Lookup
+from .speculation import Drafting, Lookup, SuffixLookup
 from .v1.kv_cache_utils import BlockHash, KVCacheBlock
 
 NextToken = Callable[[list[int]], int]  # the token after these, prompt and answer so far
@@ -67,7 +67,7 @@ class EngineConfig:
     free_profile: Literal["classic", "split"] = "classic"  # where freed blocks go, in both pools
     reuse_answers: bool = False  # whether a later prompt may hit blocks with an answer's tokens
     preemption_mode: Literal["recompute", "swap"] = "recompute"
-    lookup: Lookup | None = None  # how tokens are drafted; None: they are not
+    lookup: Lookup | SuffixLookup | None = None  # how tokens are drafted; None: they are not
 
 
 @dataclass(frozen=True)

@@ -121,6 +121,14 @@ def probabilities(
     return result
 
 
+def support(
+    changed: np.ndarray, temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
+) -> list[int]:
+    """Return the tokens of one row that one is chosen from, rising; `changed` as `edited` returns it."""
+    left: list[int] = np.flatnonzero(probabilities(changed, temperature, top_k, top_p, min_p)).tolist()
+    return left
+
+
 def first_likeliest(logits: np.ndarray) -> int:
     """Return the first of the largest logits; the last token of a row with NaN in it."""
     return len(logits) - 1 if np.isnan(logits).any() else int(np.argmax(logits))

@@ -1,9 +1,11 @@
 """Drafts of coming tokens from a sequence's own: the oracle of `jaxpaged.step.speculation`."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 LONGEST_WAIT = 31
+MOST_OCCURRENCES = 32
 
 
 @dataclass(frozen=True)
@@ -33,11 +35,56 @@ def followers(tokens: Sequence[int], lookup: Lookup) -> list[int]:
     return []
 
 
+@dataclass(frozen=True)
+class SuffixLookup:
+    """Drafts by what mostly followed the longest end of a sequence that occurs before.
+
+    most: drafts at once.
+    depth: tokens of an end and of most drafts behind it.
+    factor: drafts for each token of the end.
+    min_prob: the least share of the end's occurrences in which all drafts up to one followed.
+    """
+
+    most: int
+    depth: int
+    factor: float
+    min_prob: float
+
+
+def likely_followers(tokens: Sequence[int], lookup: SuffixLookup) -> list[int]:
+    """Return the tokens that mostly followed where the last tokens occurred before.
+
+    The longest end that occurs counts; of its occurrences the last MOST_OCCURRENCES. Token by token the draft
+    is what most of them have next; of several tokens the one that came last. Those that have another token
+    count no more. One that comes to the end of the sequence goes on with the drafts.
+    """
+    for length in range(min(lookup.depth - lookup.most, len(tokens) - 1), 0, -1):
+        end = list(tokens[len(tokens) - length :])
+        found = [p for p in range(length, len(tokens)) if list(tokens[p - length : p]) == end]
+        if found:
+            break
+    else:
+        return []
+    found = found[-MOST_OCCURRENCES:]
+    drafts: list[int] = []
+    total, most = len(found), min(lookup.most, int(length * lookup.factor))
+    while len(drafts) < most:
+        line = [*tokens, *drafts]
+        follow = {p: line[p + len(drafts)] for p in found}
+        counts = Counter(follow.values())
+        last = max(found, key=lambda p: (counts[follow[p]], p))
+        found = [p for p in found if follow[p] == follow[last]]
+        if len(found) / total < lookup.min_prob:
+            break
+        drafts.append(follow[last])
+    return drafts
+
+
 @dataclass
 class Drafting:
     """Record of how a sequence's drafts have done: it says how many it may make next."""
 
-    lookup: Lookup
+    lookup: Lookup | SuffixLookup
     most: int = field(init=False)  # drafts that it may make at once
     misses: int = 0  # times in turn that no draft was right
     wait: int = 0  # steps until it drafts again
@@ -50,7 +97,11 @@ class Drafting:
         """Return the drafts behind these tokens, at most `room`."""
         if self.wait:
             return []
-        return followers(tokens, self.lookup)[: max(min(self.most, room), 0)]
+        if isinstance(self.lookup, Lookup):
+            found = followers(tokens, self.lookup)
+        else:
+            found = likely_followers(tokens, self.lookup)
+        return found[: max(min(self.most, room), 0)]
 
     def note(self, num_drafts: int, num_right: int) -> None:
         """Learn from a step's drafts: about twice as many as were right, or a pause."""

@@ -127,7 +127,7 @@ def test_bad_sampling_params_are_refused(options, message):
         ),
         (
             {"speculative_config": {"method": "eagle3"}},
-            "method='eagle3' must be 'ngram': other methods of draf",
+            "method='eagle3' must be 'ngram' or 'suffix': other methods of draf",
         ),
         (
             {"speculative_config": {"num_speculative_tokens": 32}},
@@ -136,6 +136,26 @@ def test_bad_sampling_params_are_refused(options, message):
         (
             {"speculative_config": {"prompt_lookup_max": 3, "prompt_lookup_min": 4}},
             r"speculative_config: prompt_lookup_min=4 must be an int in \[1, prompt_lookup_max=3\]",
+        ),
+        (
+            {"speculative_config": {"method": "suffix", "prompt_lookup_max": 3}},
+            "speculative_config: prompt_lookup_max=3 must be left out: it is of method 'ngram'",
+        ),
+        (
+            {"speculative_config": {"method": "suffix", "suffix_decoding_max_tree_depth": 7}},
+            r"speculative_config: suffix_decoding_max_tree_depth=7 must be an int in \[8, 64\]",
+        ),
+        (
+            {"speculative_config": {"method": "suffix", "suffix_decoding_max_cached_requests": 9}},
+            "suffix_decoding_max_cached_requests=9 must be 0: drafts come from a request's own text only",
+        ),
+        (
+            {"speculative_config": {"method": "suffix", "suffix_decoding_max_spec_factor": 0}},
+            r"suffix_decoding_max_spec_factor=0 must be a number in \(0, 31\]",
+        ),
+        (
+            {"speculative_config": {"method": "suffix", "suffix_decoding_min_token_prob": 1.5}},
+            r"suffix_decoding_min_token_prob=1.5 must be a number in \[0, 1\]",
         ),
         (
             {"enable_trace_replay": True, "speculative_config": {"method": "ngram"}},
@@ -155,7 +175,10 @@ def test_bad_engine_options_are_refused(options, message):
 def test_drafts_are_asked_for_in_json_or_python():
     asked = EngineConfig(speculative_config='{"num_speculative_tokens": 3}').speculative_config
     assert asked == EngineConfig(speculative_config=dataclasses.asdict(asked)).speculative_config
-    assert dataclasses.astuple(asked) == ("ngram", 3, 4, 2)
+    assert dataclasses.astuple(asked) == ("ngram", 3, 4, 2, None, None, None, None)
+    by_suffix = EngineConfig(speculative_config={"method": "suffix"}).speculative_config
+    assert dataclasses.astuple(by_suffix) == ("suffix", 7, None, None, 24, 0, 1.0, 0.1)
+    assert by_suffix == EngineConfig(speculative_config=dataclasses.asdict(by_suffix)).speculative_config
     assert EngineConfig(speculative_config={"prompt_lookup_min": 6}).speculative_config.prompt_lookup_max == 6
 
 

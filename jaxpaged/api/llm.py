@@ -190,8 +190,8 @@ class LLM(LoadedModel):
 
         The latter are a prompt or several, and a completion for each: texts, or token ids. Returns a
         `CompletionScore` for each, with the log-probabilities of the completion's tokens: the model's own,
-        with the bits that the sampler tells of the same tokens. Prompt and completion together must be
-        shorter than `max_model_len`. Raises `InputError`.
+        in the bits of a prompt's (docs/guides/rollouts.md says where the sampler's are the same). Prompt and
+        completion together must be shorter than `max_model_len`. Raises `InputError`.
         """
         if self.pooling is not None:
             return super().score(data_1, data_2, use_tqdm=use_tqdm, pooling_params=pooling_params)

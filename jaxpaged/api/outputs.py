@@ -33,6 +33,13 @@ class Logprob:
 
 
 @dataclasses.dataclass(frozen=True)
+class SamplingMask:
+    """Tokens that each token of an answer was chosen from, after its rules and filters, rising."""
+
+    token_ids: list[list[int]]
+
+
+@dataclasses.dataclass(frozen=True)
 class CompletionOutput:
     index: int  # which of the prompt's answers
     text: str  # up to a stop string; special tokens left out
@@ -44,6 +51,7 @@ class CompletionOutput:
     stop_reason: int | str | None = None  # the stop string or `stop_token_ids` token that ended it
     # For each place of the answer: the version of the weights that sampled it (`LLM.weight_version`).
     weight_versions: list[int] | None = None
+    sampling_mask: SamplingMask | None = None  # with the engine option `return_sampling_mask`
 
     def finished(self) -> bool:
         return self.finish_reason is not None
@@ -168,6 +176,7 @@ def _completion(answer: Delta, names: Names | None) -> CompletionOutput:
         finish_reason=FINISH_REASONS[answer.finish_reason],
         stop_reason=answer.stop_reason,
         weight_versions=list(answer.weight_versions),
+        sampling_mask=None if answer.support is None else SamplingMask([*map(list, answer.support)]),
     )
 
 

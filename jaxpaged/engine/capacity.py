@@ -138,6 +138,7 @@ def state_bytes(setup: Setup) -> tuple[int, int]:
                 arena_words=config.arena_words,
                 most_drafts=config.most_drafts,
                 replays=config.enable_trace_replay,
+                masks=config.return_sampling_mask,
             )
 
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(jax.eval_shape(create)))

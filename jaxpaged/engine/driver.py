@@ -194,15 +194,16 @@ class Driver(Offloading):
     def snapshot(self) -> Snapshot:
         """Copy the state of this engine to the host, and change nothing. Waits for the run under way.
 
-        Raises `InputError` with several replicas, room for structured outputs, drafts, or replays of answers.
+        Raises `InputError` with several replicas, room for structured outputs, drafts, replays, or masks.
         """
         check("data_parallel_size", self._replicas.size, "1 for a snapshot", self._replicas.size == 1)
         arena = self.config.structured_outputs_mib
         check("structured_outputs_mib", arena, "0 for a snapshot", arena == 0)
         drafts = self.config.speculative_config
         check("speculative_config", drafts, "None for a snapshot", drafts is None)
-        replays = self.config.enable_trace_replay
-        check("enable_trace_replay", replays, "False for a snapshot", not replays)
+        for name in ("enable_trace_replay", "return_sampling_mask"):
+            asked = getattr(self.config, name)
+            check(name, asked, "False for a snapshot", not asked)
         values = jax.device_get(without_kv(self._state))
         queue = tuple(self.queue)
         return Snapshot(values, self.step_config, self.door.model_config.vocab_size, queue)
@@ -276,6 +277,10 @@ class Driver(Offloading):
             self._state, report = loop.run(self.graphdef, *arrays, config=config, mesh=mesh)
         if wants_scores:
             report = dataclasses.replace(report, new_scores=loop.recent_scores(self._state, mesh=self._mesh))
+        if self.config.return_sampling_mask:
+            report = dataclasses.replace(
+                report, new_support=loop.recent_support(self._state, mesh=self._mesh)
+            )
         return report
 
     def _recall_less_urgent(self) -> None:

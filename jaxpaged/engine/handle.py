@@ -169,5 +169,8 @@ def collect(deltas: Sequence[Delta]) -> Delta:
         num_hit_tokens=max(delta.num_hit_tokens for delta in deltas),
         text=None if last.text is None else "".join(delta.text or "" for delta in deltas),
         weight_versions=tuple(version for delta in deltas for version in delta.weight_versions),
+        support=None
+        if all(delta.support is None for delta in deltas)
+        else tuple(each for delta in deltas for each in delta.support or ()),
         drafts=sum_of_drafts([delta.drafts for delta in deltas]),
     )

@@ -205,6 +205,7 @@ class HostRows:
                     prompt_scores=entry.scores_of_prompt() if its_tokens else None,
                     index=request.index,
                     weight_versions=(weight_version,) * len(its_tokens),
+                    support=None if report.new_support is None else _sets(report.new_support[row][new]),
                     drafts=None if drafts is None else DraftCounts(*drafts[row].tolist()),
                 )
             )
@@ -251,6 +252,12 @@ class HostRows:
             at = tile, slice(len(request.prompt_token_ids) - 1 - start)
             num_top = request.params.prompt_logprobs or 0
             entry.prompt_scores[start] = scores_of(prompts.scores, at, num_top)
+
+
+def _sets(words: np.ndarray) -> tuple[tuple[int, ...], ...]:
+    """Return the tokens of each set, rising, from uint32 [n, words] with a bit for each."""
+    octets = np.ascontiguousarray(words, "<u4").view(np.uint8)
+    return tuple(tuple(np.flatnonzero(bits).tolist()) for bits in np.unpackbits(octets, 1, bitorder="little"))
 
 
 def scores_of(scores: Scores | None, at: Any, num_top: int) -> list[Score]:

@@ -121,6 +121,8 @@ class Delta:
     index: int = 0  # which of the prompt's answers
     beam: "Beam | None" = None  # of what a beam search has found
     weight_versions: tuple[int, ...] = ()  # for each of these tokens, of the weights that sampled it
+    # For each of these tokens, those that it was chosen from, rising; None where that is not told.
+    support: tuple[tuple[int, ...], ...] | None = None
     num_fetched_tokens: Mapping[str, int] | None = None  # prompt tokens that came from each tier, once
     # Of the steps that gave these tokens; None: nothing is drafted. No part of the answer.
     drafts: DraftCounts | None = dataclasses.field(default=None, compare=False)

@@ -25,13 +25,32 @@ from jaxpaged.models.layer_form import form_of
 from jaxpaged.models.load_as import LoadAs
 from jaxpaged.models.shards import Shard, Shards
 from jaxpaged.parallel.mesh import mesh_of
-from jaxpaged.step.config import Lookup, StepConfig
+from jaxpaged.speculation import Speculation
+from jaxpaged.step.config import AnyLookup, Lookup, StepConfig, SuffixLookup
 from pallas_kernels import layouts, native, support
 from pallas_kernels.layouts import Layout
 from pallas_kernels.ops import TiledImplementation, choice
 
 # Fraction of the blocks that stays free, as in vLLM, when a request is admitted beside running ones.
 WATERMARK = 0.01
+
+
+def lookup_of(drafts: Speculation) -> AnyLookup:
+    """Return the compiled step's constants for this way of drafting."""
+    most = drafts.num_speculative_tokens
+    if drafts.method == "ngram":
+        assert drafts.prompt_lookup_max is not None
+        assert drafts.prompt_lookup_min is not None
+        return Lookup(most, drafts.prompt_lookup_max, drafts.prompt_lookup_min)
+    assert drafts.suffix_decoding_max_tree_depth is not None
+    assert drafts.suffix_decoding_max_spec_factor is not None
+    assert drafts.suffix_decoding_min_token_prob is not None
+    return SuffixLookup(
+        most,
+        drafts.suffix_decoding_max_tree_depth,
+        drafts.suffix_decoding_max_spec_factor,
+        drafts.suffix_decoding_min_token_prob,
+    )
 
 
 def resolve_dtype(config: EngineConfig) -> jnp.dtype:
@@ -217,7 +236,7 @@ class Setup:
             grouping=self.grouping.of_step,
             reuse_answers=config.reuse_answers,
             decode_widths=config.decode_widths,
-            lookup=None if drafts is None else Lookup(*dataclasses.astuple(drafts)[1:]),
+            lookup=None if drafts is None else lookup_of(drafts),
             logprobs_mode=config.logprobs_mode,
         )
 
@@ -287,7 +306,7 @@ class Setup:
         if wanted == "xla":
             if jax.default_backend() != "cpu":
                 no_native = None
-            return wanted, no_native or "the kernels are for Hopper GPUs"
+            return wanted, no_native or "prompts have a kernel on Hopper GPUs alone"
         return wanted, "a Hopper GPU" if wanted == "mosaic_gpu" else native.instructions()
 
     def _why_not(self, implementation: TiledImplementation) -> str | None:
@@ -301,6 +320,8 @@ class Setup:
             extras = ", ".join(c.attention_extras)
             why_not = native.why_not_cache(self.layout, self.dtype)
             return why_not or (f"the native kernel has no {extras}" if extras else None)
+        if why := choice.why_no_prompts(implementation):
+            return why
         view = self.layout.view()
         numbers = None if view is None else self.layout.arrays(1, 1, 1, 1, self.dtype)[view.k.array].dtype
         try:

@@ -296,6 +296,7 @@ def _created(
         arena_words=config.arena_words,
         most_drafts=config.most_drafts,
         replays=config.enable_trace_replay,
+        masks=config.return_sampling_mask,
         mesh=mesh,
     )
 

@@ -1,1 +1,1 @@
-"""Learning: log-probabilities with the sampler's bits, and their gradients."""
+"""Learning: log-probabilities with the engine's bits, and their gradients."""

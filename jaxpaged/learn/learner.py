@@ -27,8 +27,9 @@ from jaxpaged.models.names import Names
 class Learner:
     """Log-probabilities of given tokens, differentiable by the model's weights.
 
-    Their values have the bits that an engine of the same options tells of the tokens that it samples: they
-    are computed in its own tiles, passes and kernels. Their gradients are those of the same arithmetic in
+    Their values have the bits of an engine of the same options, as `LLM.score` gives them: they are computed
+    in its own tiles, passes and kernels. docs/guides/rollouts.md says where sampled tokens have the same
+    ones. Their gradients are those of the same arithmetic in
     plain XLA, computed anew. Weights are a state as `LLM.weights` is.
     """
 

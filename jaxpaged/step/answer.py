@@ -6,10 +6,22 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from jaxpaged.contracts.samplers import Sampler, SamplingOptions
-from jaxpaged.sampling import Context, Scores, edited, is_among, likeliest, no_scores, sample, score, told
+from jaxpaged.sampling import (
+    Context,
+    Scores,
+    edited,
+    in_bits,
+    is_among,
+    likeliest,
+    no_scores,
+    sample,
+    score,
+    support,
+    told,
+)
 from jaxpaged.sampling_state import SamplingState
 from jaxpaged.status import Status
 from jaxpaged.step import automata, speculation
@@ -54,7 +66,8 @@ def answer(
         its_grammars, states = speculation.grammars_behind(grammars, state.arena, rows, slots, drafts, most)
         at = jnp.arange(row.shape[0], dtype=jnp.int32)
     type Newest = tuple[Int[Array, " rows"], Int[Array, " rows"]]
-    type Chosen = tuple[Bool[Array, ""], Newest, Scores, Scores]
+    type Support = UInt32[Array, "rows max_steps words"] | None
+    type Chosen = tuple[Bool[Array, ""], Newest, Scores, Scores, Support]
 
     def newest(token_ids: Int[Array, " max_num_seqs"]) -> Newest:
         """Return how many drafts of each row are right, and its newest token."""
@@ -93,11 +106,18 @@ def answer(
             return jax.tree.map(lambda ring, values: ring.at[at].set(values, mode="drop"), scores, new), new
 
         noted = lax.cond(jnp.any(wants), note_scores, lambda: (scores, no_news))
+        its_support = state.support
+        if its_support is not None:
+            place = jnp.where(is_told, row, index.shape[0]), position % MAX_STEPS
+            left = in_bits(support(logits, options, edit))
+            its_support = its_support.at[place].set(left, mode="drop")
         is_unknown = jnp.bool_(False) if sampler is None else jnp.any(is_told & (token_ids < 0))
-        return is_unknown, (num_accepted, token), *noted
+        return is_unknown, (num_accepted, token), *noted, its_support
 
-    nothing = (jnp.bool_(False), (jnp.zeros_like(index), jnp.zeros_like(index)), scores, no_news)
-    is_unknown, (num_accepted, token_ids), scores, new = lax.cond(jnp.any(due), choose, lambda: nothing)
+    no_token = jnp.zeros_like(index), jnp.zeros_like(index)
+    nothing = (jnp.bool_(False), no_token, scores, no_news, state.support)
+    chosen = lax.cond(jnp.any(due), choose, lambda: nothing)
+    is_unknown, (num_accepted, token_ids), scores, new, its_support = chosen
     if sampler is not None:
         state = replace(state, status=state.status | jnp.where(is_unknown, Status.UNKNOWN_TOKEN, 0))
     due = due & (rows.beams.width == 0)
@@ -119,7 +139,7 @@ def answer(
         finish_reason=jnp.where(finishes, reason, rows.finish_reason),
         grammars=grammars,
     )
-    return replace(state, rows=rows, scores=scores), new, num_accepted
+    return replace(state, rows=rows, scores=scores, support=its_support), new, num_accepted
 
 
 def sampled_by(

@@ -23,6 +23,24 @@ class Lookup:
     shortest: int
 
 
+@dataclass(frozen=True)
+class SuffixLookup:
+    """Drafts from a row's own tokens: what mostly followed the longest end that occurs before."""
+
+    most: int  # drafts of a row in one step
+    depth: int  # tokens of an end and of `most` drafts behind it
+    factor: float  # drafts for each token of the end
+    min_prob: float  # least share of the end's occurrences in which all drafts up to one followed
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest end that is looked for."""
+        return self.depth - self.most
+
+
+type AnyLookup = Lookup | SuffixLookup
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepConfig:
     """Made of an `EngineConfig` and a model on a machine; each is compiled for itself."""
@@ -36,7 +54,7 @@ class StepConfig:
     grouping: Grouping = field(default_factory=one_group)  # layers that share a block table
     reuse_answers: bool = False  # whether a prompt may hit blocks that were computed as an answer
     decode_widths: tuple[int, ...] = ()  # rows of narrower decode passes, rising; the widest has max_num_seqs
-    lookup: Lookup | None = None  # how tokens are drafted; None: they are not
+    lookup: AnyLookup | None = None  # how tokens are drafted; None: they are not
     logprobs_mode: LogprobsMode = "raw_logprobs"  # see `EngineConfig.logprobs_mode`
 
     def __post_init__(self) -> None:

@@ -59,6 +59,7 @@ def create(
     arena_words: Static[int] = 0,
     most_drafts: Static[int] = 0,
     replays: Static[bool] = False,
+    masks: Static[bool] = False,
 ) -> PerReplica[EngineState]:
     """Create a state without requests, with zeros for K and V of the shapes in `kv_cache`.
 
@@ -85,6 +86,7 @@ def create(
         arena_words=arena_words,
         most_drafts=most_drafts,
         replays=replays,
+        masks=masks,
     )
 
 
@@ -276,6 +278,7 @@ def report(
         draft_counts=None if rows.drafting is None else rows.drafting.counts,
         new_token_ids=_newest_tokens(rows),
         new_scores=None,
+        new_support=None,
         prompt_scores=prompt_scores,
         num_free_blocks=pool.num_free,
         num_cached_blocks=block_pool.num_cached(pool),
@@ -295,9 +298,22 @@ def _newest_tokens(rows: Rows) -> Int[Array, "rows max_steps"]:
 @program(results=lambda specs: ON_EACH)
 def recent_scores(state: PerReplica[EngineState]) -> PerReplica[Scores]:
     """Return the scores of the tokens that a report has. They are no part of it, for most runs need none."""
+    return _recent(state.scores, state)
+
+
+def _recent(rings: Any, state: EngineState) -> Any:
+    """Return what is kept of each row's last MAX_STEPS tokens, the newest at the end."""
     first = jnp.maximum(state.rows.num_tokens - MAX_STEPS, 0)
     place = (first[:, None] + jnp.arange(MAX_STEPS)) % MAX_STEPS
-    return jax.tree.map(lambda ring: ring[jnp.arange(place.shape[0])[:, None], place], state.scores)
+    return jax.tree.map(lambda ring: ring[jnp.arange(place.shape[0])[:, None], place], rings)
+
+
+@program(results=lambda specs: ON_EACH)
+def recent_support(
+    state: PerReplica[EngineState],
+) -> PerReplica[UInt32[Array, "rows max_steps words"]]:
+    """Return the sets of tokens that those of a report were chosen from, where the state has them."""
+    return _recent(state.support, state)
 
 
 @program(donate="state", results=lambda specs: specs["state"])

@@ -4,7 +4,7 @@ import enum
 from dataclasses import dataclass, field
 
 import jax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, UInt32
 
 from jaxpaged.sampling import Scores
 from jaxpaged.step.step import PromptScores
@@ -44,6 +44,9 @@ class Report:
     draft_counts: Int[Array, "rows 3"] | None = field(metadata=ROWS)  # `DraftRows.counts`; None: no drafts
     new_token_ids: Int[Array, "rows max_steps"] = field(metadata=ROWS)  # the row's last tokens, newest last
     new_scores: Scores | None = field(metadata=ROWS)  # their scores (`loop.recent_scores`), if wanted
+    new_support: UInt32[Array, "rows max_steps words"] | None = field(
+        metadata=ROWS
+    )  # what they are chosen from
     num_free_blocks: Int[Array, ""] = field(metadata=SUM)
     num_cached_blocks: Int[Array, ""] = field(metadata=SUM)  # free blocks whose content can still be found
     # Scores of the last step's prompt tiles; None where they were not fetched. Merged separately.

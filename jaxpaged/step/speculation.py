@@ -6,7 +6,8 @@ draft is right when it is the token that is then chosen. A choice depends only o
 position). So the answer is the one without drafts, to the last bit. What lies behind a wrong draft is given
 back.
 
-Drafts are looked up in the row's own tokens: what followed where its last tokens occurred before.
+Drafts are looked up in the row's own tokens: what followed where its last tokens occurred before (see
+`step.followers`).
 """
 
 from dataclasses import dataclass, replace
@@ -16,17 +17,15 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int, UInt32
 
-from jaxpaged.arithmetic import cdiv
 from jaxpaged.memory import block_table, copy_on_write
 from jaxpaged.memory.entries import dealt, number_through
 from jaxpaged.sampling import is_among
 from jaxpaged.step.automata import GrammarRows, moved
-from jaxpaged.step.config import Lookup
+from jaxpaged.step.config import AnyLookup
+from jaxpaged.step.followers import look_up
 from jaxpaged.step.plan import DecodeSlots, Plan
 from jaxpaged.step.state import Counter, DraftRows, EngineState, Rows
 
-# Positions that one turn of the search looks at: the time follows the length of what is there.
-POSITIONS_AT_ONCE = 256
 # A row whose drafts fail waits 1, 3, 7, ... steps, and at most so many, before it drafts again.
 LONGEST_WAIT = 31
 
@@ -41,7 +40,7 @@ class Drafts:
 
 
 def draft(
-    state: EngineState, plan: Plan, slots: DecodeSlots, lookup: Lookup
+    state: EngineState, plan: Plan, slots: DecodeSlots, lookup: AnyLookup
 ) -> tuple[EngineState, Plan, DecodeSlots, Drafts]:
     """Draft tokens for rows that decode, as many as there are empty slots and free blocks.
 
@@ -58,7 +57,7 @@ def draft(
     may &= drafting.wait == 0
 
     def look() -> tuple[Int[Array, " rows"], Int[Array, "rows most"]]:
-        found, follow = followers(rows.token_ids, rows.num_tokens, lookup)
+        found, follow = look_up(rows.token_ids, rows.num_tokens, lookup)
         room = jnp.minimum(drafting.most, rows.max_num_tokens - rows.num_tokens - 1)
         return jnp.where(may, jnp.minimum(found, room), 0), follow
 
@@ -88,52 +87,6 @@ def draft(
     )
     first_slot = num_taken + jnp.cumsum(num, dtype=jnp.int32) - num
     return state, replace(plan, num_new_tokens=plan.num_new_tokens + num), slots, Drafts(num, first_slot)
-
-
-def followers(
-    token_ids: Int[Array, "rows max_model_len"], num_tokens: Int[Array, " rows"], lookup: Lookup
-) -> tuple[Int[Array, " rows"], Int[Array, "rows most"]]:
-    """Return the tokens that followed where a row's last tokens occurred before, and how many there are.
-
-    The longest end of the tokens that occurs counts, of `lookup.longest` tokens at most; then the occurrence
-    with the most tokens behind it, up to `lookup.most`; then the last one. 0 where none is long enough.
-    """
-    back = jnp.arange(lookup.longest, dtype=jnp.int32)
-    index = jnp.arange(num_tokens.shape[0], dtype=jnp.int32)
-
-    def at(position: Int[Array, "rows n"]) -> Int[Array, "rows n"]:
-        found = token_ids.at[index[:, None], position].get(mode="clip")
-        return jnp.where(position < 0, -1, found)
-
-    ends = at(num_tokens[:, None] - 1 - back)
-    type Best = tuple[Int[Array, " rows"], Int[Array, " rows"]]
-
-    def search(i: Int[Array, ""], best: Best) -> Best:
-        """Compare the tokens before each position of a chunk with the row's last ones."""
-        first = i * POSITIONS_AT_ONCE
-        position = first + jnp.arange(POSITIONS_AT_ONCE, dtype=jnp.int32)
-        around = first - lookup.longest + jnp.arange(POSITIONS_AT_ONCE + lookup.longest, dtype=jnp.int32)
-        window = at(jnp.broadcast_to(around, (index.shape[0], around.shape[0])))
-        same = jnp.ones((index.shape[0], POSITIONS_AT_ONCE), bool)
-        length = jnp.zeros(same.shape, jnp.int32)
-        for distance in range(lookup.longest):
-            begin = lookup.longest - 1 - distance
-            its = window[:, begin : begin + POSITIONS_AT_ONCE]
-            same &= (its == ends[:, distance][:, None]) & (its >= 0)
-            length += same
-        follow = jnp.minimum(num_tokens[:, None] - position, lookup.most)
-        rank = jnp.where((length >= lookup.shortest) & (follow > 0), length * (lookup.most + 1) + follow, 0)
-        chunk_rank = jnp.max(rank, axis=1)
-        chunk_position = jnp.max(jnp.where(rank == chunk_rank[:, None], position, 0), axis=1)
-        best_rank, best_position = best
-        is_better = chunk_rank >= best_rank
-        return jnp.maximum(best_rank, chunk_rank), jnp.where(is_better, chunk_position, best_position)
-
-    zeros = jnp.zeros_like(num_tokens)
-    num_chunks = cdiv(jnp.max(num_tokens), POSITIONS_AT_ONCE)
-    rank, position = lax.fori_loop(0, num_chunks, search, (zeros, zeros))
-    follow = at(position[:, None] + jnp.arange(lookup.most, dtype=jnp.int32))
-    return rank % (lookup.most + 1), follow
 
 
 def grammars_behind(
@@ -179,7 +132,7 @@ def accepted(
 
 
 def settle(
-    state: EngineState, num_accepted: Int[Array, " rows"], drafts: Drafts, lookup: Lookup
+    state: EngineState, num_accepted: Int[Array, " rows"], drafts: Drafts, lookup: AnyLookup
 ) -> tuple[EngineState, Int[Array, ""]]:
     """Give back what was computed behind wrong drafts, and note how each row's drafts have done.
 
@@ -205,7 +158,7 @@ def after(
     running: Bool[Array, " rows"],
     num: Int[Array, " rows"],
     num_accepted: Int[Array, " rows"],
-    lookup: Lookup,
+    lookup: AnyLookup,
 ) -> DraftRows:
     """Return how each row's drafts have done, behind a step with `num` drafts.
 

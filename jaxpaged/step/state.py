@@ -198,6 +198,8 @@ class EngineState:
     last_rejected: Int[Array, "2"]
     counters: Int[Array, " counters"]  # indexed by `Counter`
     status: Int[Array, ""]  # `Status` bits of all steps: anything but OK is a bug of the scheduler
+    # Sets of tokens that those of answers were chosen from, in columns as `scores`; None: nobody asks.
+    support: UInt32[Array, "rows max_steps words"] | None = None
 
     def on_tables[**P](
         self, verb: Callable[Concatenate[BlockTables, P], TableResult], *args: P.args, **options: P.kwargs
@@ -294,13 +296,16 @@ def create_state(
     arena_words: int = 0,
     most_drafts: int = 0,
     replays: bool = False,
+    masks: bool = False,
 ) -> EngineState:
     """Create a state without requests over empty tables and an empty cache.
 
     arena_words: 32-bit words for automata of structured outputs; 0: requests have none.
     most_drafts: drafts of a row in one step; 0: there are none.
     replays: requests may have answers that are given.
+    masks: the tokens that each was chosen from are told.
     """
+    words = -(-vocab_size // 32)
     more = {"lora": lora, "grammars": arena_words > 0, "replays": replays}
     rows = empty_rows(tables.max_seqs, max_model_len, vocab_size, **more, most_drafts=most_drafts)
     return EngineState(
@@ -313,6 +318,7 @@ def create_state(
         last_rejected=no_rejection(),
         counters=jnp.zeros(len(Counter), jnp.int32),
         status=jnp.zeros((), jnp.int32),
+        support=jnp.zeros((tables.max_seqs, MAX_STEPS, words), jnp.uint32) if masks else None,
     )
 
 

@@ -68,6 +68,26 @@ def array_blocks(extras: Extras, stride: int) -> Callable[[jax.Array], jax.Array
     return lambda block_id: first + block_id * stride
 
 
+def product(a: Any, b: Any, shape: tuple[int, int], multiply: str) -> jax.Array:
+    """Compute a @ b in float32, in registers as `WGMMA`, by the instruction that `Target.multiply` names.
+
+    a: [rows, k] in shared memory or registers; b: [k, columns] in shared memory.
+    """
+    if multiply == "wgmma":
+
+        def wgmma(acc: Any) -> jax.Array:
+            plgpu.wgmma(acc, a, b)
+            return acc[...]
+
+        return pl.run_scoped(wgmma, plgpu.ACC(shape, jnp.float32))
+    is_array = isinstance(a, jax.Array) and not hasattr(a.aval, "inner_aval")
+    lhs = plgpu.Layout.MMA_LHS(a.dtype)
+    a = plgpu.layout_cast(a, lhs) if is_array else plgpu.load(a, layout=lhs, optimized=False)
+    b = plgpu.load(b, layout=plgpu.Layout.MMA_RHS(b.dtype), optimized=False)
+    zeros = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.MMA_ACC(a.dtype))
+    return plgpu.layout_cast(plgpu.mma(zeros, a, b), WGMMA)
+
+
 def copy_tokens(block_size: int, tile_kv: int) -> int:
     """Return the tokens of one copy: a block's, or fewer, so that each warp of the producer copies some of a
     tile.

@@ -2,7 +2,7 @@
 
 `TARGETS` has one line for each compute capability, `CARDS` one for each card whose floor and model are
 printed by `benchmarks/cards.py`. Whether our kernels are a device's default follows from its target.
-`jaxpaged info` shows it.
+`jaxpaged info` shows it. `compiled_for` is the target of the kernel that is being made.
 """
 
 import dataclasses
@@ -10,6 +10,8 @@ from typing import Any, Literal
 
 Fetch = Literal["tma", "cp.async"]  # what brings a tile into shared memory
 Multiply = Literal["wgmma", "mma.sync", "tcgen05"]  # the fastest that multiplies
+Operation = Literal["decode", "prompts", "products"]
+ALL: tuple[Operation, ...] = ("decode", "prompts", "products")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,10 +29,22 @@ class Target:
     core_bytes: int
     core_threads: int
     core_registers: int = 65536  # of 32 bits
-    is_served: bool = False  # whether our kernels run there; if not, XLA does the work
+    serves: tuple[Operation, ...] = ()  # what our kernels compute there; XLA computes the rest
+
+    @property
+    def is_served(self) -> bool:
+        """Whether our kernels compute all operations there."""
+        return self.serves == ALL
+
+    @property
+    def decode_multiply(self) -> Multiply:
+        """The instruction of decode products: a decode step is bound by memory, and does without tcgen05."""
+        return "wgmma" if self.multiply == "wgmma" else "mma.sync"
 
     def __str__(self) -> str:
-        served = "Mosaic kernels" if self.is_served else "no kernels of ours: XLA"
+        served = "Mosaic kernels" if self.serves else "no kernels of ours: XLA"
+        if self.serves and not self.is_served:
+            served += f" for {' and '.join(self.serves)}, XLA for the rest"
         return (
             f"{self.architecture}: tiles by {self.fetch}, products by {self.multiply}, "
             f"{self.program_bytes // 1024} KiB a program; {served}"
@@ -44,9 +58,10 @@ def _target(
     multiply: Multiply,
     kib: int,
     threads: int,
-    **served: bool,
+    serves: tuple[Operation, ...] = (),
 ) -> Target:
-    return Target(architecture, capability, fetch, multiply, kib * 1024, (kib + 1) * 1024, threads, **served)
+    bytes_of = kib * 1024, (kib + 1) * 1024
+    return Target(architecture, capability, fetch, multiply, *bytes_of, threads, serves=serves)
 
 
 TARGETS = {
@@ -55,14 +70,21 @@ TARGETS = {
         _target("sm_80", "8.0", "cp.async", "mma.sync", 163, 2048),
         _target("sm_86", "8.6", "cp.async", "mma.sync", 99, 1536),
         _target("sm_89", "8.9", "cp.async", "mma.sync", 99, 1536),
-        _target("sm_90a", "9.0", "tma", "wgmma", 227, 2048, is_served=True),
-        _target("sm_100a", "10.0", "tma", "tcgen05", 227, 2048),
-        _target("sm_103a", "10.3", "tma", "tcgen05", 227, 2048),
-        _target("sm_120a", "12.0", "tma", "mma.sync", 99, 1536),
-        _target("sm_121a", "12.1", "tma", "mma.sync", 99, 1536),
+        _target("sm_90a", "9.0", "tma", "wgmma", 227, 2048, ALL),
+        _target("sm_100a", "10.0", "tma", "tcgen05", 227, 2048, ("decode",)),
+        _target("sm_103a", "10.3", "tma", "tcgen05", 227, 2048, ("decode",)),
+        _target("sm_120a", "12.0", "tma", "mma.sync", 99, 1536, ("decode",)),
+        _target("sm_121a", "12.1", "tma", "mma.sync", 99, 1536, ("decode",)),
     )
 }
 HOPPER = TARGETS["9.0"]
+
+
+def compiled_for() -> Target:
+    """Return the target that Mosaic compiles for here; Hopper where there is no GPU, or an unknown one."""
+    from jax.experimental.mosaic.gpu import utils
+
+    return TARGETS.get(".".join(map(str, utils._infer_arch())), HOPPER)
 
 
 def target_of(device: Any) -> Target | None:

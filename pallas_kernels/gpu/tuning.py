@@ -11,10 +11,11 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.gpu.targets import HOPPER
+from pallas_kernels.gpu import targets
+from pallas_kernels.gpu.targets import HOPPER, Target
 from pallas_kernels.support import Arrays, Options, sizes_of
 
-SHARED_MEMORY_BYTES = HOPPER.program_bytes  # shared memory of one program, at most
+SHARED_MEMORY_BYTES = HOPPER.program_bytes  # shared memory of one program of a product, at most
 H200_CORES = 132
 
 
@@ -50,27 +51,49 @@ def config_for(arrays: Arrays, options: Options, query_len: int = 1) -> TuningCo
 
 
 def default_config(
-    head_dim: int, cache_dtype: jnp.dtype, num_queries: int, *, is_scaled: bool = False
+    head_dim: int,
+    cache_dtype: jnp.dtype,
+    num_queries: int,
+    *,
+    is_scaled: bool = False,
+    target: Target | None = None,
 ) -> TuningConfig:
     """Return a configuration with tiles of 64 tokens and 2 to 4 stages: as many as let two programs share a
     multiprocessor's memory and registers.
 
     Where that is not possible, one program gets the stages that fit.
+
+    target: None stands for `targets.compiled_for`.
     """
-    columns, itemsize = num_columns(num_queries), jnp.dtype(cache_dtype).itemsize
-    stage = 2 * 64 * head_dim * itemsize
-    widened = 64 * head_dim * 2 if itemsize == 1 else 0
-    widened *= 1 if widens_in_registers(head_dim, cache_dtype, is_scaled=is_scaled) else 2
-    queries, output = 3 * columns * head_dim * 2, columns * head_dim * 2
-    weights, rounding = columns * 64 * 2, 4096
-    other = widened + queries + output + weights + rounding
-    shared, alone = ((SHARED_MEMORY_BYTES // n - other) // stage for n in (2, 1))
-    if shared >= 2 and two_have_registers(head_dim, cache_dtype, columns):
+    target, columns = target or targets.compiled_for(), num_columns(num_queries)
+    stage = 2 * 64 * (head_dim * jnp.dtype(cache_dtype).itemsize + (4 if is_scaled else 0))
+    other = _bytes_beside_stages(head_dim, cache_dtype, columns, is_scaled=is_scaled, target=target)
+    shared, alone = ((target.core_bytes // n - 1024 - other) // stage for n in (2, 1))
+    if shared >= 2 and two_have_registers(head_dim, cache_dtype, columns, target):
         return TuningConfig(num_stages=min(4, shared))
     return TuningConfig(num_stages=max(2, min(4, alone)), ctas_per_core=1)
 
 
-def two_have_registers(head_dim: int, cache_dtype: jnp.dtype, columns: int) -> bool:
+def fits(head_dim: int, cache_dtype: jnp.dtype, num_queries: int, target: Target) -> bool:
+    """Return whether a program with the two stages that it needs has the memory on a target."""
+    columns, itemsize = num_columns(num_queries), jnp.dtype(cache_dtype).itemsize
+    other = _bytes_beside_stages(head_dim, cache_dtype, columns, is_scaled=True, target=target)
+    return other + 2 * 2 * 64 * head_dim * itemsize <= target.program_bytes
+
+
+def _bytes_beside_stages(
+    head_dim: int, cache_dtype: jnp.dtype, columns: int, *, is_scaled: bool, target: Target
+) -> int:
+    """Return a bound of a program's shared memory besides its ring of tiles."""
+    widened = 64 * head_dim * 2 if jnp.dtype(cache_dtype).itemsize == 1 else 0
+    in_registers = widens_in_registers(head_dim, cache_dtype, is_scaled=is_scaled, target=target)
+    widened *= 1 if in_registers else 2
+    queries, output = 3 * columns * head_dim * 2, columns * head_dim * 2
+    weights, rounding = columns * 64 * 2, 4096
+    return widened + queries + output + weights + rounding
+
+
+def two_have_registers(head_dim: int, cache_dtype: jnp.dtype, columns: int, target: Target = HOPPER) -> bool:
     """Return whether a multiprocessor has the registers of two programs, 128 a thread; so compilers say.
 
     The kernel was compiled with JAX 0.11.2 and 0.12.0.1, and `tests/kernels/test_compile_h200.py` holds it.
@@ -80,16 +103,18 @@ def two_have_registers(head_dim: int, cache_dtype: jnp.dtype, columns: int) -> b
     return columns <= 16
 
 
-def widens_in_registers(head_dim: int, cache_dtype: jnp.dtype, *, is_scaled: bool) -> bool:
+def widens_in_registers(
+    head_dim: int, cache_dtype: jnp.dtype, *, is_scaled: bool, target: Target = HOPPER
+) -> bool:
     """Return whether K goes from the ring through registers into its product, not through shared memory
     again.
 
     That saves accesses to shared memory where two programs a multiprocessor have the registers; longer heads
     need too many. Numbers with a scale for each token, and codes of 4 bits (uint8), go by way of shared
-    memory.
+    memory. So do all for mma.sync.
     """
     is_narrow = jnp.dtype(cache_dtype).itemsize == 1 and cache_dtype != jnp.uint8
-    return is_narrow and not is_scaled and head_dim <= 128
+    return target.multiply == "wgmma" and is_narrow and not is_scaled and head_dim <= 128
 
 
 def num_columns(num_queries: int) -> int:

@@ -18,9 +18,18 @@ ProductImplementation = Literal["mosaic_gpu", "native", "xla"]
 
 @functools.cache
 def default_implementation() -> Implementation:
-    """Return what None stands for: "mosaic_gpu" if kernels serve the default device's target, else "xla"."""
+    """Return what None stands for: "mosaic_gpu" if kernels serve all operations on the default device's
+    target, else "xla".
+    """
     target = targets.target_of(jax.devices()[0])
     return "mosaic_gpu" if target is not None and target.is_served else "xla"
+
+
+def default_decode_implementation() -> Implementation:
+    """Return what None stands for in decode attention, which has a kernel on more targets than the rest."""
+    target = targets.target_of(jax.devices()[0])
+    has_kernel = target is not None and "decode" in target.serves
+    return "mosaic_gpu" if has_kernel else default_implementation()
 
 
 def default_tiled_implementation(dtype: jnp.dtype, tile_len: int) -> TiledImplementation:
@@ -35,23 +44,44 @@ def for_attention(
 ) -> Implementation:
     """Choose the implementation of an attention call; None stands for the default one.
 
+    XLA is the default for what the kernel of decode steps does not serve, on a target where the other
+    operations are XLA's too.
+
     Raises: ValueError for an unknown one; NotImplementedError if it does not serve the call.
     """
+    is_default = implementation is None and not interpret
     if implementation is None:
-        implementation = "mosaic_gpu" if interpret else default_implementation()
+        implementation = "mosaic_gpu" if interpret else default_decode_implementation()
     is_mosaic(implementation, interpret=interpret)
+    target = None if interpret else targets.target_of(jax.devices()[0])
     pool = batch.pool
     cache, view = pool.sizes, pool.layout.view()
-    refuse_unserved(
-        implementation,
-        dtype=batch.q.dtype,
-        cache_dtype=batch.q.dtype if view is None else pool.arrays[view.k.array].dtype,
-        head_dim=cache.head_dim,
-        block_size=cache.block_size,
-        group_size=batch.q.shape[1] // cache.num_kv_heads,
-        options=options,
-    )
+    try:
+        refuse_unserved(
+            implementation,
+            dtype=batch.q.dtype,
+            cache_dtype=batch.q.dtype if view is None else pool.arrays[view.k.array].dtype,
+            head_dim=cache.head_dim,
+            block_size=cache.block_size,
+            group_size=batch.q.shape[1] // cache.num_kv_heads,
+            options=options,
+            architecture=None if target is None else target.architecture,
+        )
+    except NotImplementedError:
+        if is_default and default_implementation() == "xla":
+            return "xla"
+        raise
     return implementation
+
+
+def why_no_prompts(implementation: TiledImplementation) -> str | None:
+    """Return why an implementation computes no tiles of several tokens on the default device; None if it
+    does.
+    """
+    target = targets.target_of(jax.devices()[0])
+    if implementation != "mosaic_gpu" or target is None or "prompts" in target.serves:
+        return None
+    return f"mosaic_gpu serves one new token a sequence on {target.architecture}"
 
 
 def is_mosaic(implementation: Implementation, *, interpret: bool) -> bool:

@@ -58,6 +58,7 @@ SETTINGS: dict[str, Callable[[Path], Driver]] = {
     ),
     "swap": lambda _: tiny.driver(**SWAP),
     "swap, drafts": lambda _: tiny.driver(**SWAP, speculative_config={"prompt_lookup_min": 1}),
+    "swap, suffixes": lambda _: tiny.driver(**SWAP, speculative_config={"method": "suffix"}),
     "quantised": lambda _: _quantised(**TIGHT),
     "int8 cache, swap": lambda _: tiny.driver(**SWAP, kv_cache_dtype="int8"),
     "fp8 cache, quantised": lambda _: _quantised(**TIGHT, kv_cache_dtype="fp8"),

@@ -26,6 +26,7 @@ def report(num_tokens, counts, reason=0):
         phase=both(Phase.FINISHED if reason else Phase.RUNNING),
         num_hit_tokens=both(0),
         new_token_ids=np.zeros((2, MAX_STEPS), np.int32),
+        new_support=None,
         draft_counts=None if counts is None else np.array([[9, 9, 9], counts], np.int32),
     )
 

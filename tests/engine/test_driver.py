@@ -1,6 +1,7 @@
 """The driver and the compiled loop against the NumPy model that has no cache, no batch and no blocks."""
 
 import dataclasses
+import types
 
 import jax
 import numpy as np
@@ -328,6 +329,17 @@ def test_an_attention_that_does_not_serve_the_model_is_refused():
         _ = Setup(EngineConfig(dtype="float32", attention="mosaic_gpu"), tiny.CONFIG).attention
     with pytest.raises(InputError, match="attention='native' must serve the model: the dtype is float16"):
         _ = Setup(EngineConfig(dtype="float16", attention="native"), tiny.CONFIG).attention
+
+
+def test_a_gpu_whose_kernels_compute_no_prompts_is_not_given_them(monkeypatch):
+    device = types.SimpleNamespace(platform="gpu", compute_capability="12.0")
+    model = dataclasses.replace(tiny.CONFIG, head_dim=64)
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+    rule = (
+        "attention='mosaic_gpu' must serve the model: mosaic_gpu serves one new token a sequence on sm_120a"
+    )
+    with pytest.raises(InputError, match=rule):
+        _ = Setup(EngineConfig(dtype="bfloat16", attention="mosaic_gpu"), model).attention
 
 
 def test_a_native_target_that_the_processor_is_not_is_refused(monkeypatch):

@@ -77,7 +77,7 @@ def test_every_kernel_compiles_and_spills_nothing(reports: list[compile_report.R
         "product_kernel",
     }
     assert {r.kernel for r in reports} == kernels
-    assert [r for r in reports if r.spill_bytes] == []
+    assert [r for r in reports if r.spill_bytes or r.stack_bytes] == []
 
 
 def test_no_int8_is_converted_by_itself(reports: list[compile_report.Report]) -> None:

@@ -12,11 +12,14 @@ import jax.numpy as jnp
 import pytest
 
 from benchmarks import cards
+from jaxpaged.verify.cases.decode import DecodeCase
 from pallas_kernels import ops, support
 from pallas_kernels.gpu import ptxas, targets
 from pallas_kernels.gpu.decode.attention import default_partitioning
 from pallas_kernels.ops import choice
-from pallas_kernels.support import BlockSparse
+from pallas_kernels.ops.checks import check_attention
+from pallas_kernels.support import Arrays, BlockSparse
+from tests.kernels.checks import inputs
 
 
 def array(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
@@ -189,6 +192,8 @@ def test_the_table_for_people_has_a_line_for_everything() -> None:
         "type of q", "type of the cache", "head_dim", "head_dim with an 8-bit cache", "block_size", "block_size with a scale a token",
         "head_dim with 4 bits a number", "block_size with 4 bits a number", "query heads per kv head", "cache layout",
         "alibi_slopes, sliding_window, attention_chunk, soft_cap, sinks, block_sparse",
+        "head_dim on sm_120a, sm_121a", "head_dim with an 8-bit cache on sm_120a, sm_121a", "anything on sm_80, sm_86, sm_89",
+        "several new tokens a sequence, and prompts, on sm_100a, sm_103a, sm_120a, sm_121a",
     }  # fmt: skip
 
 
@@ -207,7 +212,11 @@ def test_the_default_on_a_machine_without_a_hopper_gpu_is_xla() -> None:
             "xla",
             "sm_89: tiles by cp.async, products by mma.sync, 99 KiB a program; no kernels of ours",
         ),
-        ("12.0", "xla", "sm_120a: tiles by tma, products by mma.sync, 99 KiB a program; no kernels of ours"),
+        (
+            "12.0",
+            "xla",
+            "sm_120a: tiles by tma, products by mma.sync, 99 KiB a program; Mosaic kernels for decode, XLA for",
+        ),
         ("7.5", "xla", None),
     ],
 )
@@ -219,6 +228,27 @@ def test_a_gpus_target_decides_the_default(
     assert str(target).startswith(words) if words else target is None
     monkeypatch.setattr(jax, "devices", lambda: [device])
     assert choice.default_implementation.__wrapped__() == wanted
+
+
+def test_a_target_without_all_kernels_takes_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only decode steps of shorter heads have one on an RTX 5090; what is asked for by name is refused."""
+
+    def chosen(implementation: Any = None, **changes: Any) -> str:
+        named, options = inputs(DecodeCase("one", seq_lens=(3,), **changes))
+        batch, checked = check_attention(Arrays(**named), options)
+        return choice.for_attention(implementation, batch, checked, interpret=False)
+
+    device = types.SimpleNamespace(platform="gpu", compute_capability="12.0")
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+    assert (chosen(), chosen(head_dim=256), chosen(dtype="float32")) == ("mosaic_gpu", "xla", "xla")
+    with pytest.raises(NotImplementedError, match=r"on sm_120a does not serve head_dim=256 \(served: 64, 80"):
+        chosen("mosaic_gpu", head_dim=256)
+    assert str(choice.why_no_prompts("mosaic_gpu")).endswith("one new token a sequence on sm_120a")
+    assert choice.default_tiled_implementation(jnp.dtype("bfloat16"), 1) in ("xla", "native")
+    device.compute_capability = "8.9"
+    assert chosen() == "xla"
+    with pytest.raises(NotImplementedError, match="on sm_89 does not serve"):
+        chosen("mosaic_gpu")
 
 
 def test_the_pages_have_the_tables() -> None:

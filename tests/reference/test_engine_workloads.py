@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from reference.engine import Engine
 from reference.engine_blocks import cdiv
 from reference.engine_state import EngineConfig, Phase, Reach, Request, Row, Step
-from reference.speculation import Lookup
+from reference.speculation import Lookup, SuffixLookup
 from tests.reference.engines import check
 
 # Random workloads: nothing is foreseen but that they end, in time, with the right tokens.
@@ -102,7 +102,9 @@ def workloads(draw: st.DrawFn) -> tuple[EngineConfig, list[Event]]:
         preemption_mode=draw(st.sampled_from(["recompute", "swap"])),
     )
     if config.tile_len % 2:
-        config = dataclasses.replace(config, lookup=Lookup(most=3, longest=2, shortest=1))
+        by_suffix = SuffixLookup(most=3, depth=6, factor=1.0, min_prob=0.4)
+        lookup = by_suffix if config.num_tiles == 2 else Lookup(most=3, longest=2, shortest=1)
+        config = dataclasses.replace(config, lookup=lookup)
     num_blocks = (
         1 + Engine(config, scramble).blocks.most_held(longest) + draw(st.sampled_from([0, 0, 1, 2, 5]))
     )

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,7 +21,7 @@ from jaxpaged.memory.policies import LRU, Policy
 from jaxpaged.sampling_state import token_bits
 from jaxpaged.status import Status
 from jaxpaged.step import admission, automata, scheduler
-from jaxpaged.step.config import Lookup, StepConfig
+from jaxpaged.step.config import Lookup, StepConfig, SuffixLookup
 from jaxpaged.step.scheduler import Decision
 from jaxpaged.step.state import (
     Counter,
@@ -71,6 +72,7 @@ class Setting:
     reuse_answers: bool = False
     has_arena: bool = False  # whether answers may have automata
     most_drafts: int = 0
+    by_suffix: bool = False  # whether drafts are what mostly followed
 
     @property
     def reaches(self) -> tuple[reference.Reach, ...]:
@@ -103,13 +105,16 @@ class Setting:
             watermark_blocks=self.watermark_blocks,
             grouping=Grouping(self.specs, tuple((layer,) for layer in range(len(self.specs)))).of_step,
             reuse_answers=self.reuse_answers,
-            lookup=Lookup(*self.lookup) if self.most_drafts else None,
+            lookup=self.lookup(Lookup, SuffixLookup),
         )
 
-    @property
-    def lookup(self) -> tuple[int, int, int]:
-        """Drafts at once, and tokens of the longest and the shortest end that is looked for."""
-        return self.most_drafts, 3, 1
+    def lookup(self, by_end: Callable[..., Any], by_suffix: Callable[..., Any]) -> Any:
+        """Make the settings of drafts, if there are any, of the classes of one side."""
+        if not self.most_drafts:
+            return None
+        if self.by_suffix:
+            return by_suffix(most=self.most_drafts, depth=self.most_drafts + 3, factor=1.5, min_prob=0.6)
+        return by_end(most=self.most_drafts, longest=3, shortest=1)
 
     def advance(self, state: EngineState) -> Any:
         """Make a step: the next state and what was decided."""
@@ -136,7 +141,7 @@ class Setting:
                 free_profile=FREE_PROFILES[self.policy.name],
                 reuse_answers=self.reuse_answers,
                 preemption_mode="swap" if self.num_host_blocks else "recompute",
-                lookup=speculation.Lookup(*self.lookup) if self.most_drafts else None,
+                lookup=self.lookup(speculation.Lookup, speculation.SuffixLookup),
             ),
             functools.partial(next_token, self.reaches),
         )

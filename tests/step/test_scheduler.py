@@ -26,6 +26,7 @@ SETTINGS = [
         specs=(FULL, SlidingWindow(5)),
         policy=LRU_SPLIT,
         most_drafts=2,
+        by_suffix=True,
     ),
     Setting("swap, split", num_blocks=1 + 17, num_host_blocks=1 + 8, policy=LRU_SPLIT, has_arena=True),
     Setting("window", num_blocks=1 + 14, num_tiles=1, specs=(SlidingWindow(10),), num_host_blocks=1 + 6),

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpaged.step import speculation
-from jaxpaged.step.config import Lookup
+from jaxpaged.step import followers, speculation
+from jaxpaged.step.config import Lookup, SuffixLookup
 from jaxpaged.step.state import DraftRows
 from reference import speculation as reference
 from tests.step.lockstep import Event, LockStep, Request
@@ -20,16 +20,37 @@ LOOKUP = Lookup(most=5, longest=3, shortest=2)
 
 def test_what_followed_the_longest_end_is_drafted(monkeypatch):
     """Rows of few different tokens, in chunks of 16 positions."""
-    monkeypatch.setattr(speculation, "POSITIONS_AT_ONCE", 16)
+    monkeypatch.setattr(followers, "POSITIONS_AT_ONCE", 16)
     rng = np.random.default_rng(0)
     token_ids = rng.integers(0, 4, (300, 70)).astype(np.int32)
     token_ids[:40] = np.arange(40)[:, None]  # the same token all along
     num_tokens = np.concatenate([np.arange(70), rng.integers(1, 70, 230)]).astype(np.int32)
-    found = jax.jit(speculation.followers, static_argnums=2)(token_ids, num_tokens, LOOKUP)
+    found = jax.jit(followers.followers, static_argnums=2)(token_ids, num_tokens, LOOKUP)
     lookup = reference.Lookup(*dataclasses.astuple(LOOKUP))
     lengths = set()
     for tokens, n, num, follow in zip(token_ids, num_tokens, *map(np.asarray, found), strict=True):
         want = reference.followers(tokens[:n].tolist(), lookup)
+        assert follow[:num].tolist() == want
+        lengths.add(len(want))
+    assert lengths == {0, 1, 2, 3, 4, 5}
+
+
+@pytest.mark.parametrize("chunk", [16, 128])
+def test_what_mostly_followed_the_longest_end_is_drafted(monkeypatch, chunk):
+    """Rows of few different tokens; more occurrences than count, in several chunks and in one."""
+    monkeypatch.setattr(followers, "POSITIONS_AT_ONCE", chunk)
+    rng = np.random.default_rng(2)
+    token_ids = rng.integers(0, 3, (300, 90)).astype(np.int32)
+    token_ids[:40] = np.arange(40)[:, None]  # the same token all along
+    token_ids[40:200] = rng.random((160, 90)) < 0.1  # and mostly the same
+    num_tokens = np.concatenate([np.arange(70), rng.integers(1, 91, 230)]).astype(np.int32)
+    token_ids[-1, :88], num_tokens[-1] = [7, 1] * 22 + [7, 2] * 21 + [9, 7], 88  # the last 32 have mostly 2
+    lookup = SuffixLookup(most=5, depth=8, factor=1.7, min_prob=0.3)
+    found = jax.jit(lambda *args: followers.likely_followers(*args, lookup))(token_ids, num_tokens)
+    oracle = reference.SuffixLookup(*dataclasses.astuple(lookup))
+    lengths = set()
+    for tokens, n, num, follow in zip(token_ids, num_tokens, *map(np.asarray, found), strict=True):
+        want = reference.likely_followers(tokens[:n].tolist(), oracle)
         assert follow[:num].tolist() == want
         lengths.add(len(want))
     assert lengths == {0, 1, 2, 3, 4, 5}

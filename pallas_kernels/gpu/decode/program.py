@@ -14,7 +14,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.gpu import common, int4_cache, tuning
+from pallas_kernels.gpu import common, int4_cache, targets, tuning
 from pallas_kernels.gpu.attention import AttentionProblem, Ring, problem_fields, ring_types
 from pallas_kernels.gpu.tuning import TuningConfig
 from pallas_kernels.support import Arrays, BlockSparse, Options
@@ -29,6 +29,7 @@ class Problem(AttentionProblem):
     block_sparse: BlockSparse | None
     has_table_rows: bool  # whether items of the plan name the row's row of the block tables
     widens_in_registers: bool  # K of a quantised cache
+    multiply: str  # the instruction of products: "wgmma" or "mma.sync"
 
     @property
     def num_columns(self) -> int:
@@ -62,6 +63,7 @@ def make_problem(
     arrays: Arrays, options: Options, config: TuningConfig, query_len: int, *, is_interpreted: bool
 ) -> Problem:
     """Return the problem of arguments that `ops` has checked, with `query_len` lines of q a row."""
+    target = targets.compiled_for()
     head_dim, is_scaled = arrays.q.shape[-1], options.token_scales is not None
     return Problem(
         **problem_fields(arrays, options),
@@ -72,8 +74,9 @@ def make_problem(
         num_stages=config.num_stages,
         has_table_rows=arrays.table_rows is not None,
         is_interpreted=is_interpreted,
+        multiply=target.decode_multiply,
         widens_in_registers=not is_interpreted
-        and tuning.widens_in_registers(head_dim, arrays.k_cache.dtype, is_scaled=is_scaled),
+        and tuning.widens_in_registers(head_dim, arrays.k_cache.dtype, is_scaled=is_scaled, target=target),
     )
 
 

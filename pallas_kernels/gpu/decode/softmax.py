@@ -6,10 +6,12 @@ that share a kv head: the heads of a group, for each new token of the row, padde
 
     S^T [tile_kv, heads] = K [tile_kv, head_dim] @ Q^T          O^T [head_dim, heads] = V^T @ P^T
 
-Columns of a wgmma are independent: padding columns never affect a live head. A tile that is not wholly inside
-[start, end) has stale tokens: their scores become -inf and their V is zeroed in shared memory, for zero times
-NaN is NaN. Maxima start at a large negative number instead of -inf, so that no difference of two maxima is
-NaN. Logits are kept times log2(e): exp2 is the GPU's own.
+A GPU without wgmma multiplies by mma.sync (`common.product`), from and to the same registers.
+
+Columns of a product are independent: padding columns never affect a live head. A tile that is not wholly
+inside [start, end) has stale tokens: their scores become -inf and their V is zeroed in shared memory, for
+zero times NaN is NaN. Maxima start at a large negative number instead of -inf, so that no difference of two
+maxima is NaN. Logits are kept times log2(e): exp2 is the GPU's own.
 
 A quantised cache comes into the ring as it is, and is widened to float16 a tile at a time. V is widened into
 other shared memory; K likewise or, where there are registers for it, on its way into its product. (Pallas'
@@ -90,6 +92,8 @@ def consume(
         _zero_stale_tokens(p, work, v, first_token)
         plgpu.commit_smem()
         out = _add_weighted(p, v, scratch.p, rescale, state.out)
+        if p.multiply != "wgmma":  # warps read K and V by themselves: all must have, before others come
+            plgpu.commit_smem()
         if not p.is_quantised:
             plgpu.barrier_arrive(scratch.ring.k_free.at[slot])
         return Softmax(out, largest, total)
@@ -150,12 +154,7 @@ def _logits(
     p: Problem, work: WorkUnit, q: Any, k: Any, first_token: jax.Array, factor: Any, slopes: jax.Array | None
 ) -> jax.Array:
     """Return a tile's logits times log2(e), [tile_kv, num_columns]; -inf for what a query does not see."""
-
-    def scores(acc: Any) -> jax.Array:
-        plgpu.wgmma(acc, k, q.T)
-        return acc[...]
-
-    s = pl.run_scoped(scores, plgpu.ACC((p.tile_kv, p.num_columns), jnp.float32)) * factor
+    s = common.product(k, q.T, (p.tile_kv, p.num_columns), p.multiply) * factor
     if p.soft_cap is not None:  # tanh(x) = 1 - 2 / (1 + exp(2 x)): good to 1e-7, the GPU's own to 5e-4
         s = (1 - 2 / (1 + jnp.exp2(s))) * (p.soft_cap * LOG2E)
     token = plgpu.broadcasted_iota(jnp.int32, s.shape, 0, layout=WGMMA) + first_token
@@ -193,12 +192,8 @@ def _add_weighted(
     """Rescale the output's pieces, and add a tile's V^T @ weights^T."""
     new = []
     for (first, rows), old in zip(p.pieces, out, strict=True):
-
-        def weighted(acc: Any, first: int = first, rows: int = rows) -> jax.Array:
-            plgpu.wgmma(acc, v.at[:, pl.ds(first, rows)].T, weights.T)
-            return acc[...]
-
-        product = pl.run_scoped(weighted, plgpu.ACC((rows, p.num_columns), jnp.float32))
+        part = v.at[:, pl.ds(first, rows)].T
+        product = common.product(part, weights.T, (rows, p.num_columns), p.multiply)
         new.append(old * lax.broadcast_in_dim(rescale, old.shape, [1]) + product)
     return tuple(new)
 

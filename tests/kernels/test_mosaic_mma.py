@@ -1,0 +1,175 @@
+"""Decode steps by mma.sync, for GPUs that have no wgmma: in Pallas' GPU interpreter, and compiled.
+
+The interpreter has no rule for `mma`: `mma_meaning` gives it one, acc + a @ b. The rule is justified by
+`test_fragments_multiply_as_documented`: the registers that Mosaic's layouts give to each thread are those
+that PTX names for mma.m16n8k16. All else of the kernel is run as it is.
+
+An mma reads its operands in a way that the race detector sees.
+
+Unproven without a chip: that a GPU's sums are those of the rule, and the order of a warpgroup's four warps,
+which the interpreter takes for one thread.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.interpreters import mlir
+from jax._src.pallas.mosaic_gpu import primitives
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from benchmarks import compile_report, cuda_compiler
+from jaxpaged.verify.cases.decode import DecodeCase
+from pallas_kernels import support
+from pallas_kernels.gpu import targets, tuning
+from tests.kernels.checks import assert_close
+from tests.kernels.interpreter import fresh_interpreter, races_found
+from tests.kernels.test_mosaic_interpreter import ALONE, interpret
+
+WORKSTATION = targets.TARGETS["12.0"]
+pytestmark = pytest.mark.usefixtures(fresh_interpreter.__name__)
+
+
+def rule(acc: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
+    """Return what `mma` means: acc + a @ b, with sums in acc's type."""
+    return acc + jax.lax.dot_general(a, b, (((1,), (0,)), ((), ())), preferred_element_type=acc.dtype)
+
+
+@pytest.fixture
+def mma_meaning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give `mma` its rule, and make kernels for the RTX 5090's target."""
+    mlir.register_lowering(primitives.mma_p, mlir.lower_fun(rule, multiple_results=False))
+    monkeypatch.setattr(targets, "compiled_for", lambda: WORKSTATION)
+
+
+def held(layout: plgpu.Layout, shape: tuple[int, int], lane: int) -> list[tuple[int, int]]:
+    """Return the places of a [16 or 64, n] tile that a thread of the first warp holds, register by register.
+
+    Two neighbours of a vector are two numbers of one register, or two registers of 32 bits.
+    """
+    its = layout.to_mgpu()
+    tiled, rank = its.tiling.tile_shape(shape), len(shape)
+    dims = [d for d in its.lane_dims if isinstance(d, int)]
+    lanes = np.unravel_index(lane, [tiled[d] for d in dims])
+    fixed = dict(zip([d % len(tiled) for d in dims], map(int, lanes), strict=True))
+    fixed |= {d % len(tiled): 0 for d in its.warp_dims if isinstance(d, int)}
+    vector = its.vector_dim % len(tiled)
+    free = [1 if d in fixed or d == vector else size for d, size in enumerate(tiled)]
+    places = []
+    for register in np.ndindex(*free):
+        for i in range(tiled[vector]):
+            index = tuple(fixed.get(d, i if d == vector else at) for d, at in enumerate(register))
+            places.append(tuple(its.tiling.untile_indices(index)))
+    assert all(len(place) == rank for place in places)
+    return places
+
+
+# The fragments of mma.m16n8k16 for operands of 16 bits, by the PTX ISA: (row, column) of a thread's i-th
+# number, of A [16, 16], B [16, 8] and C [16, 8].
+def of_a(lane: int, i: int) -> tuple[int, int]:
+    """Return the place of a0 to a7."""
+    return lane // 4 + (0 if i % 4 < 2 else 8), lane % 4 * 2 + i % 2 + (0 if i < 4 else 8)
+
+
+def of_b(lane: int, i: int) -> tuple[int, int]:
+    """Return the place of b0 to b3."""
+    return lane % 4 * 2 + i % 2 + (0 if i < 2 else 8), lane // 4
+
+
+def of_c(lane: int, i: int) -> tuple[int, int]:
+    """Return the place of c0 to c3."""
+    return lane // 4 + (0 if i < 2 else 8), lane % 4 * 2 + i % 2
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_fragments_multiply_as_documented(dtype: str) -> None:
+    """Run the first warp's instruction on the registers that Mosaic's layouts fill; compare with the rule."""
+    layouts = (getattr(plgpu.Layout, name)(jnp.dtype(dtype)) for name in ("MMA_LHS", "MMA_RHS", "MMA_ACC"))
+    lhs, rhs, acc = layouts
+    rng = np.random.default_rng(0)
+    a, b, c = (rng.integers(-8, 8, shape).astype(np.float32) for shape in ((64, 16), (16, 8), (64, 8)))
+    fragments = np.zeros((16, 16)), np.zeros((16, 8)), np.zeros((16, 8))
+    for whole, layout, place, fragment in zip(
+        (a, b, c), (lhs, rhs, acc), (of_a, of_b, of_c), fragments, strict=True
+    ):
+        for lane in range(32):
+            for i, at in enumerate(held(layout, whole.shape, lane)):
+                fragment[place(lane, i)] = whole[at]
+    product = fragments[0] @ fragments[1] + fragments[2]
+    got = np.full((16, 8), np.nan)
+    for lane in range(32):
+        for i, at in enumerate(held(acc, c.shape, lane)):
+            got[at] = product[of_c(lane, i)]
+    np.testing.assert_array_equal(got, np.asarray(rule(*map(jnp.asarray, (c, a, b))))[:16])
+    assert acc.to_mgpu() == plgpu.Layout.WGMMA.to_mgpu()  # so that softmax and merge are the same
+
+
+CASES = (
+    DecodeCase("tiles and partitions, soft cap", seq_lens=(15, 0, 256), soft_cap=20.0, **ALONE),
+    DecodeCase("head_dim 80, window", seq_lens=(70, 12), sliding_window=20, head_dim=80),
+    DecodeCase("float8, sinks", seq_lens=(130, 5), cache_dtype="float8_e4m3fn", sinks=True),
+)
+
+
+@pytest.mark.parametrize(
+    "c",
+    [
+        pytest.param(c, id=c.name, marks=marks)
+        for c, marks in zip(CASES, ([], pytest.mark.slow, pytest.mark.slow), strict=True)
+    ],
+)
+def test_decode_by_mma_equals_the_oracle_without_a_race(
+    c: DecodeCase, mma_meaning: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert mma_meaning is None
+    made, its = [], plgpu.mma
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plgpu, "mma", lambda *args: made.append(args) or its(*args))
+        patch.setattr(plgpu, "wgmma", lambda *args: pytest.fail("a wgmma, where there is none"))
+        got = interpret(c, "decode")
+    assert made
+    assert_close(c, got)
+    assert not races_found(capsys)
+
+
+missing = cuda_compiler.missing_packages()
+# The least and the most that a program takes, and each way of widening. One process a target: on some
+# versions of JAX an instruction that a target lacks ends the process.
+COMPILED = {
+    "12.0": (
+        "decode 32/8/128 bs16 bfloat16 bfloat16",
+        "decode 128/8/128 bs16 bfloat16 bfloat16",
+        "decode 32/8/128 bs16 bfloat16 float8_e4m3fn",
+    ),
+    "10.0": ("decode 32/8/128 bs16 bfloat16 bfloat16",),
+}
+
+
+@pytest.mark.skipif(bool(missing), reason=f"needs the cuda-compile extra: {', '.join(missing)}")
+@pytest.mark.parametrize("capability", ["12.0", pytest.param("10.0", marks=pytest.mark.nightly)])
+@pytest.mark.slow
+def test_decode_compiles_for_a_target_and_spills_nothing(capability: str) -> None:
+    target, names = targets.TARGETS[capability], COMPILED[capability]
+    reports = compile_report.run(list(names), capability)
+    assert {r.program for r in reports} == set(names)
+    assert [r for r in reports if r.spill_bytes or r.stack_bytes > 8] == []  # JAX 0.11.2: a frame of 8
+    assert [r for r in reports if r.shared_memory_bytes > target.program_bytes] == []
+    programs = {str(p): p for p in compile_report.attention_programs()}
+    for r in reports:
+        p = programs[r.program]
+        dtype, queries = jnp.dtype(p.cache_dtype or p.dtype), p.num_q_heads // p.num_kv_heads
+        config = tuning.default_config(p.head_dim, dtype, queries, target=target)
+        assert config.ctas_per_core <= r.ctas_per_core, r
+
+
+def test_the_table_of_short_heads_says_what_fits() -> None:
+    """One new token a sequence, with as many heads of a group as are served."""
+    full = support.SUPPORT["mosaic_gpu"]
+    for target in targets.TARGETS.values():
+        served = support.LIMITED.get(target.architecture, full)
+        assert bool(served.dtypes) == bool(target.serves)
+        for name in ("head_dims", "quantised_head_dims") if target.serves else ():
+            dtype = jnp.dtype("int8" if name == "quantised_head_dims" else "bfloat16")
+            fitting = [size for size in getattr(full, name) or () if tuning.fits(size, dtype, 16, target)]
+            assert fitting == list(getattr(served, name) or ()), target
+        assert (target.architecture in support.ONE_TOKEN) == (target.serves == ("decode",))

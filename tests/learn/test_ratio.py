@@ -1,0 +1,66 @@
+"""Importance ratio of learner and sampler: exactly 1 before the first update, in every company."""
+
+import numpy as np
+import pytest
+
+from jaxpaged import LLM, SamplingParams
+from jaxpaged.learn.learner import padded
+from tests import tiny, tiny_lora
+from tests.models.test_decoder import GOLDENS
+from tests.tiny_gguf import write_gguf
+
+pytestmark = pytest.mark.usefixtures("optimized")
+NUM_NEW = 20  # tokens of each answer
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        # Each model with one dtype; the other one at night. A dense one is in tests/api/test_scoring.py, too.
+        pytest.param("gqa_tied", "bfloat16", marks=pytest.mark.nightly),
+        pytest.param("mistral_window", "float32", marks=pytest.mark.slow),
+        pytest.param("families/mixtral", "bfloat16", marks=pytest.mark.slow),
+        pytest.param("lora", "float32", marks=pytest.mark.slow),
+        pytest.param("gqa_tied", "float32", marks=pytest.mark.nightly),
+        pytest.param("mistral_window", "bfloat16", marks=pytest.mark.nightly),
+        pytest.param("families/mixtral", "float32", marks=pytest.mark.nightly),
+        pytest.param("lora", "bfloat16", marks=pytest.mark.nightly),
+    ],
+)
+def test_the_importance_ratio_is_exactly_one(name, dtype, tmp_path):
+    """Prompts share a prefix, each has three answers, and the pool is too small for all full rows."""
+    options = tiny.DEFAULTS | {"dtype": dtype, "generation_config": "vllm"}
+    is_windowed = name == "mistral_window"  # its rows hold no more than a window: they find room in any pool
+    if not is_windowed:
+        options |= tiny.SMALL
+    adapter, request = None, None
+    if name == "lora":
+        llm = LLM(write_gguf(tmp_path / "tiny.gguf"), **options | tiny_lora.LORA)
+        request = tiny_lora.request(tmp_path, 0)
+        adapter = llm.learner().adapter(request.lora_path)
+    else:
+        llm = LLM(GOLDENS / name, skip_tokenizer_init=True, **options)
+    prefix, *tails = ([3 + token % 58 for token in its] for its in tiny.prompts([24, 16, 3, 9]))
+    prompts = [[*prefix, *tail] for tail in tails]
+    params = SamplingParams(
+        n=3, max_tokens=NUM_NEW, temperature=1, seed=5, logprobs=0, ignore_eos=True, detokenize=False
+    )
+    before = llm.engine.stats.num_preemptions
+    for _ in range(2):  # the second time with hits on whole prompts
+        results = llm.generate(prompts, params, lora_request=request)
+    if not is_windowed:
+        assert llm.engine.stats.num_preemptions > before
+    assert all(result.num_cached_tokens >= 24 for result in results)
+
+    learner, told, whole = llm.learner(), [], []
+    for result in results:
+        for answer in result.outputs:
+            whole.append([*result.prompt_token_ids, *answer.token_ids])
+            pairs = zip(answer.logprobs, answer.token_ids, strict=True)
+            told.append([its[token].logprob for its, token in pairs])
+    tokens, lengths = padded(whole)
+    learned = np.asarray(learner.log_probs(llm.weights, tokens, lengths, adapter))
+    its = np.stack([row[n - 1 - NUM_NEW : n - 1] for row, n in zip(learned, lengths, strict=True)])
+    assert np.ptp(its) > 1
+    ratio = np.exp(its - np.array(told, np.float32))
+    assert ratio.tolist() == np.ones((9, NUM_NEW)).tolist()

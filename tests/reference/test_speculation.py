@@ -1,0 +1,37 @@
+"""Drafts by what mostly followed, in examples worked out by hand."""
+
+import dataclasses
+
+from reference.speculation import MOST_OCCURRENCES, SuffixLookup, likely_followers
+
+LOOKUP = SuffixLookup(most=4, depth=7, factor=1.0, min_prob=0.1)
+
+
+def test_a_longer_end_gives_more_drafts():
+    assert likely_followers([1, 2, 3, 4, 5, 9, 3], LOOKUP) == [4]
+    assert likely_followers([1, 2, 3, 4, 5, 9, 2, 3], LOOKUP) == [4, 5]
+    assert likely_followers([1, 2, 3, 4, 5, 9, 1, 2, 3], LOOKUP) == [4, 5, 9]
+    double = dataclasses.replace(LOOKUP, factor=2.0)
+    assert likely_followers([1, 2, 3, 4, 5, 9, 1, 2, 3], double) == [4, 5, 9, 1]
+    assert likely_followers([1, 2, 3], LOOKUP) == []
+
+
+def test_most_occurrences_decide_and_of_equal_many_the_last():
+    assert likely_followers([7, 1, 7, 1, 7, 2, 7], LOOKUP) == [1]
+    assert likely_followers([7, 1, 7, 2, 7], LOOKUP) == [2]
+    assert likely_followers([8, 7, 1, 7, 2, 8, 7], LOOKUP) == [1, 7], "the longer end counts"
+    many, half = [7, 1] * MOST_OCCURRENCES, MOST_OCCURRENCES // 2
+    assert likely_followers([*many, *[7, 2] * (half - 1), 9, 7], LOOKUP) == [1]
+    assert likely_followers([*many, *[7, 2] * half, 9, 7], LOOKUP) == [2], "too old ones do not count"
+
+
+def test_drafts_end_where_they_become_unlikely():
+    """Both occurrences go on with 3, one of them with 4."""
+    tokens = [1, 2, 3, 4, 6, 1, 2, 3, 5, 9, 1, 2]
+    assert likely_followers(tokens, dataclasses.replace(LOOKUP, min_prob=0.5)) == [3, 5]
+    assert likely_followers(tokens, dataclasses.replace(LOOKUP, min_prob=0.6)) == [3]
+
+
+def test_what_repeats_itself_goes_on():
+    assert likely_followers([5, 5, 5], LOOKUP) == [5, 5]
+    assert likely_followers([1, 2, 1, 2, 1], LOOKUP) == [2, 1, 2]
