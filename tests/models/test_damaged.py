@@ -261,7 +261,7 @@ CASES: dict[str, tuple[Damage, str]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_a_damaged_directory_is_one_line_and_exit_code_2(name, tmp_path, capsys):
     damage, message = CASES[name]
-    shutil.copytree(GOOD, tmp_path, dirs_exist_ok=True)
+    shutil.copytree(GOOD, tmp_path, dirs_exist_ok=True, ignore=shutil.ignore_patterns("gradients.npz"))
     damage(tmp_path)
     assert cli.main(["generate", "--model", str(tmp_path), "--prompt", "a"]) == 2
     out, err = capsys.readouterr()
@@ -274,7 +274,7 @@ def test_a_damaged_directory_is_one_line_and_exit_code_2(name, tmp_path, capsys)
 
 def test_what_changes_nothing_is_no_damage(tmp_path):
     """A head that is tied and stored all the same, tables of RoPE's, neutral fields, somebody else's code."""
-    shutil.copytree(GOOD, tmp_path, dirs_exist_ok=True)
+    shutil.copytree(GOOD, tmp_path, dirs_exist_ok=True, ignore=shutil.ignore_patterns("gradients.npz"))
     spare = {
         "lm_head.weight": load_file(GOOD / WEIGHTS)["model.embed_tokens.weight"],
         "model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(2),
@@ -294,7 +294,7 @@ def test_what_changes_nothing_is_no_damage(tmp_path):
 
 
 def test_the_models_own_sampling_defaults_are_read(tmp_path):
-    shutil.copytree(GOOD, tmp_path, dirs_exist_ok=True)
+    shutil.copytree(GOOD, tmp_path, dirs_exist_ok=True, ignore=shutil.ignore_patterns("gradients.npz"))
     generation(temperature=0.6, top_k=None, max_new_tokens=7, do_sample=True, pad_token_id=3)(tmp_path)
     assert loading.open_checkpoint(tmp_path).sampling_defaults == {"temperature": 0.6, "max_tokens": 7}
 
