@@ -1,14 +1,18 @@
-"""Cost of compiling grammars for vocabularies of three kinds: states, bytes of tables and processor time.
+"""Cost of compiling grammars for vocabularies of several kinds: states, bytes of tables and processor time.
 
     python -m benchmarks.grammars --tokenizer DIRECTORY --out benchmarks/results/grammars-cpu.jsonl
+    python -m benchmarks.grammars --tekken tekken_240911.json
 
 `byte level` is the vocabulary of a GPT-2-style tokenizer. `128256` is that one with pairs of its tokens, up
-to the size of Llama 3's. `sentencepiece` is trained on this repository's text, with byte fallback.
+to the size of Llama 3's. `sentencepiece` is trained on this repository's text, with byte fallback. `tekken`
+is a vocabulary of Mistral's, such as the 131,072 tokens that the package mistral-common has.
 """
 
+import base64
 import gc
 import io
 import itertools
+import json
 import statistics
 import time
 from pathlib import Path
@@ -24,7 +28,8 @@ from jaxpaged.grammar.nodes import GrammarError, Limits
 from jaxpaged.grammar.vocabulary import TokenBytes, token_bytes
 from jaxpaged.text.vocabulary import BYTE, Vocabulary
 
-TOKENIZER = flags.DEFINE_string("tokenizer", None, "directory of a GPT-2-style tokenizer", required=True)
+TOKENIZER = flags.DEFINE_string("tokenizer", None, "directory of a GPT-2-style tokenizer")
+TEKKEN = flags.DEFINE_string("tekken", None, "file of a vocabulary of Mistral's")
 ROUNDS = flags.DEFINE_integer("rounds", 3, "measurements of each grammar")
 OUT = flags.DEFINE_string("out", None, "file to append result lines to")
 
@@ -74,6 +79,16 @@ def byte_level(directory: str) -> TokenBytes:
 
     tokenizer = AutoTokenizer.from_pretrained(directory)
     return token_bytes(Vocabulary(tokenizer), len(tokenizer), [tokenizer.eos_token_id])
+
+
+def tekken(path: str) -> TokenBytes:
+    """Return the tokens of a vocabulary of Mistral's: control tokens first, then one for each rank."""
+    read = json.loads(Path(path).read_text())
+    size, num_control = (read["config"][f"default_{name}"] for name in ("vocab_size", "num_special_tokens"))
+    ranked = sorted(read["vocab"], key=lambda entry: entry["rank"])[: size - num_control]
+    raw = [b""] * num_control + [base64.b64decode(entry["token_bytes"]) for entry in ranked]
+    end = 2  # `</s>`, behind `<unk>` and `<s>`, in all of Mistral's
+    return TokenBytes(tuple(raw), (end,))
 
 
 def enlarged(tokens: TokenBytes, size: int) -> TokenBytes:
@@ -134,8 +149,12 @@ def machine_seconds(fields: dict[str, Any]) -> float:
 def main(argv: list[str]) -> None:
     start(argv)
     results = Results("grammars", OUT.value)
-    small = byte_level(TOKENIZER.value)
-    kinds = {"byte level": small, "128256": enlarged(small, LARGE), "sentencepiece": trained(8000)}
+    kinds = {}
+    if TOKENIZER.value:
+        small = byte_level(TOKENIZER.value)
+        kinds = {"byte level": small, "128256": enlarged(small, LARGE), "sentencepiece": trained(8000)}
+    if TEKKEN.value:
+        kinds["tekken"] = tekken(TEKKEN.value)
     for kind, tokens in kinds.items():
         begin = time.process_time()
         assert tokens.trie is not None

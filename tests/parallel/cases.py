@@ -245,7 +245,6 @@ def test_adapters_are_shared_out_as_the_weights_are(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_blocks_come_back_from_host_memory():
     """A prompt whose blocks the devices have forgotten has the answer of one that was never seen."""
     driver = tiered(tensor_parallel_size=2, speculative_config={}, **tiny.SWAP)
