@@ -139,7 +139,7 @@ def test_errors_and_readers_are_those_of_the_layout():
     assert "mosaic_gpu" not in paper.kernels(exact, 64, 48, jnp.dtype("bfloat16"))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_layouts_of_others_are_measured_by_name(tmp_path):
     """The table of a layout that lives outside, beside a built-in one."""
     (tmp_path / "outside.py").write_text(
@@ -182,7 +182,7 @@ def test_the_cases_are_served():
     assert all(checks.is_served(case(name)) for name in check_kernels.CASES)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_prompts_hit_more_where_they_are_routed_by_their_beginnings(tmp_path):
     trace = write(tmp_path / "trace.jsonl", conversations(60))
     command = [

@@ -346,7 +346,9 @@ def test_sentences_are_short(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["generation", "verification", "research"])
+@pytest.mark.parametrize(
+    "name", ["generation", "verification", pytest.param("research", marks=pytest.mark.nightly)]
+)
 def test_an_example_runs_and_draws(name, workplace, monkeypatch):
     monkeypatch.setattr(sys, "argv", [name, "--out", str(workplace)])
     runpy.run_module(f"examples.{name}", run_name="__main__")

@@ -4,11 +4,13 @@ import json
 import os
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
 
 from tests import tiny
+from tests.marks import slow_and_nightly
 from tests.tiny_gguf import write_gguf
 
 ROOT = Path(__file__).parents[1]
@@ -39,14 +41,24 @@ def run(*command: str | Path, cwd: Path) -> str:
     return done.stdout
 
 
-@pytest.mark.slow
-def test_a_wheel_on_its_own_answers(tmp_path):
-    """Run it in another directory with nothing on the path, out of reach of the source tree."""
+@pytest.mark.parametrize("installed", slow_and_nightly(["its own", "those of here"], ["those of here"]))
+def test_a_wheel_on_its_own_answers(installed, tmp_path):
+    """Run it in another directory with nothing on the path, out of reach of the source tree.
+
+    The packages that it needs are installed as it names them, or read where they are installed already.
+    """
     run(sys.executable, "-m", "build", "--wheel", "--outdir", tmp_path / "wheels", ROOT, cwd=tmp_path)
     [wheel] = (tmp_path / "wheels").glob("jaxpaged-*.whl")
     run(sys.executable, "-m", "venv", tmp_path / "venv", cwd=tmp_path)
     binaries = tmp_path / "venv" / "bin"
-    run(binaries / "pip", "install", "--quiet", "--disable-pip-version-check", wheel, cwd=tmp_path)
+    pip = [binaries / "pip", "install", "--quiet", "--disable-pip-version-check"]
+    if installed == "those of here":
+        pip.append("--no-deps")
+        [packages] = (tmp_path / "venv" / "lib").glob("python*/site-packages")
+        # A folder that such a file names comes last, and files like it in that folder are not read: so the
+        # source tree, which is installed there by one, stays out of reach.
+        (packages / "here.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    run(*pip, wheel, cwd=tmp_path)
     model = write_gguf(tmp_path / "tiny.gguf")
     want = tiny.reference_answer((5, 6), 3)
     assert json.loads(run(binaries / "python", "-c", PROGRAM, model, cwd=tmp_path)) == want

@@ -30,7 +30,7 @@ def test_results_have_vllms_shape(llm):
     assert answer.finish_reason == ("stop" if answer.token_ids[-1] == 0 else "length")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_model_with_a_sliding_window_answers_as_transformers_does():
     """Prompts longer and shorter than the window, beside each other and in more than one tile."""
     folder = Path(__file__).parents[1] / "goldens" / "mistral_window"
@@ -189,7 +189,7 @@ def test_what_needs_a_tokenizer_is_refused_without_one(path):
     llm.engine.close()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_without_parameters_the_models_own_defaults_are_taken(tmp_path):
     shutil.copytree(Path(__file__).parents[1] / "goldens" / "gqa_tied", tmp_path, dirs_exist_ok=True)
     (tmp_path / "generation_config.json").write_text(

@@ -112,7 +112,7 @@ def test_logprobs_prefixes_and_beams(script, llm):
     assert found == llm.beam_search(["The moon", "The stars"], params)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_adapters(script, folder):
     path = tiny_lora.write(folder / "adapter", 1)
     flags = [

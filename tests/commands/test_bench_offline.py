@@ -78,7 +78,7 @@ def test_throughput_counts_what_was_answered(bench, tmp_path):
     assert again["total_num_tokens"] == told["total_num_tokens"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_searches_adapters_and_profiles(bench, model, tmp_path):
     flags = ["--input-len", "5", "--output-len", "3", "--num-iters", "1", "--num-iters-warmup", "0"]
     bench("latency", *flags, "--use-beam-search", "--n", "2")

@@ -49,7 +49,7 @@ def everything(driver: Driver, prompts: list[list[int]], params: list[SamplingPa
             id="all by XLA, bfloat16, swap, int4",
             marks=NIGHTLY,
         ),
-        pytest.param("bfloat16", tiny.SMALL, "1", id="bfloat16, recompute", marks=SLOW),
+        pytest.param("bfloat16", tiny.SMALL, "1", id="bfloat16, recompute", marks=NIGHTLY),
         pytest.param(
             "float32",
             SWAP | {"load_model": tiny.load_quantised},

@@ -23,12 +23,12 @@ BLOCK_SIZE = 16
 NUM_BLOCKS = 16_384
 NUM_ROWS = EngineConfig(max_num_seqs=MAX_NUM_SEQS).num_rows
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(1, id="one group", marks=pytest.mark.nightly), pytest.param(6, id="six groups")],
+    params=[pytest.param(1, id="one group"), pytest.param(6, id="six groups")],
 )
 def num_groups(request: pytest.FixtureRequest) -> int:
     return request.param

@@ -37,7 +37,7 @@ LENGTHS = [1, 2, 7, 8, 9, 16, 17, 31, 32, 33, 65, 100, 127]
         pytest.param(
             {"block_size": 1, "num_blocks": 1 + 136, "eviction_policy": "lru_split"},
             id="blocks of 1, few",
-            marks=pytest.mark.slow,
+            marks=pytest.mark.nightly,
         ),
     ],
 )
@@ -57,7 +57,7 @@ def test_greedy_tokens_equal_the_reference(options):
 
 @pytest.mark.parametrize(
     "options",
-    [pytest.param(tiny.SMALL, id="recompute"), pytest.param(tiny.SWAP, id="swap", marks=pytest.mark.slow)],
+    [pytest.param(tiny.SMALL, id="recompute"), pytest.param(tiny.SWAP, id="swap", marks=pytest.mark.nightly)],
 )
 def test_who_gives_way_answers_as_if_it_had_not(options):
     prompts = tiny.prompts([10, 20, 30, 12, 25])

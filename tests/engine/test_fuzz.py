@@ -8,20 +8,17 @@ from jaxpaged.engine.request import DraftCounts
 from jaxpaged.sampling_params import SamplingParams
 from tests import tiny
 from tests.engine.fuzz import NUM_ASKS, Fuzz
+from tests.marks import slow_and_nightly
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("setting", ["adapters", "swap"])
+@pytest.mark.parametrize("setting", slow_and_nightly(["adapters", "swap"], ["swap"]))
 def test_answers_in_random_company_are_those_of_the_request_alone(setting, tmp_path):
     fuzz = Fuzz(setting, tmp_path)
     counts = [fuzz.run(seed) for seed in range(6)]
     assert all(sum(kind) > 0 for kind in zip(*counts, strict=True)), "some whole, and some given up"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "setting", ["swap, drafts", pytest.param("swap, suffixes", marks=pytest.mark.nightly)]
-)
+@pytest.mark.parametrize("setting", slow_and_nightly(["swap, drafts", "swap, suffixes"], ["swap, drafts"]))
 def test_answers_are_the_same_with_drafts_and_without(setting, tmp_path):
     """Alone, to the last bit of each score; then in random company."""
     plain, drafting = (Fuzz(name, tmp_path, asks_of="swap") for name in ("swap", setting))

@@ -211,7 +211,7 @@ def check_config(name: str, layout: Layout, config: ModelConfig, its: dict[str, 
     return driver
 
 
-@pytest.mark.parametrize("name", slow_and_nightly(in_engines(), ["fused", "int4_grouped"]))
+@pytest.mark.parametrize("name", slow_and_nightly(in_engines(), ["int4_grouped"]))
 def test_an_engines_tokens_are_the_oracles(name: str) -> None:
     driver = check_tokens(name, LAYOUTS[name], WINDOW if name in WINDOWED else None)
     several = SamplingParams(n=3, temperature=0.9, seed=5, max_tokens=NUM_NEW, logprobs=0)
@@ -242,15 +242,14 @@ def check_company(driver: Driver) -> None:
     tiny.assert_nothing_is_held(driver)
 
 
-@pytest.mark.parametrize("name", slow_and_nightly(["all_layers", "int8_per_token"], ["int8_per_token"]))
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["all_layers", "int8_per_token"])
 def test_an_engine_with_two_kinds_of_layers(name: str) -> None:
     check_company(check_config(name, LAYOUTS[name], TWO_KINDS, of_two_kinds(name)))
 
 
-# One with a sketch of its own, and one with a queue.
-@pytest.mark.parametrize(
-    "name", slow_and_nightly([name for name in EVICTION_POLICIES if name != "lru"], ["s3fifo"])
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", [name for name in EVICTION_POLICIES if name != "lru"])
 def test_every_policy_evicts_blocks_of_two_kinds_of_layers(name: str) -> None:
     its = of_two_kinds("token_major") | {"eviction_policy": name}
     check_company(check_config("token_major", LAYOUTS["token_major"], TWO_KINDS, its))

@@ -183,7 +183,7 @@ def test_official_cases_of_bounded_schemas():
         assert_official(case)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_official_cases_of_all_other_schemas():
     for cases in OFFICIAL["chapters"].values():
         for case in cases:

@@ -47,7 +47,7 @@ def answer(engine, prompt, **options):
             "bfloat16",
             [FULL_LAYER, WINDOW, CHUNK],
             [[1] * 6, [0, 0, 0, 0, 0, 1], [0, 0, 0, 1, 1, 1]],
-            marks=pytest.mark.slow,
+            marks=pytest.mark.nightly,
         ),
     ],
 )

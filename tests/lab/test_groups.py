@@ -107,7 +107,7 @@ class InBlocks(Reach):
         return -(-(self.window - 1 + num_in_flight * self.size) // self.size) + 1
 
 
-@pytest.mark.slow  # two engines' steps are compiled
+@pytest.mark.nightly  # two engines' steps are compiled
 def test_what_is_served_is_the_oracles_with_groups_and_without(trace):
     trace = trace.first(30)
     asked = [Combination("lru", BLOCK_SIZE, tokens, one) for one in (False, True) for tokens in (800, 1952)]
@@ -165,7 +165,7 @@ def test_decoders_are_known_by_name_and_by_config(tmp_path):
     assert decoders.with_kinds(decoders.LLAMA_8B, kinds).specs == (WindowWithSinks(48, 20),) * 32
 
 
-@pytest.mark.slow  # with the programs of those above
+@pytest.mark.nightly  # with the programs of those above
 def test_the_command_shows_a_model_with_groups_and_without(trace, tmp_path, capsys):
     file = write(tmp_path / "trace.jsonl", conversations(30))
     line = f"lab {file} --decoder gpt-oss-20b --block-size 16 --cache-tokens 1600 --policies lru,belady"

@@ -152,7 +152,7 @@ def watched(monkeypatch):
 OTHERS = [name for name in eviction.POLICIES if name != "tinylfu"]
 
 
-@pytest.mark.parametrize("policy", ["tinylfu", *slow_and_nightly(OTHERS, ["queue_lru", "belady", "sieve"])])
+@pytest.mark.parametrize("policy", ["tinylfu", *slow_and_nightly(OTHERS, ["queue_lru"])])
 def test_each_policy_takes_the_blocks_that_plain_python_does_with_three_prompts_at_a_time(
     trace, policy, watched
 ):

@@ -52,7 +52,7 @@ def waiting_finds(is_waiting, rows, cache, block_size):
     return wanted
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_queue_lru_knows_what_waiting_requests_will_find(monkeypatch):
     """Compare the numbers of all blocks with a walk by hand, at each step, and ranks with the numbers."""
     seen = []

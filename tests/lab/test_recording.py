@@ -86,7 +86,7 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path):
         jaxpaged.LLM(path, record_trace=tmp_path / "nowhere" / "trace.jsonl", **tiny.DEFAULTS)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_engine_records_what_it_hits(tmp_path):
     """The laboratory, given the recording, hits what the engine did."""
     file = tmp_path / "trace.jsonl"

@@ -121,7 +121,7 @@ def by_hand(trace, usable, model=SMALL_MODEL, reaches=ONE_TABLE):
         blocks[clock] = usable - len(free), sum(block.block_hash is not None for block in free)
 
 
-@pytest.mark.slow  # the step of an engine is compiled
+@pytest.mark.nightly  # the step of an engine is compiled
 def test_requests_wait_give_way_and_end_when_the_oracle_says(file):
     """Some caches refuse requests, in some requests are preempted, and in some neither happens."""
     trace = traces.read(file)
@@ -161,7 +161,7 @@ def test_a_step_takes_what_its_arithmetic_or_its_reading_takes():
     assert float(seconds_of_step(jnp.array([1, 0]), jnp.array([10, 10**6]), peak, LLAMA_8B)) < 0.005
 
 
-@pytest.mark.slow  # with the program of the one above
+@pytest.mark.nightly  # with the program of the one above
 def test_the_command_adds_what_is_served_to_each_line(file, capsys):
     command = f"lab {file} --block-size 16 --cache-tokens 1952,unbounded --json --serve 40 --gpu a100"
     command += f" --max-num-seqs 4 --max-num-batched-tokens {CONFIG.max_num_batched_tokens}"

@@ -78,7 +78,7 @@ def model(tmp_path_factory):
     return str(write_gguf(tmp_path_factory.mktemp("outsiders") / "tiny.gguf"))
 
 
-@slow
+@pytest.mark.nightly
 def test_async_llm_and_the_server_answer_by_them(model):
     llm = AsyncLLM(model, **tiny.DEFAULTS, **PARTS)
     params = SamplingParams(max_tokens=5, temperature=1.0, ignore_eos=True)
@@ -102,7 +102,7 @@ def test_async_llm_and_the_server_answer_by_them(model):
         llm.shutdown()
 
 
-@slow
+@pytest.mark.nightly
 def test_a_replay_runs_those_that_its_command_names_and_no_others(tmp_path, capsys):
     driver = tiny.driver(**tiny.SMALL, **PARTS)
     tiny.submit(driver, tiny.prompts([24, 20, 30, 12, 25]), tiny.greedy(30))
@@ -121,7 +121,7 @@ def path_of(part):
     return PARTS["eviction_policy" if part == "policy" else part]
 
 
-@slow
+@pytest.mark.nightly
 def test_a_token_that_is_not_in_the_vocabulary_ends_the_engine_with_the_reason():
     driver = tiny.driver(**tiny.SMALL, sampler=f"{OUTSIDERS}.sampler:out_of_range")
     with pytest.raises(PagedMemoryError, match="a sampler from outside has chosen a token that is not in"):
@@ -220,7 +220,7 @@ def test_an_engine_traces_changed_parts_anew(somebodys, monkeypatch, option, par
     assert [check(), check()] == [1, 1]
 
 
-@slow
+@pytest.mark.nightly
 def test_the_laboratory_ranks_by_the_code_that_there_is(somebodys, tmp_path, monkeypatch):
     trace = traces.read(write(tmp_path / "trace.jsonl", conversations()))
 

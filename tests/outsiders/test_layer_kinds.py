@@ -202,13 +202,13 @@ def oracles_answer(kinds, prompt, max_tokens):
 @pytest.mark.parametrize(
     ("name", "kinds", "options"),
     [
-        ("SINKS", (SINKS, SINKS), tiny.SMALL),
+        pytest.param("SINKS", (SINKS, SINKS), tiny.SMALL, marks=pytest.mark.nightly),
         (
             "every_second",
             (SINKS, None),
             tiny.SWAP | {"num_blocks": 27, "num_host_blocks": 24, "max_num_batched_tokens": 36},
         ),
-        ("DILATED", (layer_kind.DILATED,) * 2, tiny.DEFAULTS),
+        pytest.param("DILATED", (layer_kind.DILATED,) * 2, tiny.DEFAULTS, marks=pytest.mark.nightly),
     ],
     ids=["all", "two groups, swap", "own mask"],
 )

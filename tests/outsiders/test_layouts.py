@@ -5,7 +5,6 @@ import pytest
 from pallas_kernels.layouts import LAYOUTS
 from tests.engine import test_layouts as of_engine
 from tests.kernels import test_layouts as of_kernels
-from tests.marks import slow_and_nightly
 from tests.outsiders.layout import ColumnsOfK, SixBits
 
 OWN = {"columns_of_k": ColumnsOfK(), "six_bits": SixBits()}
@@ -26,6 +25,7 @@ def test_it_passes_what_ours_pass(name):
     of_kernels.tiles_of(*of_kernels.filled(name), "xla")
 
 
-@pytest.mark.parametrize("name", slow_and_nightly(OWN, ["six_bits"]))
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", OWN)
 def test_the_engine_serves_it_by_its_words(name):
     of_engine.check_tokens(f"tests.outsiders.layout:{type(OWN[name]).__name__}", OWN[name])

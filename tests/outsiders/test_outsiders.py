@@ -204,7 +204,7 @@ def tiny_door(own):
 # Commands
 
 
-@slow
+@pytest.mark.nightly
 def test_the_command_generates_with_parts_named_on_its_line(tmp_path, capsys):
     model = str(write_gguf(tmp_path / "tiny.gguf"))
     parts = [

@@ -9,6 +9,7 @@ from jaxpaged.contracts import RankedQueue, Ranking
 from jaxpaged.verify import layouts as of_layouts
 from jaxpaged.verify import policies as of_policies
 from pallas_kernels.layouts import LAYOUTS
+from tests.marks import slow_and_nightly
 from tests.outsiders import policy
 from tests.outsiders.layout import ColumnsOfK, SixBits
 
@@ -119,7 +120,7 @@ class FirstInFirstOut(policy.Oracle):
     ("ranking", "oracle"),
     [
         (Ranking(looks_at_others), None),
-        (Ranking(by_the_queues_clock), None),
+        pytest.param(Ranking(by_the_queues_clock), None, marks=pytest.mark.nightly),
         (policy.FOUND_LAST, FirstInFirstOut),
     ],
 )
@@ -136,8 +137,7 @@ def test_sound_policies_pass():
     assert of_policies.verify_policy(policy.FOUND_LAST, traces=3, requests=16).ok
 
 
-@slow
-@pytest.mark.parametrize("name", ["lru", "sieve", "s3fifo", "lfu"])
+@pytest.mark.parametrize("name", slow_and_nightly(["lru", "sieve", "s3fifo", "lfu"], ["lfu"]))
 def test_our_policies_pass_by_the_command(name, capsys):
     assert cli.main(["verify", "policy", name]) == 0
     assert "compared with" in capsys.readouterr().out

@@ -146,7 +146,7 @@ def test_what_cannot_be_split_is_refused(size, message):
             {"tensor_parallel_size": 6, "tensor_parallel_sums": "ordered", "kv_layout": "all_layers"}
             | tiny.SMALL,
             id="6, ordered, all_layers",
-            marks=pytest.mark.slow,
+            marks=pytest.mark.nightly,
         ),
     ],
 )
@@ -204,9 +204,7 @@ def of_shards(function, places, results):
     return jax.jit(on_each_shard(function, mesh_of(2), places, results))
 
 
-@pytest.mark.parametrize(
-    "name", slow_and_nightly([*one_device.in_engines(), "fp8_e4m3"], ["int4_grouped", "fp8_e4m3"])
-)  # one of each kind
+@pytest.mark.parametrize("name", slow_and_nightly([*one_device.in_engines(), "fp8_e4m3"], ["int4_grouped"]))
 def test_a_layout_in_shares_gives_the_tokens_of_one_device(name):
     """Each device has blocks of its own heads; some go to the host and back, and are copied."""
     layout = LAYOUTS[name]
@@ -230,7 +228,7 @@ def test_scales_given_by_head_are_where_the_heads_are(size, groups, heads, monke
             np.testing.assert_array_equal(np.squeeze(shard.data, 0) if groups > 1 else shard.data, want)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_devices_with_scales_given_by_head_answer_as_one():
     driver = tiny.driver(kv_layout=GIVEN, tensor_parallel_size=2)
     answers = tiny.generate(driver, one_device.PROMPTS, tiny.greedy(one_device.NUM_NEW))
@@ -260,7 +258,10 @@ def test_blocks_come_back_from_host_memory():
     tiny.assert_nothing_is_held(driver)
 
 
-@pytest.mark.parametrize("kinds", [(LayerKind(),), (LayerKind(), LayerKind(sliding_window=11))])
+@pytest.mark.parametrize(
+    "kinds",
+    [pytest.param((LayerKind(),), marks=pytest.mark.nightly), (LayerKind(), LayerKind(sliding_window=11))],
+)
 def test_blocks_go_to_as_many_devices(kinds):
     """Blocks go as bytes, and from device to device; nothing is compiled anew. Layers are of these kinds."""
     config = tiny.mixed(*kinds)

@@ -78,7 +78,7 @@ def searched(driver, searches):
         pytest.param(
             TWO | {"tensor_parallel_size": 1, "loop": "host", "speculative_config": {}},
             id="2, by the host, drafts",
-            marks=pytest.mark.slow,
+            marks=pytest.mark.nightly,
         ),
     ],
 )
@@ -283,7 +283,7 @@ def test_one_group_runs_the_loop_as_it_is_written(monkeypatch):
     assert source.lower().as_text() == plain.as_text()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_answers_in_random_company_are_those_of_the_request_alone(tmp_path):
     """`tests/engine/test_fuzz.py` in two replicas."""
     fuzz = Fuzz("groups", tmp_path)
@@ -292,7 +292,7 @@ def test_answers_in_random_company_are_those_of_the_request_alone(tmp_path):
     assert np.all(fuzz.driver.counters[:, Counter.NUM_NEW_TOKENS] > 0)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_adapters_are_there_for_all_groups(tmp_path):
     driver = tiny_lora.driver(tmp_path, data_parallel_size=2)
     seeds = [0, None, 1, 2, 0, 1]

@@ -12,8 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.marks import slow_and_nightly
-
 ROOT = Path(__file__).parents[2]
 DEVICES = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2"}
 LIMIT = 240  # seconds, behind which what hangs is killed
@@ -83,9 +81,8 @@ def test_two_processes_answer_as_one():
         assert (leader.wait(60), follower.wait(60)) == (0, 0)
 
 
-@pytest.mark.parametrize(
-    "end", slow_and_nightly(["states differ", "follower killed", "leader killed"], ["states differ"])
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("end", ["states differ", "follower killed", "leader killed"])
 def test_two_processes_end_together(end):
     with started(*both(differs=end == "states differ", brief=True)) as (leader, follower):
         assert next_answer(leader) == {"free": True}

@@ -105,7 +105,7 @@ def test_a_replay_does_just_what_was_done(tmp_path):
     assert len(list(replay.replay(unanswered))) > len(steps)  # who stopped goes on
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_without_stop_tokens_it_needs_no_answers(tmp_path):
     was = history(tmp_path / "dump", stops=False)
     assert was.seen_later["preempted"] > 0
@@ -162,7 +162,7 @@ def test_a_report_has_the_engine_and_its_queue(driver, tmp_path):
     assert event.request.token_ids.tolist() == [PROMPTS[6]]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_real_model_answers_where_nothing_was_computed(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(Driver, "compile", lambda self: None)
     small = {"max_num_batched_tokens": 3 + 32, "enable_prefix_caching": False}  # quick to compile

@@ -25,7 +25,7 @@ from tests.step.lockstep import Event, LockStep, Request, Setting
 from tests.step.sum_model import LOGITS, VOCAB
 from tests.step.workloads import workloads
 
-pytestmark = [pytest.mark.usefixtures("small_chunks"), pytest.mark.slow]
+pytestmark = [pytest.mark.usefixtures("small_chunks"), pytest.mark.nightly]
 
 
 class Bounded(CacheSpec):

@@ -64,7 +64,7 @@ SETTINGS = [
 QUICK = next(each for each in SETTINGS if each.name == "swap, split")
 GAPS = SETTINGS[-1]
 # Each is a program of its own. `test_mixes` has random windows and chunks in one program.
-SLOW = ("drafts, full and windows", "big blocks", "answers with gaps")
+SLOW = ("drafts, full and windows", "answers with gaps")
 
 
 def marks(setting):
