@@ -120,7 +120,10 @@ def start_forks(
 
     def gather() -> Hidden:
         row = jnp.minimum(slots.row, leader_row.shape[0] - 1)
-        return hidden[slots.of_row[leader_row[row]]]
+        source = slots.of_row[leader_row[row]]
+        if slots.offset is not None:  # a draft's slot keeps its own
+            source = jnp.where(slots.offset > 0, jnp.arange(source.shape[0]), source)
+        return hidden[source]
 
     hidden = lax.cond(jnp.any(rows.forking), gather, lambda: hidden)
     phase = jnp.where(rows.forking, Phase.RUNNING, rows.phase)
