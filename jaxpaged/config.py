@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 from jaxpaged.checks import INT32_MAX, check, checked_bool, checked_choice, checked_int, is_int
+from jaxpaged.kv_events.options import KVEvents, kv_events
 from jaxpaged.options import (
     checks_of,
     choice,
@@ -223,6 +224,15 @@ class EngineConfig:
         number("a number > 0", 0, 2**20, above=True),
         flag={"type": float, "help": "GiB of files in the directory of disk:DIR (default 16)"},
     )
+    # Events of the prefix cache for routers, in vLLM's words and messages (extra `events`).
+    kv_events_config: KVEvents | None = option(
+        None,
+        kv_events,
+        flag=text(
+            'events of the prefix cache for routers: {"enable_kv_cache_events": true, "endpoint": '
+            '"tcp://*:5557"} (default: none)'
+        ),
+    )
     scheduling_policy: SchedulingPolicy = option(
         "fcfs", choice(*get_args(SchedulingPolicy)), flag=text("fcfs (default) or priority")
     )
@@ -365,6 +375,10 @@ class EngineConfig:
             )
             size = self.kv_offloading_size
             check("kv_offloading_size", size, rule, is_one and self.enable_prefix_caching)
+        is_told = self.enable_prefix_caching and self.num_processes == 1
+        rule = "None with several processes, or without enable_prefix_caching"
+        told = self.kv_events_config
+        check("kv_events_config", told, rule, told is None or is_told)
         drafts = self.speculative_config if self.enable_trace_replay else None
         check("speculative_config", drafts, "None with enable_trace_replay", drafts is None)
         self._check_tokens_and_blocks()

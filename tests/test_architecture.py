@@ -11,12 +11,14 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
+KV_EVENTS_OPTIONS = "jaxpaged/kv_events/options.py"
 # What every part of the package may import: small, and without jax.
 GROUND = {
     "jaxpaged/arithmetic.py",
     "jaxpaged/checks.py",
     "jaxpaged/config.py",
     "jaxpaged/inputs.py",
+    KV_EVENTS_OPTIONS,
     "jaxpaged/lora",
     "jaxpaged/options.py",
     "jaxpaged/sampling_params.py",
@@ -51,6 +53,7 @@ ENGINE = {
     "jaxpaged/grammar",
     LAYER_KINDS,
     "jaxpaged/code_digest.py",
+    "jaxpaged/kv_events",
     "jaxpaged/routing.py",
     "jaxpaged/text",
     *HANDOVER,
@@ -70,10 +73,13 @@ ALLOWED = {
     "jaxpaged/options.py": {"jaxpaged/checks.py"},
     "jaxpaged/config.py": {
         "jaxpaged/checks.py",
+        KV_EVENTS_OPTIONS,
         "jaxpaged/options.py",
         "jaxpaged/sampling_params.py",
         "jaxpaged/speculation.py",
     },
+    KV_EVENTS_OPTIONS: {"jaxpaged/checks.py"},
+    "jaxpaged/kv_events": {"jaxpaged/routing.py", *GROUND},
     "jaxpaged/speculation.py": {"jaxpaged/checks.py"},
     "jaxpaged/sampling_params.py": {
         "jaxpaged/checks.py",
@@ -163,7 +169,7 @@ ALLOWED = {
 # Packages beside the standard library; None: any that pyproject.toml names.
 THIRD_PARTY = {"reference": {"numpy"}, "pallas_kernels": {"jax", "jaxtyping", "numpy"}}
 # Parts whose packages an extra of another name brings; others' extras have their own.
-EXTRAS = {"batch": "ray"}
+EXTRAS = {"batch": "ray", "kv_events": "events"}
 PACKAGES = ("jaxpaged", "pallas_kernels", "reference")
 OURS = ("jaxpaged", "pallas_kernels", "reference", "benchmarks", "tests")
 
