@@ -64,7 +64,8 @@ class Follower:
                 del self.contents[group, each]
             return
         size, parent = event["block_size"], event["parent_block_hash"]
-        label, before = event["extra_keys"][0], ()
+        label: Hashable = event["extra_keys"][0]
+        before: tuple[int, ...] = ()
         if parent is not None:
             label, _, before = self.contents[0, parent]
         for i, each in enumerate(event["block_hashes"]):

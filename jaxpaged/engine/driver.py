@@ -199,6 +199,12 @@ class Driver(Offloading):
         if self.events is not None:
             self.events.forget(self._state)
 
+    def close(self) -> None:
+        """Finish what tiers are to keep, and close what the engine talks by."""
+        self.close_tiers()
+        if self.events is not None:
+            self.events.close()
+
     def snapshot(self) -> Snapshot:
         """Copy the state of this engine to the host, and change nothing. Waits for the run under way.
 
