@@ -1,4 +1,4 @@
-"""What a prefix cache holds, and what somebody knows of it who follows its events.
+"""Content of a prefix cache, and what somebody knows of it who follows its events.
 
 Content is a salt's label, a group of layers, and all tokens up to a block's last. A block can be found if its
 parent can be, up to a chain's beginning, whose salt some request may still have.

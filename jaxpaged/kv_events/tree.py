@@ -1,4 +1,4 @@
-"""What can be found in a prefix cache, as the host knows it: changes go in, events come out.
+"""Mirror of what can be found in a prefix cache, on the host: changes go in, events come out.
 
 The device names a block's content by a slot and a generation, and its parent likewise. A name never stands
 for anything else. Changes may come in any order: what comes before its parent waits for it. What has lost its
@@ -23,7 +23,7 @@ type Name = tuple[int, int]
 
 @dataclasses.dataclass(frozen=True)
 class Label:
-    """What a number of the device's stands for: a salt and an adapter."""
+    """Meaning of a number of the device's: a salt and an adapter."""
 
     cache_salt: str | None = None
     lora_id: int | None = None
@@ -42,7 +42,7 @@ class Label:
 
 @dataclasses.dataclass(frozen=True)
 class GroupKind:
-    """What vLLM's messages tell of a group of layers."""
+    """Words of vLLM's for a group of layers."""
 
     kind: str | None = None
     window: int | None = None

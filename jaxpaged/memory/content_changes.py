@@ -16,7 +16,7 @@ from jaxpaged.memory.content_table import PrefixCache
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Told:
-    """What was told so far: which slots hold a node, and of which generation."""
+    """Record of what was told so far: which slots hold a node, and of which generation."""
 
     is_there: Bool[Array, " num_slots"]
     generation: Int[Array, " num_slots"]

@@ -1,4 +1,4 @@
-"""Who follows an engine's events knows exactly what its prefix cache has."""
+"""Followers of an engine's events know exactly what its prefix cache has."""
 
 import dataclasses
 
@@ -128,7 +128,7 @@ def changed(*rows):
 
 
 def test_what_lost_its_parent_or_its_salt_is_removed_and_what_came_early_waits():
-    """By hand: blocks of two tokens in slots 0 to 4, one of them of a second group."""
+    """Blocks of two tokens in slots 0 to 4, one of them of a second group, by hand."""
     salted, plain = Label("s"), Tree(2, [GroupKind("full_attention"), GroupKind("sliding_window", 4)])
     group = (-(2**31) + 1,) * 2
     assert plain.apply(*changed((1, 0, (0, 0), (3, 4)), (2, 7, (1, 0), group))) == []

@@ -78,7 +78,8 @@ def test_a_follower_gets_all_in_order_and_asks_for_what_it_missed(tmp_path):
         for frames in ((b"",), (b"", b"", b""), (b"x" * 9,)):
             stranger.send_multipart(frames)
         stranger.close(linger=1000)
-        assert Follower(endpoint, replays, "kv").ask() == published[-50:]
+        followers.append(later := Follower(endpoint, replays, "kv"))
+        assert later.ask() == published[-50:]
     finally:
         for follower in followers:
             follower.close()
