@@ -174,9 +174,7 @@ def test_a_prompt_goes_to_the_group_that_has_its_beginning_and_others_to_the_one
 
 @pytest.mark.parametrize("tells", [False, True])
 def test_a_group_that_tells_what_it_has_is_not_taken_to_have_what_an_answer_took_the_place_of(tells):
-    """A long answer takes all 16 blocks, those of an earlier prompt, too, which its group still seems to have by
-    what was sent to it.
-    """
+    """A long answer takes all 16 blocks. By what was sent to it, its group still seems to have a prompt's."""
     told = {"enable_kv_cache_events": tells, "publisher": "null"}
     driver = tiny.driver(**TWO, kv_events_config=told)
     [first, second] = tiny.prompts([40, 40], seed=1)
