@@ -95,7 +95,7 @@ def wait(words: Any, parity: jax.Array) -> None:
 
 
 def arrive(words: Any) -> None:
-    """Arrive at a barrier with every thread that calls it."""
+    """Count an arrival at a barrier for every thread that calls it."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
     def once(_: Any, words: Any) -> None:
