@@ -200,7 +200,7 @@ class Engine(Rest):
     def close(self) -> None:
         """Stop, and end what is in flight with `EngineDeadError`. May be called again."""
         self._close()
-        self._driver.close_tiers()
+        self._driver.close()
         if self.door.grammars is not None:
             self.door.grammars.close()
 
