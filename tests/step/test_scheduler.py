@@ -75,7 +75,7 @@ QUICK = next(each for each in SETTINGS if each.name == "swap, split")
 GAPS = SETTINGS[-1]
 BY_MODEL = next(each for each in SETTINGS if each.by_model)
 # Each is a program of its own. `test_mixes` has random windows and chunks in one program.
-SLOW = ("drafts, full and windows", "drafts by a model", "answers with gaps")
+SLOW = ("drafts, full and windows", "answers with gaps")
 
 
 def marks(setting):
@@ -195,6 +195,6 @@ def test_a_model_that_drafts_catches_up_with_answers_that_had_no_drafts():
 @pytest.mark.slow
 def test_a_swapped_row_has_what_the_drafting_model_knew_of_its_prompt():
     lock = LockStep(BY_MODEL)
-    lock.run([Event((request(1, 60, 110), request(2, 61, 110)))])
+    lock.run([Event((request(1, 40, 112), request(2, 41, 112)))])
     assert lock.seen["swapped"]
     assert lock.seen["accepted"] > 20
