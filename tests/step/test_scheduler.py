@@ -178,15 +178,14 @@ def request(arrival: int, prompt_len: int, max_num_tokens: int, priority: int = 
 
 @pytest.mark.slow
 def test_a_model_that_drafts_catches_up_with_answers_that_had_no_drafts():
-    """A full batch makes none; then two rows are behind with more tiles than a pass has."""
+    """A full batch makes none; then one row is behind with a tile, and one with two: a pass has two."""
     lock = LockStep(BY_MODEL)
-    lock.happen(Event(tuple(request(arrival, 1, most) for arrival, most in ((1, 44), (2, 44), (3, 40)))))
+    lock.happen(Event((request(1, 32, 60), request(2, 31, 60), request(3, 1, 14))))
     while any(row is None or row.num_tokens < 3 for row in lock.oracle.rows[:3]):
         lock.step()
     before = dict(lock.seen)
     while all(row is not None and row.finish_reason is None for row in lock.oracle.rows[:3]):
         lock.step()
-    assert lock.num_steps > 35
     assert lock.seen["drafted"] == before["drafted"]
     lock.run([])
     assert lock.seen["accepted"] > before["accepted"]
