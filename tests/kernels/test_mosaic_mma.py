@@ -17,12 +17,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from benchmarks import compile_report, cuda_compiler
 from jaxpaged.verify.cases.decode import DecodeCase
+from jaxpaged.verify.cases.tiles import TileCase
 from pallas_kernels import support
 from pallas_kernels.gpu import targets, tuning
 from tests.kernels.checks import assert_close
 from tests.kernels.interpreter import fresh_interpreter, races_found
 from tests.kernels.primitives import interpretable, rule
 from tests.kernels.test_mosaic_interpreter import ALONE, interpret
+from tests.kernels.test_mosaic_tiles import launch
 from tests.marks import slow_and_nightly
 
 pytestmark = pytest.mark.usefixtures(fresh_interpreter.__name__)
@@ -111,6 +113,35 @@ def test_decode_by_mma_equals_the_oracle_without_a_race(
         got = interpret(c, "decode")
     assert used["mma"]
     assert not used["copy"]
+    assert_close(c, got)
+    assert not races_found(capsys)
+
+
+# Two consumers that meet at tiles at the edge: the last ones, and where the window begins. More tiles of K and V
+# than slots.
+PROMPTS = (
+    TileCase("two consumers, a window", (300, 0), (330, 20), num_q_heads=4, sliding_window=150),
+    TileCase("int8, one consumer", (100,), (130,), num_q_heads=2, cache_dtype="int8", head_dim=128),
+)
+
+
+@pytest.mark.parametrize(
+    ("c", "capability"),
+    [
+        (PROMPTS[0], "8.0"),
+        pytest.param(PROMPTS[0], "12.0", marks=pytest.mark.slow),
+        pytest.param(PROMPTS[1], "8.0", marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_prompts_by_mma_equal_the_oracle_without_a_race(
+    c: TileCase, capability: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with interpretable(capability) as used:
+        got = launch(c)
+    assert used["mma"]
+    assert bool(used["copy"]) == (capability == "8.0")
+    assert not used["wrong phase"]
     assert_close(c, got)
     assert not races_found(capsys)
 

@@ -208,7 +208,7 @@ def _kernel(
     """
     p = problem
     if not p.has_tma:
-        cp_async.initialise(program.scratch_types(p), scratch)
+        scratch = cp_async.initialise(program.scratch_types(p), scratch)
     program_id, thread = lax.axis_index("program"), lax.axis_index("thread")
     num_units = plan.num_items[0] * p.num_kv_heads
     num_mine = pl.cdiv(jnp.maximum(num_units - program_id, 0), jnp.int32(num_programs))
@@ -264,8 +264,7 @@ def _kernel(
             return done
 
         lax.fori_loop(0, num_mine, consume, jnp.int32(0))
-        if p.has_tma:
-            plgpu.wait_smem_to_gmem(0)
+        p.wait_for_copies_out()
 
 
 def _store(

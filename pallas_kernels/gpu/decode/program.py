@@ -29,7 +29,6 @@ class Problem(AttentionProblem):
     block_sparse: BlockSparse | None
     has_table_rows: bool  # whether items of the plan name the row's row of the block tables
     widens_in_registers: bool  # K of a quantised cache
-    multiply: str  # the instruction of products: "wgmma" or "mma.sync"
 
     @property
     def num_columns(self) -> int:
