@@ -200,8 +200,7 @@ SUPPORT: dict[str, Served] = {
     ),
 }
 
-# Kernels of decode steps where a program has 99 or 163 KiB of shared memory: two stages of longer heads take
-# more.
+# Where a program has 99 or 163 KiB of shared memory: two stages of longer heads take more.
 _SHORT_HEADS = dataclasses.replace(
     SUPPORT["mosaic_gpu"], head_dims=(64, 80, 96, 112, 128), quantised_head_dims=(64, 128)
 )
@@ -213,8 +212,6 @@ LIMITED: dict[str, Served] = {
     "sm_80": _LONGER_HEADS,
     **dict.fromkeys(("sm_86", "sm_89", "sm_120a", "sm_121a"), _SHORT_HEADS),
 }
-# Have the kernel of decode steps alone.
-ONE_TOKEN = ("sm_80", "sm_86", "sm_89", "sm_100a", "sm_103a", "sm_120a", "sm_121a")
 
 
 def listed(name: str, value: object, allowed: tuple[object, ...] | list[str] | None) -> list[str]:
@@ -289,7 +286,6 @@ def markdown_table() -> str:
         where = ", ".join(name for name, served in LIMITED.items() if served is its)
         lines[f"head_dim on {where}"] = ["any", join(its.head_dims)]
         lines[f"head_dim with an 8-bit cache on {where}"] = ["any", join(its.quantised_head_dims)]
-    lines[f"several new tokens a sequence, and prompts, on {', '.join(ONE_TOKEN)}"] = ["yes", "no"]
     rows = [["", *(f"`{name}`" for name in SUPPORT)], ["---"] * (len(SUPPORT) + 1)]
     rows += [[name, *cells] for name, cells in lines.items()]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)

@@ -107,22 +107,22 @@ def product(
 
 
 def as_left_operand(x: jax.Array) -> jax.Array:
-    """Return 16-bit numbers that lie as `WGMMA` as the left operand of an mma: a thread has the same numbers, in
-    the same order.
+    """Return 16-bit numbers that lie as `WGMMA` as the left operand of an mma: a thread has the same numbers,
+    in the same order.
 
     Pallas' interpreter knows no layouts, and cannot run this.
     """
     lhs = plgpu.Layout.MMA_LHS(x.dtype)
 
-    @plgpu.inline_mgpu(
-        arg_types=(WGMMA,), return_type=plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=lhs)
-    )
+    @plgpu.inline_mgpu(arg_types=(WGMMA,), return_type=plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=lhs))
     def renamed(_: Any, x: Any) -> Any:
         from jax._src.lib.mlir import ir
 
         layout, word = lhs.to_mgpu(), ir.IntegerType.get_signless(32)
         registers = np.empty(x.registers.size, object)
-        for i, register in enumerate(x.registers.flat):  # by way of words, or MLIR takes it for the same value
+        for i, register in enumerate(
+            x.registers.flat
+        ):  # by way of words, or MLIR takes it for the same value
             registers[i] = utils.bitcast(utils.bitcast(register, word), register.type)
         registers = registers.reshape(layout.registers_shape(x.shape))
         return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)

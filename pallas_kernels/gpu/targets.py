@@ -12,6 +12,7 @@ Fetch = Literal["tma", "cp.async"]  # what brings a tile into shared memory
 Multiply = Literal["wgmma", "mma.sync", "tcgen05"]  # the fastest that multiplies
 Operation = Literal["decode", "prompts", "products"]
 ALL: tuple[Operation, ...] = ("decode", "prompts", "products")
+ATTENTION: tuple[Operation, ...] = ("decode", "prompts")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,14 +73,14 @@ def _target(
 TARGETS = {
     target.capability: target
     for target in (
-        _target("sm_80", "8.0", "cp.async", "mma.sync", 163, 2048, ("decode",)),
-        _target("sm_86", "8.6", "cp.async", "mma.sync", 99, 1536, ("decode",)),
-        _target("sm_89", "8.9", "cp.async", "mma.sync", 99, 1536, ("decode",)),
+        _target("sm_80", "8.0", "cp.async", "mma.sync", 163, 2048, ATTENTION),
+        _target("sm_86", "8.6", "cp.async", "mma.sync", 99, 1536, ATTENTION),
+        _target("sm_89", "8.9", "cp.async", "mma.sync", 99, 1536, ATTENTION),
         _target("sm_90a", "9.0", "tma", "wgmma", 227, 2048, ALL),
-        _target("sm_100a", "10.0", "tma", "tcgen05", 227, 2048, ("decode",)),
-        _target("sm_103a", "10.3", "tma", "tcgen05", 227, 2048, ("decode",)),
-        _target("sm_120a", "12.0", "tma", "mma.sync", 99, 1536, ("decode",)),
-        _target("sm_121a", "12.1", "tma", "mma.sync", 99, 1536, ("decode",)),
+        _target("sm_100a", "10.0", "tma", "tcgen05", 227, 2048, ATTENTION),
+        _target("sm_103a", "10.3", "tma", "tcgen05", 227, 2048, ATTENTION),
+        _target("sm_120a", "12.0", "tma", "mma.sync", 99, 1536, ATTENTION),
+        _target("sm_121a", "12.1", "tma", "mma.sync", 99, 1536, ATTENTION),
     )
 }
 HOPPER = TARGETS["9.0"]

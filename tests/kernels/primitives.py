@@ -38,8 +38,9 @@ def traced(name: str, default: Any) -> Any:
 
 
 def barrier_at(depth: int) -> str:
-    """Return a name of the barrier that a line of a kernel waits for, the same for each time that it is traced:
-    the function, what it calls the barrier, and whether of K or V.
+    """Return a name of the barrier that a line of a kernel waits for, the same each time that it is traced.
+
+    It is the function, what it calls the barrier, and whether of K or V.
     """
     frame = sys._getframe(depth)
     line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)

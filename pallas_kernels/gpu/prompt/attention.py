@@ -1,4 +1,4 @@
-"""Attention of prompts on Hopper GPUs: tiles of neighbouring query tokens, causal, over a paged cache.
+"""Attention of prompts on GPUs since Ampere: tiles of neighbouring query tokens, causal, over a paged cache.
 
     out[i, h] = softmax over the tokens t of the tile's sequence up to query i of (scale * q[i, h] . k[t]),
                 applied to v[t]

@@ -6,6 +6,9 @@ Two consumers take turns: while one multiplies, the other takes its softmax. P g
 registers, and O is added up in place. Pallas' interpreter can do neither: there (`in_registers` False) P goes
 through shared memory and the product is added afterwards. Nothing else differs.
 
+A GPU without wgmma multiplies by mma.sync, a part of a product at a time (`common.product`). Consumers take
+no turns then, and wait for each other at the edge alone, where one zeroes V for both.
+
 Only tiles at the edge of what the queries see are masked: the last ones, and those where a window or a chunk
 begins. There, V outside the tile's tokens is zeroed, for zero times NaN is NaN; of two consumers the first
 zeroes it, before it gives the second its turn.
@@ -23,7 +26,14 @@ from jax import lax
 from pallas_kernels.gpu import common
 from pallas_kernels.gpu.attention import Softmax, factor_of_output, filled
 from pallas_kernels.gpu.common import LOG2E, LOWEST, WGMMA, Extras
-from pallas_kernels.gpu.prompt.program import MAX_WARPGROUPS, MMA_COLUMNS, WARPGROUP_ROWS, KeyRange, Problem, Scratch
+from pallas_kernels.gpu.prompt.program import (
+    MAX_WARPGROUPS,
+    MMA_COLUMNS,
+    WARPGROUP_ROWS,
+    KeyRange,
+    Problem,
+    Scratch,
+)
 
 MMA_TOKENS = 16  # of V in registers at a time
 PER_ROW, PER_COLUMN = WGMMA.reduce(1), WGMMA.reduce(0)  # one number per row, or column, of a wgmma's result
