@@ -46,10 +46,10 @@ class AttentionProblem:
     attention_chunk: int | None
     tile_kv: int  # tokens of a tile of K and V
     num_stages: int  # slots of the ring that the products read
-    fetch: str  # what brings tiles, `Target.fetch`
-    multiply: str  # the instruction of products: "wgmma" or "mma.sync"
     is_interpreted: bool
     packed: PackedView | None  # of a cache of 4 bits a number
+    fetch: str = "tma"  # what brings tiles, `Target.fetch`
+    multiply: str = "wgmma"  # the instruction of products, or "mma.sync"
 
     # Primitives: Pallas' own, or those of `cp_async` in their place.
 

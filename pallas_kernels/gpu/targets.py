@@ -6,6 +6,7 @@ printed by `benchmarks/cards.py`. Whether our kernels are a device's default fol
 """
 
 import dataclasses
+import re
 from typing import Any, Literal
 
 Fetch = Literal["tma", "cp.async"]  # what brings a tile into shared memory
@@ -111,6 +112,11 @@ class Card:
     flops: float  # a second
     source: str
 
+    def is_of(self, device_kind: str) -> bool:
+        """Return whether JAX's name of a device is this card's. A smaller A100 has another bandwidth."""
+        [word] = re.findall(r"[A-Z]+\d+|\d{4}", self.name.partition(" 80GB")[0])
+        return bool(re.search(rf"\b{word}\b", device_kind)) and "40GB" not in device_kind
+
     @property
     def target(self) -> Target:
         """The target that the card's programs are compiled for."""
@@ -126,3 +132,8 @@ CARDS = (
     Card("B200", "10.0", 148, 8.0e12, 2250e12, "NVIDIA HGX B200 datasheet (half of the sparse figure)"),
     Card("RTX 5090", "12.0", 170, 1.792e12, 209.5e12, "NVIDIA RTX Blackwell whitepaper"),
 )
+
+
+def card_of(device_kind: str) -> Card | None:
+    """Return the card of JAX's name of a device; None if it is none of `CARDS`."""
+    return next((card for card in CARDS if card.is_of(device_kind)), None)

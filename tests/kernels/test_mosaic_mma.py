@@ -117,8 +117,8 @@ def test_decode_by_mma_equals_the_oracle_without_a_race(
     assert not races_found(capsys)
 
 
-# Two consumers that meet at tiles at the edge: the last ones, and where the window begins. There are more tiles
-# of K and V than slots.
+# Two consumers that meet at tiles at the edge: the last ones, and where the window begins. There are more
+# tiles of K and V than slots.
 PROMPTS = (
     TileCase("two consumers, a window", (300, 0), (330, 20), num_q_heads=4, sliding_window=150),
     TileCase("int8, one consumer", (100,), (130,), num_q_heads=2, cache_dtype="int8", head_dim=128),
