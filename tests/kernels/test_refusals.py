@@ -194,6 +194,7 @@ def test_the_table_for_people_has_a_line_for_everything() -> None:
         "alibi_slopes, sliding_window, attention_chunk, soft_cap, sinks, block_sparse",
         "head_dim on sm_80", "head_dim with an 8-bit cache on sm_80",
         "head_dim on sm_86, sm_89, sm_120a, sm_121a", "head_dim with an 8-bit cache on sm_86, sm_89, sm_120a, sm_121a",
+        "head_dim with a scale a token on sm_86, sm_89, sm_120a, sm_121a",
     }  # fmt: skip
 
 
