@@ -34,7 +34,14 @@ SAMPLERS = "jaxpaged/contracts/samplers.py"
 LAYER_KINDS = "jaxpaged/contracts/layer_kinds.py"
 BLOCK_STORES = "jaxpaged/contracts/block_stores.py"
 MEMORY = {"pallas_kernels", "jaxpaged/memory", VERSIONS, *GROUND}
-MODELS = {"jaxpaged/models", "jaxpaged/digest.py", "jaxpaged/disk_cache.py", ATTENTIONS, *MEMORY}
+MODELS = {
+    "jaxpaged/models",
+    "jaxpaged/digest.py",
+    "jaxpaged/disk_cache.py",
+    "jaxpaged/row_sums.py",
+    ATTENTIONS,
+    *MEMORY,
+}
 # The compiled part: from here on no thread and no clock.
 STEP = {
     "jaxpaged/step",
@@ -64,6 +71,7 @@ ALLOWED = {
     "reference": set(),
     "pallas_kernels": set(),
     "jaxpaged/arithmetic.py": set(),
+    "jaxpaged/row_sums.py": set(),
     "jaxpaged/text/limits.py": {"jaxpaged/checks.py"},
     "jaxpaged/checks.py": set(),
     "jaxpaged/status.py": set(),
@@ -92,6 +100,7 @@ ALLOWED = {
     "jaxpaged/sampling.py": {
         "jaxpaged/arithmetic.py",
         "jaxpaged/config.py",
+        "jaxpaged/row_sums.py",
         "jaxpaged/sampling_params.py",
         "jaxpaged/sampling_state.py",
     },
