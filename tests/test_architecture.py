@@ -172,7 +172,7 @@ THIRD_PARTY = {"reference": {"numpy"}, "pallas_kernels": {"jax", "jaxtyping", "n
 # Parts whose packages an extra of another name brings; others' extras have their own.
 EXTRAS = {"batch": "ray", "integrations": "tunix", "kv_events": "events"}
 # Packages that are seldom installed, and whose distributions have other names.
-DISTRIBUTIONS = {"tunix": "google-tunix"}
+DISTRIBUTIONS = {"tunix": "google-tunix", "zmq": "pyzmq"}
 PACKAGES = ("jaxpaged", "pallas_kernels", "reference")
 OURS = ("jaxpaged", "pallas_kernels", "reference", "benchmarks", "tests")
 
