@@ -17,10 +17,11 @@ from flax import nnx
 
 from jaxpaged.checks import check
 from jaxpaged.config import EngineConfig
-from jaxpaged.engine import capacity, machine, start
+from jaxpaged.engine import capacity, drafted, machine, start
 from jaxpaged.engine.adapters import beside
 from jaxpaged.engine.continued import with_replayed
 from jaxpaged.engine.door import Door, filled
+from jaxpaged.engine.drafted import Draft, shapes_beside
 from jaxpaged.engine.driver_calls import CALLS
 from jaxpaged.engine.events import Events
 from jaxpaged.engine.host_rows import HostRow, HostRows
@@ -76,9 +77,11 @@ class Driver(Offloading):
         shapes: Shapes | None = None,
         adapter_names: Names | None = None,
         processes: Processes | None = None,
+        draft: Draft | None = None,
     ) -> None:
         self._processes = processes
-        self.setup = setup = Setup(config, model_config)
+        self.setup = setup = Setup(config, model_config, None if draft is None else draft.config)
+        load_model, shapes = drafted.beside(draft, setup, load_model), shapes_beside(draft, setup, shapes)
         if processes is not None:  # before anything heavy
             processes.agree(setup.description())
         self.send_call: SendCall | None = None  # to other processes; all make the calls of `__init__`

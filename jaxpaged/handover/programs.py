@@ -52,7 +52,7 @@ def adopt_blocks(
 @program(results=lambda specs: BY_SHARD)
 def read_blocks(
     kv_cache: PerReplica[KVCache], block_ids: Int[Array, " n"]
-) -> PerReplica[dict[str, Num[Array, "n num_layers ..."]]]:
+) -> PerReplica[dict[str, Num[Array, "n ..."]]]:
     """Read blocks out of the cache."""
     return transfer.read(kv_cache, block_ids)
 
@@ -61,7 +61,7 @@ def read_blocks(
 def write_blocks(
     kv_cache: PerReplica[KVCache],
     block_ids: Int[Array, " n"],
-    arrays: PerShard[dict[str, Num[Array, "n num_layers ..."]]],
+    arrays: PerShard[dict[str, Num[Array, "n ..."]]],
 ) -> PerReplica[KVCache]:
     """Write what `read_blocks` returned into other blocks; NULL_BLOCK drops one. The cache is donated."""
     return transfer.write(kv_cache, block_ids, arrays)
