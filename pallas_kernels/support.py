@@ -200,19 +200,21 @@ SUPPORT: dict[str, Served] = {
     ),
 }
 
-# Kernels of decode steps where a program has 99 KiB of shared memory: two stages of longer heads take more.
+# Kernels of decode steps where a program has 99 or 163 KiB of shared memory: two stages of longer heads take
+# more.
 _SHORT_HEADS = dataclasses.replace(
     SUPPORT["mosaic_gpu"], head_dims=(64, 80, 96, 112, 128), quantised_head_dims=(64, 128)
 )
-_NO_KERNEL = dataclasses.replace(
-    SUPPORT["mosaic_gpu"], dtypes=(), cache_dtypes=(), head_dims=(), quantised_head_dims=()
+_LONGER_HEADS = dataclasses.replace(
+    SUPPORT["mosaic_gpu"], head_dims=(64, 80, 96, 112, 128, 192), quantised_head_dims=(64, 128, 192)
 )
 # What "mosaic_gpu" serves on targets, by ptxas's names, where that is less than SUPPORT says.
 LIMITED: dict[str, Served] = {
-    **dict.fromkeys(("sm_80", "sm_86", "sm_89"), _NO_KERNEL),
-    **dict.fromkeys(("sm_120a", "sm_121a"), _SHORT_HEADS),
+    "sm_80": _LONGER_HEADS,
+    **dict.fromkeys(("sm_86", "sm_89", "sm_120a", "sm_121a"), _SHORT_HEADS),
 }
-ONE_TOKEN = ("sm_100a", "sm_103a", "sm_120a", "sm_121a")  # have the kernel of decode steps alone
+# Have the kernel of decode steps alone.
+ONE_TOKEN = ("sm_80", "sm_86", "sm_89", "sm_100a", "sm_103a", "sm_120a", "sm_121a")
 
 
 def listed(name: str, value: object, allowed: tuple[object, ...] | list[str] | None) -> list[str]:
@@ -283,12 +285,11 @@ def markdown_table() -> str:
         "cache layout": [join(s.kv_layouts) for s in SUPPORT.values()],
     }
     lines[", ".join(OPTIONAL)] = ["yes"] * len(SUPPORT)
-    narrow = ", ".join(name for name, served in LIMITED.items() if served is _SHORT_HEADS)
-    lines[f"head_dim on {narrow}"] = ["any", join(_SHORT_HEADS.head_dims)]
-    lines[f"head_dim with an 8-bit cache on {narrow}"] = ["any", join(_SHORT_HEADS.quantised_head_dims)]
+    for its in (_LONGER_HEADS, _SHORT_HEADS):
+        where = ", ".join(name for name, served in LIMITED.items() if served is its)
+        lines[f"head_dim on {where}"] = ["any", join(its.head_dims)]
+        lines[f"head_dim with an 8-bit cache on {where}"] = ["any", join(its.quantised_head_dims)]
     lines[f"several new tokens a sequence, and prompts, on {', '.join(ONE_TOKEN)}"] = ["yes", "no"]
-    nowhere = ", ".join(name for name, served in LIMITED.items() if served is _NO_KERNEL)
-    lines[f"anything on {nowhere}"] = ["yes", "no"]
     rows = [["", *(f"`{name}`" for name in SUPPORT)], ["---"] * (len(SUPPORT) + 1)]
     rows += [[name, *cells] for name, cells in lines.items()]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)

@@ -44,6 +44,7 @@ class Decoder(nnx.Module):
         self.layer_inputs = LayerInputs(weights) if c.layer_inputs is not None else None
         self.layers = DecoderLayers(weights)
         self.norm = last_norm(weights, "norm")
+        self.draft: Decoder | None = None  # a model that drafts for this one, with K and V of its own
         self.lm_head = self._lm_head(weights)
 
     def _lm_head(self, weights: Weights) -> layers.Linear | None:
@@ -66,6 +67,11 @@ class Decoder(nnx.Module):
     @property
     def hidden_size(self) -> int:
         return self.config.hidden_size
+
+    @property
+    def cache_sizes(self) -> tuple[int, int, int]:
+        """Layers of a cache of the model's own, KV heads and their width."""
+        return self.config.cache_sizes
 
     def create_cache(
         self,

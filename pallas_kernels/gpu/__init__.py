@@ -1,5 +1,5 @@
 """Pallas Mosaic GPU kernels for Hopper GPUs: attention of decode steps and of prompts, and products. The one
-of decode steps also serves Blackwell GPUs.
+of decode steps also serves Ampere, Ada and Blackwell GPUs.
 
 `decode/` and `prompt/` have a kernel each: `attention.py` is the kernel and its launcher, `program.py` the
 static shape and the memory of one program, `fetch.py` the producer, `softmax.py` the consumer. `attention.py`
@@ -7,7 +7,7 @@ has what both share, `dense_product.py` and `quantised_product.py` have the prod
 
 Primitives that depend on the generation of GPU lie apart, so that another generation has one place each to
 change: `common.py` (layouts of shared memory and registers, products, widening, stores, waits),
-`int4_cache.py` (tiles of 4 bits a number), `arrival_counter.py` (which program finishes last), `tuning.py`
-(tile sizes and depths).
+`cp_async.py` (copies and barriers without TMA), `int4_cache.py` (tiles of 4 bits a number),
+`arrival_counter.py` (which program finishes last), `tuning.py` (tile sizes and depths).
 `targets.py` lists the generations, and which of them have kernels.
 """

@@ -7,6 +7,7 @@ that none waits for another.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.gpu import common, int4_cache
+from pallas_kernels.gpu import common, cp_async, int4_cache
 from pallas_kernels.gpu.common import NUM_WARPS, Extras
 from pallas_kernels.layouts import PackedView, View
 from pallas_kernels.support import Arrays, Options, first_seen, sizes_of, view_of
@@ -45,8 +46,51 @@ class AttentionProblem:
     attention_chunk: int | None
     tile_kv: int  # tokens of a tile of K and V
     num_stages: int  # slots of the ring that the products read
+    fetch: str  # what brings tiles, `Target.fetch`
     is_interpreted: bool
     packed: PackedView | None  # of a cache of 4 bits a number
+
+    # Primitives: Pallas' own, or those of `cp_async` in their place.
+
+    @property
+    def has_tma(self) -> bool:
+        return self.fetch == "tma"
+
+    def barrier(self, num_arrivals: int, num_barriers: int = 1, *, of_copies: bool = False) -> Any:
+        """Return the type of a ring's barriers; of_copies: whether a warp's copies arrive, not warpgroups."""
+        if self.has_tma:
+            return plgpu.Barrier(num_arrivals=num_arrivals, num_barriers=num_barriers)
+        threads = cp_async.WARP if of_copies else cp_async.WARPGROUP
+        return cp_async.barrier(num_arrivals, num_barriers, threads=threads)
+
+    def copier(self, transforms: tuple[Any, ...] = ()) -> Callable[[Any, Any, Any], None]:
+        """Return the function (source, target, barrier) by which a warp copies to memory so transformed."""
+        if self.has_tma:
+            return plgpu.copy_gmem_to_smem
+        return functools.partial(cp_async.copy, transforms=transforms)
+
+    def waiter(self, num_slots: int, *number: jax.Array, is_refill: bool = False) -> Callable[[Any], None]:
+        """Return the function that waits for the barrier of a ring's slot.
+
+        number: summands of the number of the tile that is waited for, or is to be fetched next (is_refill).
+        """
+        if self.has_tma:
+            return plgpu.barrier_wait
+        phase = lax.div(sum(number[1:], start=number[0]), jnp.int32(num_slots)) - int(is_refill)
+        return functools.partial(cp_async.wait, parity=lax.rem(phase, jnp.int32(2)))
+
+    @property
+    def barrier_arrive(self) -> Callable[[Any], None]:
+        return plgpu.barrier_arrive if self.has_tma else cp_async.arrive
+
+    @property
+    def commit_smem(self) -> Callable[[], None]:
+        return plgpu.commit_smem if self.has_tma else cp_async.commit
+
+    @property
+    def in_ring(self) -> tuple[Any, ...]:
+        """The transforms of tiles as copies bring them: those of operands, unless they are to be widened."""
+        return () if self.is_quantised else common.tiled(self.line)
 
     @property
     def is_bounded(self) -> bool:
@@ -146,8 +190,8 @@ def ring_types(
         scales = plgpu.SMEM((num_stages, p.tile_kv), jnp.float32)
     if p.packed is not None:
         packed = int4_cache.scratch_types(num_stages, p.tile_kv, p.head_dim)
-    full = plgpu.Barrier(num_arrivals=writers, num_barriers=num_stages)
-    free = plgpu.Barrier(num_arrivals=readers, num_barriers=num_stages)
+    full = p.barrier(writers, num_stages, of_copies=True)
+    free = p.barrier(readers, num_stages)
     of_v = (full, free) if by_array else (None, None)
     return Ring(tiles, tiles, full, of_v[0], free, of_v[1], (scales, scales), packed)
 
@@ -252,17 +296,15 @@ def fetch_tile(
         for array in arrays:
             cache, location, tiles = numbers[array]
             target = tiles.at[slot, pl.ds(offset, p.copy_tokens)]
-            plgpu.copy_gmem_to_smem(cache.at[location.at(block, tokens, kv_head)], target, full)
+            p.copier(p.in_ring)(cache.at[location.at(block, tokens, kv_head)], target, full)
     if p.packed is not None:
         names = [name for array in arrays for name in int4_cache.Scales._fields[2 * array : 2 * array + 2]]
         for number, name in enumerate(names):
 
             @pl.when(warp == number)
             def _fetch_packed(name: str = name) -> None:
-                of_tile = ring.packed, slot, full
-                int4_cache.fetch(
-                    name, p.packed, extras.packed, *of_tile, first_token, find, kv_head, p.block_size
-                )
+                place = ring.packed, slot, full, first_token, find, kv_head, p.block_size
+                int4_cache.fetch(name, p.packed, extras.packed, *place, p.copier())
 
     if p.scale_copies:
 
@@ -276,4 +318,4 @@ def fetch_tile(
                 assert location is not None
                 source = extras.token_scales[array].at[location.at(block, tokens, kv_head)]
                 target = ring.scales[array].at[slot, pl.ds(offset, num_tokens)]
-                plgpu.copy_gmem_to_smem(source, target, full)
+                p.copier()(source, target, full)

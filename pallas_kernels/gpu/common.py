@@ -14,7 +14,7 @@ Primitives of tiles with 4 bits a number are in `int4_cache.py`, the counter of 
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -26,6 +26,7 @@ from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 
+from pallas_kernels.gpu import targets
 from pallas_kernels.support import Options
 
 LOG2E = math.log2(math.e)
@@ -175,7 +176,9 @@ def widened(source: Any, *, is_interpreted: bool) -> jax.Array:
     """Load 8-bit numbers from shared memory as float16, in the registers in which a wgmma reads them."""
     x = plgpu.load(source, layout=plgpu.Layout.WGMMA_UPCAST_2X, optimized=False)
     if x.dtype == jnp.int8 and not is_interpreted:
-        return _int8_as_float16(x)
+        return _as_float16(x, _halves_of_int8)
+    if not is_interpreted and not targets.compiled_for().converts_float8:
+        return _as_float16(x, _halves_of_e5m2 if x.dtype == jnp.float8_e5m2 else _halves_of_e4m3)
     return x.astype(jnp.float16)
 
 
@@ -184,9 +187,47 @@ def widened(source: Any, *, is_interpreted: bool) -> jax.Array:
 SIGNS, UPPER_BYTE, PAIRS, TOO_MUCH = 0x80808080, 0x64, (0x4140, 0x4342), 0x64806480
 
 
-def _int8_as_float16(x: jax.Array) -> jax.Array:
-    """Convert int8 to float16 exactly, with five operations for four numbers; a GPU converts one number at a
-    time.
+# On GPUs that convert no float8, a byte becomes the upper one of a half: pairs of a word's bytes, each over a
+# zero byte. That makes float16 of e5m2. Of e4m3 all bits but the sign move down by one, and the numbers are
+# 256 times too small; its NaN becomes 480.
+SPREAD, SIGN_BITS, OTHER_BITS, TIMES_256 = (0x1404, 0x3424), 0x80008000, 0x7F007F00, 0x5C005C00
+
+
+def _halves_of_int8(word: Any) -> Iterator[Any]:
+    """Return the numbers of a word of int8 in two words of float16: five operations for four numbers.
+
+    A GPU would convert one number at a time.
+    """
+    from jax._src.lib.mlir.dialects import arith, llvm
+
+    word = arith.xori(word, utils.c(SIGNS - 2**32, word.type))
+    ptx = "{{ .reg .b32 t; prmt.b32 t, $1, {}, {}; sub.f16x2 $0, t, $2; }}"
+    made = (ptx.format(UPPER_BYTE, pair) for pair in PAIRS)
+    return (llvm.inline_asm(word.type, [word, utils.c(TOO_MUCH, word.type)], p, "=r,r,r") for p in made)
+
+
+def _halves_of_e5m2(word: Any) -> Iterator[Any]:
+    """Return the numbers of a word of float8_e5m2 in two words of float16."""
+    from jax._src.lib.mlir.dialects import llvm
+
+    made = (f"prmt.b32 $0, $1, 0, {pair};" for pair in SPREAD)
+    return (llvm.inline_asm(word.type, [word], ptx, "=r,r") for ptx in made)
+
+
+def _halves_of_e4m3(word: Any) -> Iterator[Any]:
+    """Return the numbers of a word of float8_e4m3fn in two words of float16."""
+    from jax._src.lib.mlir.dialects import llvm
+
+    ptx = (
+        "{{ .reg .b32 t, s, m; prmt.b32 t, $1, 0, {}; and.b32 s, t, {}; and.b32 m, t, {}; "
+        "shr.b32 m, m, 1; or.b32 t, s, m; mul.f16x2 $0, t, $2; }}"
+    )
+    made = (ptx.format(pair, SIGN_BITS, OTHER_BITS) for pair in SPREAD)
+    return (llvm.inline_asm(word.type, [word, utils.c(TIMES_256, word.type)], p, "=r,r,r") for p in made)
+
+
+def _as_float16(x: jax.Array, halves_of: Callable[[Any], Iterator[Any]]) -> jax.Array:
+    """Convert 8-bit numbers to float16 exactly, four at a time.
 
     Pallas' interpreter cannot run such code.
     """
@@ -198,7 +239,7 @@ def _int8_as_float16(x: jax.Array) -> jax.Array:
     )
     def convert(_: Any, x: Any) -> Any:
         from jax._src.lib.mlir import ir
-        from jax._src.lib.mlir.dialects import arith, llvm, vector
+        from jax._src.lib.mlir.dialects import llvm, vector
 
         i32 = ir.IntegerType.get_signless(32)
 
@@ -211,11 +252,7 @@ def _int8_as_float16(x: jax.Array) -> jax.Array:
             bytes_of = vector.bitcast(words(length // 4), four_and_more)
             halves = llvm.mlir_undef(words(length // 2))
             for i in range(length // 4):
-                word = vector.extract(bytes_of, [], [i])
-                word = arith.xori(word, utils.c(SIGNS - 2**32, i32))
-                for k, pair in enumerate(PAIRS):
-                    ptx = f"{{ .reg .b32 t; prmt.b32 t, $1, {UPPER_BYTE}, {pair}; sub.f16x2 $0, t, $2; }}"
-                    half = llvm.inline_asm(i32, [word, utils.c(TOO_MUCH, i32)], ptx, "=r,r,r")
+                for k, half in enumerate(halves_of(vector.extract(bytes_of, [], [i]))):
                     halves = llvm.insertelement(halves, half, utils.c(2 * i + k, i32))
             registers[at] = vector.bitcast(ir.VectorType.get((length,), ir.F16Type.get()), halves)
         return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)

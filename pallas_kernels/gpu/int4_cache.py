@@ -57,12 +57,13 @@ def fetch(
     find: Callable[[Any, int], tuple[jax.Array, Any]],
     kv_head: jax.Array,
     block_size: int,
+    copy: Callable[[Any, Any, Any], None],
 ) -> None:
     """Start the copies of a tile's scales, or zeros, of one array.
 
     name: the array, a field of `Scales`.
     first_token: of the tile, in its sequence.
-    find: see `attention.token_finder`.
+    find: see `attention.token_finder`; copy: see `AttentionProblem.copier`.
     """
     assert view is not None
     target = getattr(ring, name)
@@ -76,7 +77,7 @@ def fetch(
         )
         found = getattr(view, name).at(block_id, pl.ds(start, num_tokens // unit), kv_head)
         slot_target = target.at[slot, pl.ds(offset // unit, num_tokens // unit)]
-        plgpu.copy_gmem_to_smem(getattr(gmem, name).at[found], slot_target, barrier)
+        copy(getattr(gmem, name).at[found], slot_target, barrier)
 
 
 def widen(codes: Any, scale: Any, zero: Any, target: Any, newest: Any = None, place: Any = None) -> None:

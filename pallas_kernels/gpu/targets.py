@@ -37,13 +37,18 @@ class Target:
         return self.serves == ALL
 
     @property
+    def converts_float8(self) -> bool:
+        """Whether an instruction makes float16 of float8: since Ada."""
+        return self.architecture not in ("sm_80", "sm_86")
+
+    @property
     def decode_multiply(self) -> Multiply:
         """The instruction of decode products: a decode step is bound by memory, and does without tcgen05."""
         return "wgmma" if self.multiply == "wgmma" else "mma.sync"
 
     def __str__(self) -> str:
-        served = "Mosaic kernels" if self.serves else "no kernels of ours: XLA"
-        if self.serves and not self.is_served:
+        served = "Mosaic kernels"
+        if not self.is_served:
             served += f" for {' and '.join(self.serves)}, XLA for the rest"
         return (
             f"{self.architecture}: tiles by {self.fetch}, products by {self.multiply}, "
@@ -67,9 +72,9 @@ def _target(
 TARGETS = {
     target.capability: target
     for target in (
-        _target("sm_80", "8.0", "cp.async", "mma.sync", 163, 2048),
-        _target("sm_86", "8.6", "cp.async", "mma.sync", 99, 1536),
-        _target("sm_89", "8.9", "cp.async", "mma.sync", 99, 1536),
+        _target("sm_80", "8.0", "cp.async", "mma.sync", 163, 2048, ("decode",)),
+        _target("sm_86", "8.6", "cp.async", "mma.sync", 99, 1536, ("decode",)),
+        _target("sm_89", "8.9", "cp.async", "mma.sync", 99, 1536, ("decode",)),
         _target("sm_90a", "9.0", "tma", "wgmma", 227, 2048, ALL),
         _target("sm_100a", "10.0", "tma", "tcgen05", 227, 2048, ("decode",)),
         _target("sm_103a", "10.3", "tma", "tcgen05", 227, 2048, ("decode",)),

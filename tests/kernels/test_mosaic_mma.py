@@ -1,6 +1,6 @@
 """Decode steps by mma.sync, for GPUs that have no wgmma: in Pallas' GPU interpreter, and compiled.
 
-The interpreter has no rule for `mma`: `mma_meaning` gives it one, acc + a @ b. The rule is justified by
+The interpreter has no rule for `mma`: `primitives.rule` is one, acc + a @ b. The rule is justified by
 `test_fragments_multiply_as_documented`: the registers that Mosaic's layouts give to each thread are those
 that PTX names for mma.m16n8k16. All else of the kernel is run as it is.
 
@@ -10,12 +10,9 @@ Unproven without a chip: that a GPU's sums are those of the rule, and the order 
 which the interpreter takes for one thread.
 """
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax._src.interpreters import mlir
-from jax._src.pallas.mosaic_gpu import primitives
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from benchmarks import compile_report, cuda_compiler
@@ -24,22 +21,11 @@ from pallas_kernels import support
 from pallas_kernels.gpu import targets, tuning
 from tests.kernels.checks import assert_close
 from tests.kernels.interpreter import fresh_interpreter, races_found
+from tests.kernels.primitives import interpretable, rule
 from tests.kernels.test_mosaic_interpreter import ALONE, interpret
+from tests.marks import slow_and_nightly
 
-WORKSTATION = targets.TARGETS["12.0"]
 pytestmark = pytest.mark.usefixtures(fresh_interpreter.__name__)
-
-
-def rule(acc: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
-    """Return what `mma` means: acc + a @ b, with sums in acc's type."""
-    return acc + jax.lax.dot_general(a, b, (((1,), (0,)), ((), ())), preferred_element_type=acc.dtype)
-
-
-@pytest.fixture
-def mma_meaning(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give `mma` its rule, and make kernels for the RTX 5090's target."""
-    mlir.register_lowering(primitives.mma_p, mlir.lower_fun(rule, multiple_results=False))
-    monkeypatch.setattr(targets, "compiled_for", lambda: WORKSTATION)
 
 
 def held(layout: plgpu.Layout, shape: tuple[int, int], lane: int) -> list[tuple[int, int]]:
@@ -119,15 +105,12 @@ CASES = (
     ],
 )
 def test_decode_by_mma_equals_the_oracle_without_a_race(
-    c: DecodeCase, mma_meaning: None, capsys: pytest.CaptureFixture[str]
+    c: DecodeCase, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert mma_meaning is None
-    made, its = [], plgpu.mma
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plgpu, "mma", lambda *args: made.append(args) or its(*args))
-        patch.setattr(plgpu, "wgmma", lambda *args: pytest.fail("a wgmma, where there is none"))
+    with interpretable("12.0") as used:
         got = interpret(c, "decode")
-    assert made
+    assert used["mma"]
+    assert not used["copy"]
     assert_close(c, got)
     assert not races_found(capsys)
 
@@ -141,13 +124,19 @@ COMPILED = {
         "decode 128/8/128 bs16 bfloat16 bfloat16",
         "decode 32/8/128 bs16 bfloat16 float8_e4m3fn",
     ),
+    "8.0": (
+        "decode 32/8/128 bs16 bfloat16 bfloat16",
+        "decode 32/8/128 bs16 bfloat16 float8_e4m3fn",
+    ),
+    "8.6": ("decode 32/8/128 bs16 bfloat16 float8_e5m2",),
+    "8.9": ("decode 32/8/128 bs16 bfloat16 float8_e4m3fn", "decode 32/8/128 bs16 bfloat16 int8"),
     "10.0": ("decode 32/8/128 bs16 bfloat16 bfloat16",),
 }
+NIGHTLY = ("8.6", "8.9", "10.0")
 
 
 @pytest.mark.skipif(bool(missing), reason=f"needs the cuda-compile extra: {', '.join(missing)}")
-@pytest.mark.parametrize("capability", ["12.0", pytest.param("10.0", marks=pytest.mark.nightly)])
-@pytest.mark.slow
+@pytest.mark.parametrize("capability", slow_and_nightly(COMPILED, set(COMPILED) - set(NIGHTLY)))
 def test_decode_compiles_for_a_target_and_spills_nothing(capability: str) -> None:
     target, names = targets.TARGETS[capability], COMPILED[capability]
     reports = compile_report.run(list(names), capability)

@@ -192,8 +192,9 @@ def test_the_table_for_people_has_a_line_for_everything() -> None:
         "type of q", "type of the cache", "head_dim", "head_dim with an 8-bit cache", "block_size", "block_size with a scale a token",
         "head_dim with 4 bits a number", "block_size with 4 bits a number", "query heads per kv head", "cache layout",
         "alibi_slopes, sliding_window, attention_chunk, soft_cap, sinks, block_sparse",
-        "head_dim on sm_120a, sm_121a", "head_dim with an 8-bit cache on sm_120a, sm_121a", "anything on sm_80, sm_86, sm_89",
-        "several new tokens a sequence, and prompts, on sm_100a, sm_103a, sm_120a, sm_121a",
+        "head_dim on sm_80", "head_dim with an 8-bit cache on sm_80",
+        "head_dim on sm_86, sm_89, sm_120a, sm_121a", "head_dim with an 8-bit cache on sm_86, sm_89, sm_120a, sm_121a",
+        "several new tokens a sequence, and prompts, on sm_80, sm_86, sm_89, sm_100a, sm_103a, sm_120a, sm_121a",
     }  # fmt: skip
 
 
@@ -210,7 +211,7 @@ def test_the_default_on_a_machine_without_a_hopper_gpu_is_xla() -> None:
         (
             "8.9",
             "xla",
-            "sm_89: tiles by cp.async, products by mma.sync, 99 KiB a program; no kernels of ours",
+            "sm_89: tiles by cp.async, products by mma.sync, 99 KiB a program; Mosaic kernels for decode, XLA",
         ),
         (
             "12.0",
@@ -231,7 +232,9 @@ def test_a_gpus_target_decides_the_default(
 
 
 def test_a_target_without_all_kernels_takes_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only decode steps of shorter heads have one on an RTX 5090; what is asked for by name is refused."""
+    """Only decode steps of shorter heads have one on an RTX 5090, or on an A100; what is asked for by name is
+    refused.
+    """
 
     def chosen(implementation: Any = None, **changes: Any) -> str:
         named, options = inputs(DecodeCase("one", seq_lens=(3,), **changes))
@@ -245,10 +248,12 @@ def test_a_target_without_all_kernels_takes_what_it_has(monkeypatch: pytest.Monk
         chosen("mosaic_gpu", head_dim=256)
     assert str(choice.why_no_prompts("mosaic_gpu")).endswith("one new token a sequence on sm_120a")
     assert choice.default_tiled_implementation(jnp.dtype("bfloat16"), 1) in ("xla", "native")
-    device.compute_capability = "8.9"
+    device.compute_capability = "8.0"
+    assert (chosen(), chosen(head_dim=192), chosen(head_dim=256)) == ("mosaic_gpu", "mosaic_gpu", "xla")
+    with pytest.raises(NotImplementedError, match="on sm_80 does not serve head_dim=256"):
+        chosen("mosaic_gpu", head_dim=256)
+    device.compute_capability = "7.5"
     assert chosen() == "xla"
-    with pytest.raises(NotImplementedError, match="on sm_89 does not serve"):
-        chosen("mosaic_gpu")
 
 
 def test_the_pages_have_the_tables() -> None:

@@ -30,7 +30,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.gpu import arrival_counter, common, tuning
+from pallas_kernels.gpu import arrival_counter, common, cp_async, tuning
 from pallas_kernels.gpu.attention import Softmax
 from pallas_kernels.gpu.decode import fetch, program, softmax
 from pallas_kernels.gpu.partitioning import MOST_COUNTED, Partitioning, partition_list
@@ -207,6 +207,8 @@ def _kernel(
     A partition's item in the plan names its row; the unit's kv head is the remainder of its number.
     """
     p = problem
+    if not p.has_tma:
+        cp_async.initialise(program.scratch_types(p), scratch)
     program_id, thread = lax.axis_index("program"), lax.axis_index("thread")
     num_units = plan.num_items[0] * p.num_kv_heads
     num_mine = pl.cdiv(jnp.maximum(num_units - program_id, 0), jnp.int32(num_programs))
@@ -229,8 +231,9 @@ def _kernel(
                 return fetch.produce(p, unit(i)[1], i, gmem, extras, scratch, done, warp)
 
             done = lax.fori_loop(0, num_mine, produce, jnp.int32(0))
-            common.drain(scratch.ring.k_free, p.num_stages, done)
-            pl.when(warp == 0)(lambda: common.drain(scratch.q_free, program.NUM_QUERY_SLOTS, num_mine))
+            if p.has_tma or p.is_interpreted:
+                common.drain(scratch.ring.k_free, p.num_stages, done)
+                pl.when(warp == 0)(lambda: common.drain(scratch.q_free, program.NUM_QUERY_SLOTS, num_mine))
 
     @pl.when(thread == 0)
     def _consumer() -> None:
@@ -261,7 +264,8 @@ def _kernel(
             return done
 
         lax.fori_loop(0, num_mine, consume, jnp.int32(0))
-        plgpu.wait_smem_to_gmem(0)
+        if p.has_tma:
+            plgpu.wait_smem_to_gmem(0)
 
 
 def _store(
@@ -383,7 +387,7 @@ def _kernel_of(p: program.Problem, sizes: tuple[int, int, int], interpret: Any) 
         scratch_types=[
             plgpu.SMEM((len(p.pieces), p.num_columns, p.piece_rows), p.dtype),
             plgpu.SMEM((1,), jnp.int32),
-            program.scratch_types(p),
+            cp_async.memory_of(program.scratch_types(p)),
         ],
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=common.interpret_params(interpret),

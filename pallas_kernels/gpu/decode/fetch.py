@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
@@ -44,7 +43,7 @@ def produce(
 
         @pl.when(done + i >= p.num_stages)
         def _wait() -> None:
-            plgpu.barrier_wait(scratch.ring.k_free.at[slot])
+            p.waiter(p.num_stages, done, i, is_refill=True)(scratch.ring.k_free.at[slot])
 
         first_token = (first_tile + i) * p.tile_kv
         full = scratch.ring.k_full.at[slot]
@@ -61,16 +60,14 @@ def _fetch_queries(
 
     @pl.when(number >= NUM_QUERY_SLOTS)
     def _wait_for_slot() -> None:
-        plgpu.barrier_wait(scratch.q_free.at[slot])
+        p.waiter(NUM_QUERY_SLOTS, number, is_refill=True)(scratch.q_free.at[slot])
 
     for token in range(p.query_len):
         heads, columns = group_heads(p, work.kv_head, token)
         for i, (first, size) in enumerate(p.pieces):
             source = gmem.q.at[work.row * p.query_len + token, heads, pl.ds(first, size)]
-            plgpu.copy_gmem_to_smem(source, scratch.q_rows.at[slot, i, columns], scratch.q_full.at[slot])
+            p.copier()(source, scratch.q_rows.at[slot, i, columns], scratch.q_full.at[slot])
     if p.packed is not None:
         block = last_block(p, gmem.block_tables, work.table, work.start, work.end, extras)
         newest = p.packed.k_new.at(block, pl.ds(0, int4_cache.GROUP), work.kv_head)
-        plgpu.copy_gmem_to_smem(
-            extras.packed.k_new.at[newest], scratch.k_new.at[slot], scratch.q_full.at[slot]
-        )
+        p.copier()(extras.packed.k_new.at[newest], scratch.k_new.at[slot], scratch.q_full.at[slot])

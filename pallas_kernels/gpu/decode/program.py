@@ -74,6 +74,7 @@ def make_problem(
         num_stages=config.num_stages,
         has_table_rows=arrays.table_rows is not None,
         is_interpreted=is_interpreted,
+        fetch=target.fetch,
         multiply=target.decode_multiply,
         widens_in_registers=not is_interpreted
         and tuning.widens_in_registers(head_dim, arrays.k_cache.dtype, is_scaled=is_scaled, target=target),
@@ -100,8 +101,7 @@ def scratch_types(p: Problem) -> Scratch:
     widened = None
     if p.is_quantised:
         widened = plgpu.SMEM((p.tile_kv, p.head_dim), p.operand_dtype, transforms=as_operand)
-    in_ring = () if p.is_quantised else as_operand
-    tiles = plgpu.SMEM((p.num_stages, p.tile_kv, p.line), p.cache_dtype, transforms=in_ring)
+    tiles = plgpu.SMEM((p.num_stages, p.tile_kv, p.line), p.cache_dtype, transforms=p.in_ring)
     k_new = None
     if p.packed is not None:
         k_new = plgpu.SMEM((NUM_QUERY_SLOTS, int4_cache.GROUP, p.head_dim), p.new_dtype)
@@ -110,8 +110,8 @@ def scratch_types(p: Problem) -> Scratch:
     return Scratch(
         q_rows=plgpu.SMEM((NUM_QUERY_SLOTS, len(p.pieces), p.num_columns, p.piece_rows), p.dtype),
         q=plgpu.SMEM((p.num_columns, p.head_dim), p.operand_dtype, transforms=as_operand),
-        q_full=plgpu.Barrier(num_arrivals=num_query_copies, num_barriers=NUM_QUERY_SLOTS),
-        q_free=plgpu.Barrier(num_barriers=NUM_QUERY_SLOTS),
+        q_full=p.barrier(num_query_copies, NUM_QUERY_SLOTS, of_copies=True),
+        q_free=p.barrier(1, NUM_QUERY_SLOTS),
         ring=ring_types(p, tiles, p.num_stages, writers=num_copies, readers=1, by_array=False),
         k_new=k_new,
         k16=None if p.widens_in_registers else widened,

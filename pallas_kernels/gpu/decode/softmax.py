@@ -29,12 +29,13 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.gpu import common, int4_cache
+from pallas_kernels.gpu import common, cp_async, int4_cache
 from pallas_kernels.gpu.attention import Softmax, factor_of_output, filled, newest_group
 from pallas_kernels.gpu.common import FLOAT16_MAX, LOG2E, LOWEST, WGMMA, Extras
 from pallas_kernels.gpu.decode.program import NUM_QUERY_SLOTS, Problem, Scratch, WorkUnit, group_heads
 from pallas_kernels.support import BlockSparse
 
+TURNED = plgpu.Layout.WGMMA_TRANSPOSED
 PER_HEAD = WGMMA.reduce(0)  # one number per column of a wgmma's result
 
 
@@ -79,48 +80,66 @@ def consume(
         slot = lax.rem(done + i, jnp.int32(p.num_stages))
         first_token = (first_tile + i) * p.tile_kv
         if newest is None:
-            k, v = _await_tile(p, scratch, slot)
+            k, v = _await_tile(p, scratch, slot, (done, i))
         else:
             place = newest - (first_tile + i) * (p.tile_kv // int4_cache.GROUP)
-            k, v = _await_packed_tile(scratch, slot, scratch.k_new.at[query_slot], place)
+            k, v = _await_packed_tile(p, scratch, slot, (done, i), scratch.k_new.at[query_slot], place)
         s = _logits(p, work, scratch.q, k, first_token, factor, slopes)
         largest = jnp.maximum(state.max, s.max(axis=0))
         weights = jnp.exp2(s - lax.broadcast_in_dim(largest, s.shape, [1]))
         rescale = jnp.exp2(state.max - largest)
         total = state.sum * rescale + weights.sum(axis=0)
-        scratch.p.T[...] = weights.astype(p.operand_dtype)
+        _store_turned(p, scratch.p.T, weights.astype(p.operand_dtype))
         _zero_stale_tokens(p, work, v, first_token)
-        plgpu.commit_smem()
+        p.commit_smem()
         out = _add_weighted(p, v, scratch.p, rescale, state.out)
         if p.multiply != "wgmma":  # warps read K and V by themselves: all must have, before others come
-            plgpu.commit_smem()
+            p.commit_smem()
         if not p.is_quantised:
-            plgpu.barrier_arrive(scratch.ring.k_free.at[slot])
+            p.barrier_arrive(scratch.ring.k_free.at[slot])
         return Softmax(out, largest, total)
 
     state = lax.fori_loop(0, num_tiles, take, nothing(p))
     if p.packed is not None:
-        plgpu.barrier_arrive(scratch.q_free.at[query_slot])
+        p.barrier_arrive(scratch.q_free.at[query_slot])
     return state, done + num_tiles
 
 
 def _load_queries(p: Problem, number: jax.Array, scratch: Scratch) -> None:
     """Move the unit's queries into scratch.q, through registers: TMA cannot tile fewer than eight rows."""
     slot = lax.rem(number, jnp.int32(NUM_QUERY_SLOTS))
-    plgpu.barrier_wait(scratch.q_full.at[slot])
+    p.waiter(NUM_QUERY_SLOTS, number)(scratch.q_full.at[slot])
     for i, (first, size) in enumerate(p.pieces):
-        q = plgpu.load(scratch.q_rows.at[slot, i].T, layout=WGMMA, optimized=False)
+        layout = WGMMA if p.has_tma else TURNED
+        q = plgpu.load(scratch.q_rows.at[slot, i].T, layout=layout, optimized=False)
         if p.operand_dtype == jnp.float16 and p.dtype == jnp.bfloat16:  # bfloat16 has a larger range
             q = jnp.clip(q.astype(jnp.float32), -FLOAT16_MAX, FLOAT16_MAX)
-        scratch.q.at[:, pl.ds(first, size)].T[...] = q.astype(p.operand_dtype)
-    plgpu.commit_smem()
+        _store_turned(p, scratch.q.at[:, pl.ds(first, size)].T, q.astype(p.operand_dtype))
+    p.commit_smem()
     if p.packed is None:  # otherwise the slot also holds the newest tokens
-        plgpu.barrier_arrive(scratch.q_free.at[slot])
+        p.barrier_arrive(scratch.q_free.at[slot])
 
 
-def _await_tile(p: Problem, scratch: Scratch, slot: jax.Array) -> tuple[Any, Any]:
-    """Wait for a slot. Return its K and V, [tile_kv, head_dim]; a widened tile frees the slot at once."""
-    plgpu.barrier_wait(scratch.ring.k_full.at[slot])
+def _store_turned(p: Problem, target: Any, value: jax.Array) -> None:
+    """Store 16-bit numbers to a transposed target in shared memory.
+
+    GPUs since Hopper have an instruction that transposes what it stores. Before, neighbours of a column are
+    brought into one register.
+    """
+    if p.has_tma:
+        target[...] = value
+    else:
+        common.store(target, plgpu.layout_cast(value, TURNED))
+
+
+def _await_tile(
+    p: Problem, scratch: Scratch, slot: jax.Array, number: tuple[jax.Array, ...]
+) -> tuple[Any, Any]:
+    """Wait for a slot. Return its K and V, [tile_kv, head_dim]; a widened tile frees the slot at once.
+
+    number: of the tile, as summands.
+    """
+    p.waiter(p.num_stages, *number)(scratch.ring.k_full.at[slot])
     if not p.is_quantised:
         return scratch.ring.k.at[slot], scratch.ring.v.at[slot]
     k, k_scales, v_scales = scratch.k16, None, None
@@ -131,22 +150,30 @@ def _await_tile(p: Problem, scratch: Scratch, slot: jax.Array) -> tuple[Any, Any
         k = plgpu.layout_cast(common.widened(scratch.ring.k.at[slot], is_interpreted=p.is_interpreted), WGMMA)
     else:
         common.widen(scratch.ring.k.at[slot], scratch.k16, k_scales, is_interpreted=p.is_interpreted)
-    plgpu.commit_smem()
-    plgpu.barrier_arrive(scratch.ring.k_free.at[slot])
+    p.commit_smem()
+    p.barrier_arrive(scratch.ring.k_free.at[slot])
     return k, scratch.v16
 
 
-def _await_packed_tile(scratch: Scratch, slot: jax.Array, k_new: Any, place: jax.Array) -> tuple[Any, Any]:
+def _await_packed_tile(
+    p: Problem,
+    scratch: Scratch,
+    slot: jax.Array,
+    number: tuple[jax.Array, ...],
+    k_new: Any,
+    place: jax.Array,
+) -> tuple[Any, Any]:
     """Wait for a slot of a cache of 4 bits a number. Return its K and V, widened, which frees the slot.
 
+    number: of the tile, as summands.
     place: of the newest tokens `k_new`, among the tile's groups.
     """
-    plgpu.barrier_wait(scratch.ring.k_full.at[slot])
+    p.waiter(p.num_stages, *number)(scratch.ring.k_full.at[slot])
     scales = int4_cache.Scales(*(ring.at[slot] for ring in scratch.ring.packed))
     int4_cache.widen(scratch.ring.k.at[slot], scales.k_scale, scales.k_zero, scratch.k16, k_new, place)
     int4_cache.widen(scratch.ring.v.at[slot], scales.v_scale, scales.v_zero, scratch.v16)
-    plgpu.commit_smem()
-    plgpu.barrier_arrive(scratch.ring.k_free.at[slot])
+    p.commit_smem()
+    p.barrier_arrive(scratch.ring.k_free.at[slot])
     return scratch.k16, scratch.v16
 
 
@@ -263,10 +290,17 @@ def store_outputs(
     """Start to copy the outputs of a unit of work to the GPU's memory."""
     for i, ((first, size), piece) in enumerate(zip(p.pieces, out, strict=True)):
         # Wait until the unit before has left the buffer. Pieces overlap, and are written in turn.
-        plgpu.wait_smem_to_gmem(0, wait_read_only=i == 0)
-        common.store(out_smem.at[i].T, piece.astype(p.dtype))
-        plgpu.commit_smem()
+        if p.has_tma:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=i == 0)
+        else:
+            p.commit_smem()
+        if p.has_tma:
+            common.store(out_smem.at[i].T, piece.astype(p.dtype))
+        else:
+            _store_turned(p, out_smem.at[i].T, piece.astype(p.dtype))
+        p.commit_smem()
         for token in range(p.query_len):
             heads, columns = group_heads(p, work.kv_head, token)
             target = out_gmem.at[work.row * p.query_len + token, heads, pl.ds(first, size)]
-            plgpu.copy_smem_to_gmem(out_smem.at[i, columns], target)
+            copy = plgpu.copy_smem_to_gmem if p.has_tma else cp_async.store_rows
+            copy(out_smem.at[i, columns], target)

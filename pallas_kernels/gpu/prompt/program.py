@@ -108,6 +108,7 @@ def make_problem(
         tile_kv=64 if is_narrow else 128,
         in_registers=not is_interpreted if in_registers is None else in_registers,
         is_interpreted=is_interpreted,
+        fetch="tma",
     )
 
 

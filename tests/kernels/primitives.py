@@ -1,0 +1,88 @@
+"""Meanings that Pallas' GPU interpreter lacks, of primitives of GPUs without wgmma or without TMA.
+
+`rule` is that of mma; `test_mosaic_mma.py` justifies it. The primitives of `cp_async` get Pallas' own, one
+for one. The phase of a barrier, which Pallas follows by itself and `cp_async` is told, is counted and
+compared.
+"""
+
+import contextlib
+import functools
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import pytest
+from jax._src.interpreters import mlir
+from jax._src.pallas.mosaic_gpu import primitives
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.gpu import cp_async, targets
+
+
+def rule(acc: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
+    """Return what `mma` means: acc + a @ b, with sums in acc's type."""
+    return acc + jax.lax.dot_general(a, b, (((1,), (0,)), ((), ())), preferred_element_type=acc.dtype)
+
+
+def traced_warp() -> Any:
+    """Return the producer's warp that is being traced, a local variable of the kernel; 0 for none."""
+    frame = sys._getframe(1)
+    while frame is not None and "warp" not in frame.f_locals:
+        frame = frame.f_back
+    return 0 if frame is None else frame.f_locals["warp"]
+
+
+@contextlib.contextmanager
+def interpretable(capability: str) -> Iterator[Counter[str]]:
+    """Make kernels traced within for a target that has no wgmma, as the interpreter can run them.
+
+    Yield how often each primitive was traced, and "wrong phase" for each wait that was told another phase
+    than its barrier's.
+    """
+    used: Counter[str] = Counter()
+    waits: Counter[tuple[int, int, int]] = Counter()
+    barriers: list[Any] = []  # as traced: each is waited for at one place
+
+    def counting(name: str, function: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            used[name] += 1
+            return function(*args, **kwargs)
+
+        return call
+
+    def check(parity: Any, slot: Any, warp: Any, barrier: int) -> None:
+        place = barrier, int(slot), int(warp)
+        used["wrong phase"] += int(parity) != waits[place] % 2
+        waits[place] += 1
+
+    def wait(words: Any, parity: jax.Array) -> None:
+        barrier = len(barriers)
+        barriers.append(words)
+        (slot,) = words.transforms[-1].indices
+        jax.debug.callback(functools.partial(check, barrier=barrier), parity, slot, traced_warp())
+        plgpu.barrier_wait(words)
+
+    def store_rows(source: Any, target: Any, **_: Any) -> None:
+        plgpu.copy_smem_to_gmem(source, target)
+        plgpu.wait_smem_to_gmem(0)
+
+    meanings = {
+        "barrier": lambda arrivals, slots=1, **_: plgpu.Barrier(num_arrivals=arrivals, num_barriers=slots),
+        "initialise": lambda *_: None,
+        "copy": lambda source, target, words, **_: plgpu.copy_gmem_to_smem(source, target, words),
+        "arrive": lambda words: plgpu.barrier_arrive(words),
+        "commit": lambda: plgpu.commit_smem(),
+        "wait": wait,
+        "store_rows": store_rows,
+    }
+    mlir.register_lowering(primitives.mma_p, mlir.lower_fun(rule, multiple_results=False))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(targets, "compiled_for", lambda: targets.TARGETS[capability])
+        for name, meaning in meanings.items():
+            patch.setattr(cp_async, name, counting(name, meaning))
+        patch.setattr(plgpu, "mma", counting("mma", plgpu.mma))
+        patch.setattr(plgpu, "wgmma", lambda *_: pytest.fail("a wgmma, where there is none"))
+        yield used
+    jax.effects_barrier()
