@@ -11,12 +11,14 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
+KV_EVENTS_OPTIONS = "jaxpaged/kv_events/options.py"
 # What every part of the package may import: small, and without jax.
 GROUND = {
     "jaxpaged/arithmetic.py",
     "jaxpaged/checks.py",
     "jaxpaged/config.py",
     "jaxpaged/inputs.py",
+    KV_EVENTS_OPTIONS,
     "jaxpaged/lora",
     "jaxpaged/options.py",
     "jaxpaged/sampling_params.py",
@@ -34,7 +36,14 @@ SAMPLERS = "jaxpaged/contracts/samplers.py"
 LAYER_KINDS = "jaxpaged/contracts/layer_kinds.py"
 BLOCK_STORES = "jaxpaged/contracts/block_stores.py"
 MEMORY = {"pallas_kernels", "jaxpaged/memory", VERSIONS, *GROUND}
-MODELS = {"jaxpaged/models", "jaxpaged/digest.py", "jaxpaged/disk_cache.py", ATTENTIONS, *MEMORY}
+MODELS = {
+    "jaxpaged/models",
+    "jaxpaged/digest.py",
+    "jaxpaged/disk_cache.py",
+    "jaxpaged/row_sums.py",
+    ATTENTIONS,
+    *MEMORY,
+}
 # The compiled part: from here on no thread and no clock.
 STEP = {
     "jaxpaged/step",
@@ -51,6 +60,7 @@ ENGINE = {
     "jaxpaged/grammar",
     LAYER_KINDS,
     "jaxpaged/code_digest.py",
+    "jaxpaged/kv_events",
     "jaxpaged/routing.py",
     "jaxpaged/text",
     *HANDOVER,
@@ -64,16 +74,20 @@ ALLOWED = {
     "reference": set(),
     "pallas_kernels": set(),
     "jaxpaged/arithmetic.py": set(),
+    "jaxpaged/row_sums.py": set(),
     "jaxpaged/text/limits.py": {"jaxpaged/checks.py"},
     "jaxpaged/checks.py": set(),
     "jaxpaged/status.py": set(),
     "jaxpaged/options.py": {"jaxpaged/checks.py"},
     "jaxpaged/config.py": {
         "jaxpaged/checks.py",
+        KV_EVENTS_OPTIONS,
         "jaxpaged/options.py",
         "jaxpaged/sampling_params.py",
         "jaxpaged/speculation.py",
     },
+    KV_EVENTS_OPTIONS: {"jaxpaged/checks.py"},
+    "jaxpaged/kv_events": {"jaxpaged/routing.py", *GROUND},
     "jaxpaged/speculation.py": {"jaxpaged/checks.py"},
     "jaxpaged/sampling_params.py": {
         "jaxpaged/checks.py",
@@ -92,6 +106,7 @@ ALLOWED = {
     "jaxpaged/sampling.py": {
         "jaxpaged/arithmetic.py",
         "jaxpaged/config.py",
+        "jaxpaged/row_sums.py",
         "jaxpaged/sampling_params.py",
         "jaxpaged/sampling_state.py",
     },
@@ -164,9 +179,9 @@ ALLOWED = {
 # Packages beside the standard library; None: any that pyproject.toml names.
 THIRD_PARTY = {"reference": {"numpy"}, "pallas_kernels": {"jax", "jaxtyping", "numpy"}}
 # Parts whose packages an extra of another name brings; others' extras have their own.
-EXTRAS = {"batch": "ray", "integrations": "tunix"}
+EXTRAS = {"batch": "ray", "integrations": "tunix", "kv_events": "events"}
 # Packages that are seldom installed, and whose distributions have other names.
-DISTRIBUTIONS = {"tunix": "google-tunix"}
+DISTRIBUTIONS = {"tunix": "google-tunix", "zmq": "pyzmq"}
 PACKAGES = ("jaxpaged", "pallas_kernels", "reference")
 OURS = ("jaxpaged", "pallas_kernels", "reference", "benchmarks", "tests")
 

@@ -6,6 +6,7 @@ from typing import Any, Self
 
 from jaxpaged.api import tokens
 from jaxpaged.api.arg_utils import EngineArgs
+from jaxpaged.api.draft import draft_of
 from jaxpaged.api.prompts import (
     Prompt,
     split_prompt,
@@ -92,6 +93,7 @@ class LoadedModel(RolloutMethods, PoolingMethods):
         machine.keep_on_disk(c.keep_programs)
         self._described = checkpoint.config, checkpoint.module_names
         self.tokenizer = None if skip_tokenizer_init else checkpoint.tokenizer
+        draft = draft_of(self.config, checkpoint)
         self.engine = Engine(
             self.config,
             checkpoint.config,
@@ -101,6 +103,7 @@ class LoadedModel(RolloutMethods, PoolingMethods):
             shapes=checkpoint.abstract,
             adapter_names=checkpoint.module_names,
             processes=processes,
+            draft=draft,
         )
 
     @classmethod

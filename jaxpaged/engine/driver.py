@@ -17,11 +17,13 @@ from flax import nnx
 
 from jaxpaged.checks import check
 from jaxpaged.config import EngineConfig
-from jaxpaged.engine import capacity, machine, start
+from jaxpaged.engine import capacity, drafted, machine, start
 from jaxpaged.engine.adapters import beside
 from jaxpaged.engine.continued import with_replayed
 from jaxpaged.engine.door import Door, filled
+from jaxpaged.engine.drafted import Draft, shapes_beside
 from jaxpaged.engine.driver_calls import CALLS
+from jaxpaged.engine.events import Events
 from jaxpaged.engine.host_rows import HostRow, HostRows
 from jaxpaged.engine.occupancy import Occupancy, occupancy
 from jaxpaged.engine.offloading import Offloading
@@ -75,9 +77,11 @@ class Driver(Offloading):
         shapes: Shapes | None = None,
         adapter_names: Names | None = None,
         processes: Processes | None = None,
+        draft: Draft | None = None,
     ) -> None:
         self._processes = processes
-        self.setup = setup = Setup(config, model_config)
+        self.setup = setup = Setup(config, model_config, None if draft is None else draft.config)
+        load_model, shapes = drafted.beside(draft, setup, load_model), shapes_beside(draft, setup, shapes)
         if processes is not None:  # before anything heavy
             processes.agree(setup.description())
         self.send_call: SendCall | None = None  # to other processes; all make the calls of `__init__`
@@ -121,6 +125,9 @@ class Driver(Offloading):
         self._last_read = -np.inf  # when the last report was read, by `time.perf_counter`
         self.compile()
         self.open_tiers()
+        if config.kv_events_config is not None:
+            its = self.step_config.grouping.specs, self._state, self._replicas.follow, self._mesh
+            self.events = Events(config, *its)
         if isinstance(processes, Leader):
             self.send_call = processes.tell
 
@@ -172,6 +179,8 @@ class Driver(Offloading):
             dispatched = Run(self._run(max_steps), stays, began)
         deltas += [] if self._unread is None else self._read(self._unread)
         self._unread = dispatched if self.rows.has_any else None
+        if self.events is not None and dispatched is not None and self._unread is None:
+            self.events.read(self._state)  # nobody ran in it
         return deltas
 
     def reset_prefix_cache(self) -> bool:
@@ -190,6 +199,14 @@ class Driver(Offloading):
     def _forget_prefixes(self) -> None:
         self._state = loop.reset_prefix_cache(self._state, mesh=self._mesh)
         self._replicas.forget()
+        if self.events is not None:
+            self.events.forget(self._state)
+
+    def close(self) -> None:
+        """Finish what tiers are to keep, and close what the engine talks by."""
+        self.close_tiers()
+        if self.events is not None:
+            self.events.close()
 
     def snapshot(self) -> Snapshot:
         """Copy the state of this engine to the host, and change nothing. Waits for the run under way.
@@ -275,6 +292,8 @@ class Driver(Offloading):
         else:
             config, mesh = self.step_config, self._mesh
             self._state, report = loop.run(self.graphdef, *arrays, config=config, mesh=mesh)
+        if self.events is not None:
+            self.events.look(self._state)
         if wants_scores:
             report = dataclasses.replace(report, new_scores=loop.recent_scores(self._state, mesh=self._mesh))
         if self.config.return_sampling_mask:
@@ -331,6 +350,8 @@ class Driver(Offloading):
         for together in taken:
             first = together[0]
             in_use.add(first.request)
+            if self.events is not None:
+                self.events.note(first.request)
             self.fetch(first.request)
             its_rows = free_rows[self._replicas.choose(first.request, first.token_ids, free_rows)]
             head = its_rows[0]
@@ -399,6 +420,8 @@ class Driver(Offloading):
         # The version rises when no run is under way, so it is that of the weights that computed this one.
         deltas, self.first_run = self.rows.read(report, prompts, run.stays, self.weight_version)
         self._note(report, run.began)
+        if self.events is not None:
+            self.events.read(self._state)
         return self.keep(deltas)
 
     def _note(self, report: Report, dispatched: float) -> None:

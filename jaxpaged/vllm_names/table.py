@@ -186,7 +186,7 @@ ENGINE: dict[str, Verdict] = {
     **_only("layers with another cache", "kv_cache_dtype_skip_layers"),
     **_only(
         "caches handed between engines",
-        "kv_transfer_config kv_events_config ec_transfer_config",
+        "kv_transfer_config ec_transfer_config",
         use="LLM.export_blocks and LLM.adopt_blocks",
     ),
     **_only(

@@ -23,6 +23,7 @@ import jax
 import numpy as np
 
 from jaxpaged.checks import InputError
+from jaxpaged.engine.drafted import Draft
 from jaxpaged.engine.driver import Driver
 from jaxpaged.engine.handle import collect
 from jaxpaged.engine.request import Delta, Request
@@ -50,6 +51,12 @@ def _of_kinds(*kinds: LayerKind, **options: Any) -> Driver:
     return tiny.driver(functools.partial(tiny.load, config=config), config, **options)
 
 
+# A model of other sizes, whose drafts are hardly ever right.
+_OTHER = dataclasses.replace(
+    tiny.CONFIG, hidden_size=16, num_q_heads=2, num_kv_heads=1, layers=tiny.CONFIG.layers[:1]
+)
+ANOTHER = Draft(_OTHER, functools.partial(tiny.load, config=_OTHER))
+BY_MODEL: dict[str, Any] = {"speculative_config": {"model": "tiny", "num_speculative_tokens": 3}}
 FULL, WINDOW, CHUNK = LayerKind(), LayerKind(sliding_window=11), LayerKind(attention_chunk=20)
 SETTINGS: dict[str, Callable[[Path], Driver]] = {
     "adapters": lambda folder: tiny_lora.driver(folder, **TIGHT),
@@ -59,6 +66,8 @@ SETTINGS: dict[str, Callable[[Path], Driver]] = {
     "swap": lambda _: tiny.driver(**SWAP),
     "swap, drafts": lambda _: tiny.driver(**SWAP, speculative_config={"prompt_lookup_min": 1}),
     "swap, suffixes": lambda _: tiny.driver(**SWAP, speculative_config={"method": "suffix"}),
+    "swap, drafts by itself": lambda _: tiny.driver(**SWAP, **BY_MODEL, draft=Draft(tiny.CONFIG, tiny.load)),
+    "swap, drafts by another": lambda _: tiny.driver(**SWAP, **BY_MODEL, draft=ANOTHER),
     "quantised": lambda _: _quantised(**TIGHT),
     "int8 cache, swap": lambda _: tiny.driver(**SWAP, kv_cache_dtype="int8"),
     "fp8 cache, quantised": lambda _: _quantised(**TIGHT, kv_cache_dtype="fp8"),

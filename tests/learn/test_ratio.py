@@ -24,6 +24,7 @@ NUM_NEW = 20  # tokens of each answer
         pytest.param("families/mixtral", "bfloat16", marks=pytest.mark.slow),
         pytest.param("lora", "float32", marks=pytest.mark.slow),
         pytest.param("gqa_tied", "float32", marks=pytest.mark.nightly),
+        pytest.param("families/qwen3", "float32", marks=pytest.mark.nightly),
         pytest.param("mistral_window", "bfloat16", marks=pytest.mark.nightly),
         pytest.param("families/mixtral", "float32", marks=pytest.mark.nightly),
         pytest.param("lora", "bfloat16", marks=pytest.mark.nightly),
