@@ -115,7 +115,7 @@ def test_unloaded_under_its_requests_it_answers_them_to_their_end(served, folder
 
 
 def test_loaded_in_place_it_answers_as_the_new_one(served, folder):
-    """As a trainer does that writes its adapter after each step. What cannot be read changes nothing."""
+    """A trainer may write its adapter after each step. What cannot be read changes nothing."""
     paths = [str(tiny_lora.request(folder, seed).lora_path) for seed in (1, 2)]
     for path, status in ((paths[0], 200), ("nowhere", 400), (paths[1], 200)):
         body = {"lora_name": "trained", "lora_path": path, "load_inplace": True}
