@@ -4,12 +4,16 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
-from jaxpaged.checks import INT32_MAX, check, checked_bool, checked_choice, checked_int, is_int
+from jaxpaged.checks import INT32_MAX, check, checked_bool, checked_int
+from jaxpaged.kv_events.options import KVEvents, kv_events
 from jaxpaged.options import (
+    AUTO,
     checks_of,
     choice,
     count,
+    length,
     number,
+    number_format,
     option,
     optional,
     ours_or_path,
@@ -40,21 +44,11 @@ PREFILL_TILE = 32
 DEFAULT_PREFILL_TOKENS = 512
 MOST_BATCHED_TOKENS = 2**20
 MOST_WIDTHS = 4  # each is a pass through all layers to compile
-AUTO: Literal["auto"] = "auto"
-DTYPE_ALIASES = {"half": "float16", "float": "float32"}  # vLLM's
 
 
 def config_of(options: Mapping[str, Any]) -> "EngineConfig":
     """Return the config of those of `LLM`'s options that are the engine's. Raises `InputError`."""
     return EngineConfig(**{n: v for n, v in options.items() if n in EngineConfig.__dataclass_fields__})
-
-
-def _length(name: str, value: Any) -> Any:
-    """Check `max_model_len`."""
-    if value == AUTO if isinstance(value, str) else is_int(value) and value == -1:
-        return AUTO
-    rule = "None or an int >= 2, at most 2**31 - 1, or 'auto' (-1) for what fits"
-    return optional(whole(rule, 2))(name, value)
 
 
 def _quantization(name: str, value: Any) -> Any:
@@ -65,14 +59,6 @@ def _quantization(name: str, value: Any) -> Any:
     return value
 
 
-def _dtype_name(dtype: Any) -> Any:
-    """Return "float32" for "float32", "float", and for NumPy's, JAX's and PyTorch's types of that name."""
-    name = getattr(dtype, "name", None) or getattr(dtype, "__name__", None) or str(dtype)
-    name = str(name).removeprefix("torch.")
-    name = DTYPE_ALIASES.get(name, name)
-    return name if name in get_args(DType) else dtype
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """The engine's fixed sizes: everything compiled depends on them, nothing on the requests."""
@@ -80,7 +66,7 @@ class EngineConfig:
     # Number format of weights, activations and the cache. auto: float32 on a CPU, bfloat16 on a GPU.
     dtype: DType = option(
         "auto",
-        lambda name, value: checked_choice(name, _dtype_name(value), get_args(DType)),
+        number_format(*get_args(DType)),
         flag=text("number format: auto (default), float32, bfloat16 or float16"),
     )
     # Weights that stay quantised in memory: as in the GGUF file, or quantised while loading. None: as in the
@@ -146,7 +132,7 @@ class EngineConfig:
     # -1: the largest part of that limit that fits.
     max_model_len: int | Literal["auto"] | None = option(
         None,
-        _length,
+        length,
         flag={
             "type": lambda text: text if text == AUTO else int(text),
             "help": "most tokens of a prompt with its answer (default: the model's limit), or auto (-1): as "
@@ -222,6 +208,15 @@ class EngineConfig:
         16.0,
         number("a number > 0", 0, 2**20, above=True),
         flag={"type": float, "help": "GiB of files in the directory of disk:DIR (default 16)"},
+    )
+    # Events of the prefix cache for routers, in vLLM's words and messages (extra `events`).
+    kv_events_config: KVEvents | None = option(
+        None,
+        kv_events,
+        flag=text(
+            'events of the prefix cache for routers: {"enable_kv_cache_events": true, "endpoint": '
+            '"tcp://*:5557"} (default: none)'
+        ),
     )
     scheduling_policy: SchedulingPolicy = option(
         "fcfs", choice(*get_args(SchedulingPolicy)), flag=text("fcfs (default) or priority")
@@ -365,6 +360,10 @@ class EngineConfig:
             )
             size = self.kv_offloading_size
             check("kv_offloading_size", size, rule, is_one and self.enable_prefix_caching)
+        is_told = self.enable_prefix_caching and self.num_processes == 1
+        rule = "None with several processes, or without enable_prefix_caching"
+        told = self.kv_events_config
+        check("kv_events_config", told, rule, told is None or is_told)
         drafts = self.speculative_config if self.enable_trace_replay else None
         check("speculative_config", drafts, "None with enable_trace_replay", drafts is None)
         self._check_tokens_and_blocks()

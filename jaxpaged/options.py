@@ -3,12 +3,15 @@
 import argparse
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
-from jaxpaged.checks import FLOAT32_MAX, INT32_MAX, check, checked_choice, checked_int, checked_number
+from jaxpaged.checks import FLOAT32_MAX, INT32_MAX, check, checked_choice, checked_int, checked_number, is_int
 
 # Brings a value into its form, given the option's name; raises `InputError`.
 type Check = Callable[[str, Any], Any]
+
+AUTO: Literal["auto"] = "auto"
+DTYPE_ALIASES = {"half": "float16", "float": "float32"}  # vLLM's
 
 
 def option(
@@ -59,6 +62,26 @@ def number(rule: str, least: float, most: float = FLOAT32_MAX, *, above: bool = 
 def choice(*choices: str) -> Check:
     """Check that a value is one of these texts."""
     return lambda name, value: checked_choice(name, value, choices)
+
+
+def number_format(*choices: str) -> Check:
+    """Check that a value names one of these number formats, or is NumPy's, JAX's or PyTorch's type for it."""
+
+    def check_one(name: str, value: Any) -> str:
+        its = getattr(value, "name", None) or getattr(value, "__name__", None) or str(value)
+        its = str(its).removeprefix("torch.")
+        its = DTYPE_ALIASES.get(its, its)
+        return checked_choice(name, its if its in choices else value, choices)
+
+    return check_one
+
+
+def length(name: str, value: Any) -> Any:
+    """Check a length in tokens: None, an int, or what fits."""
+    if value == AUTO if isinstance(value, str) else is_int(value) and value == -1:
+        return AUTO
+    rule = "None or an int >= 2, at most 2**31 - 1, or 'auto' (-1) for what fits"
+    return optional(whole(rule, 2))(name, value)
 
 
 def optional(check: Check) -> Check:

@@ -1,12 +1,15 @@
 """Router of requests to replicas: the one with most of its prompt cached, then the least loaded.
 
-What a replica has cached is not asked for but remembered: it has what was sent to it last, as much as it has
-room for. Knows neither clocks nor networks; imports nothing heavy.
+What a replica has cached is what it tells (`jaxpaged.kv_events`), and what was sent to it since. If it tells
+nothing, that is remembered: it has what was sent to it last, as much as it has room for. Knows neither clocks
+nor networks; imports nothing heavy.
 """
 
 import hashlib
+import json
 from collections import OrderedDict
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -30,10 +33,28 @@ def keys_of_text(text: str, salt: str = "") -> list[Key]:
     return _keys(text.encode("utf-8", "surrogatepass"), TEXT_BLOCK, salt)
 
 
-def _keys(content: bytes, size: int, salt: str) -> list[Key]:
+def salt_of(cache_salt: str | None, lora_name: str | None) -> str:
+    """Return the salt of keys for a request's salt and its adapter."""
+    return "" if cache_salt is None and lora_name is None else json.dumps([cache_salt, lora_name])
+
+
+def begun(salt: str) -> Any:
+    """Return the hash before a first block. Its `digest()` is no key."""
     hashed = hashlib.blake2b(digest_size=8)
     # The salt's own hash, for all are of one length: no salt and content look like another's.
     hashed.update(hashlib.blake2b(salt.encode("utf-8", "surrogatepass")).digest())
+    return hashed
+
+
+def grown(before: Any, token_ids: Sequence[int] | np.ndarray) -> Any:
+    """Return the hash behind a block of these tokens; its `digest()` is the block's key."""
+    hashed = before.copy()
+    hashed.update(np.asarray(token_ids, np.int64).tobytes())
+    return hashed
+
+
+def _keys(content: bytes, size: int, salt: str) -> list[Key]:
+    hashed = begun(salt)
     keys = []
     for start in range(0, len(content) - size + 1, size):
         hashed.update(content[start : start + size])
@@ -42,7 +63,7 @@ def _keys(content: bytes, size: int, salt: str) -> list[Key]:
 
 
 class Router[Name: Hashable]:
-    """Remembers at most `max_blocks` keys of each replica: those last sent to it.
+    """Knows of each replica the keys that it told, and at most `max_blocks` of those last sent to it.
 
     A replica whose load is more than `max_lead` above the least gets nothing while others have less. Raises
     `InputError` for values out of range.
@@ -52,6 +73,7 @@ class Router[Name: Hashable]:
         self.max_blocks = checked_int("max_blocks", max_blocks, "an int >= 1", 1)
         self.max_lead = checked_number("max_lead", max_lead, "a number >= 0", 0)
         self._cached: dict[Name, OrderedDict[Key, None]] = {}  # the one used longest ago first
+        self._told: dict[Name, set[Key]] = {}
         self._turn: dict[Name, int] = {}  # when each was last sent something
         self._num_sent = 0
 
@@ -74,17 +96,34 @@ class Router[Name: Hashable]:
 
     def num_cached(self, name: Name, keys: Iterable[Key]) -> int:
         """Return how many of the first keys the replica has cached, as far as is known."""
-        cached, num = self._cached.get(name, ()), 0
+        cached, told, num = self._cached.get(name, ()), self._told.get(name, ()), 0
         for key in keys:
-            if key not in cached:
+            if key not in told and key not in cached:
                 break
             num += 1
         return num
 
+    def tell(self, name: Name, stored: Iterable[Key] = (), removed: Iterable[Key] = ()) -> None:
+        """Record what a replica tells of its cache: what it has removed, and then stored.
+
+        What was sent to it counts as cached until it tells that it has stored it.
+        """
+        told, sent = self._told.setdefault(name, set()), self._cached.setdefault(name, OrderedDict())
+        told.difference_update(removed)
+        for key in stored:
+            told.add(key)
+            sent.pop(key, None)
+
+    def forget(self, name: Name) -> None:
+        """Record that a replica has nothing cached any more."""
+        self._told[name], self._cached[name] = set(), OrderedDict()
+
     def note(self, name: Name, keys: Sequence[Key]) -> None:
         """Record that a request with these keys was sent to the replica."""
-        cached = self._cached.setdefault(name, OrderedDict())
+        cached, told = self._cached.setdefault(name, OrderedDict()), self._told.get(name, ())
         for key in reversed(keys):  # so that of a prompt its end is forgotten first
+            if key in told:
+                continue
             cached[key] = None
             cached.move_to_end(key)
         while len(cached) > self.max_blocks:
@@ -94,9 +133,10 @@ class Router[Name: Hashable]:
 
     def keep(self, names: Collection[Name]) -> None:
         """Forget all replicas but these."""
-        for name in [name for name in self if name not in names]:
-            del self._cached[name], self._turn[name]
+        for known in (self._cached, self._told, self._turn):
+            for name in [name for name in known if name not in names]:
+                del known[name]
 
     def __iter__(self) -> Iterator[Name]:
-        """Iterate over the replicas that a request was sent to."""
+        """Iterate over the replicas that a request was sent to, or that told what they have."""
         return iter(self._cached)

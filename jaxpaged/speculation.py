@@ -2,37 +2,39 @@
 
 import dataclasses
 import json
+import os
 from collections.abc import Mapping
 from typing import Any
 
 from jaxpaged.checks import InputError, check, checked_choice, checked_int, checked_number, shown
 
 # Methods of vLLM's, by what they need.
-OTHER_METHODS = (
-    "draft_model", "eagle", "eagle3", "medusa", "mlp_speculator", "mtp", "ngram_gpu",
-)  # fmt: skip
+OTHER_METHODS = "eagle", "eagle3", "medusa", "mlp_speculator", "mtp", "ngram_gpu"
+DRAFT_MODEL = "draft_model"
 # A report has 32 tokens of a row: the drafts of one step, and the token behind them.
 MOST_DRAFTS = 31
 LONGEST_END = 16
 DEEPEST = 64
 MOST_PER_TOKEN = 31
+LONGEST_DEFAULT, SHORTEST_DEFAULT, DEPTH_DEFAULT = 4, 2, 24
 # Options of each method, with what stands for None.
-OPTIONS: dict[str, dict[str, int | float]] = {
-    "ngram": {"prompt_lookup_max": 4, "prompt_lookup_min": 2},
+OPTIONS: dict[str, dict[str, int | float | str | None]] = {
+    "ngram": {"prompt_lookup_max": LONGEST_DEFAULT, "prompt_lookup_min": SHORTEST_DEFAULT},
     "suffix": {
-        "suffix_decoding_max_tree_depth": 24,
+        "suffix_decoding_max_tree_depth": DEPTH_DEFAULT,
         "suffix_decoding_max_cached_requests": 0,
         "suffix_decoding_max_spec_factor": 1.0,
         "suffix_decoding_min_token_prob": 0.1,
     },
+    DRAFT_MODEL: {"model": None, "quantization": None},
 }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Speculation:
-    """Drafts from a request's own tokens, by the longest end of them that occurs before.
+    """Drafts from a request's own tokens, by the longest end of them that occurs before; or by a model.
 
-    Options of the other method are None.
+    Options of other methods are None.
     """
 
     method: str = "ngram"
@@ -44,11 +46,14 @@ class Speculation:
     suffix_decoding_max_cached_requests: int | None = None  # other requests that are looked into: 0
     suffix_decoding_max_spec_factor: float | None = None  # drafts for each token of the end
     suffix_decoding_min_token_prob: float | None = None  # least share of occurrences that have the drafts
+    model: str | None = None  # the model that drafts: what `LLM` takes
+    quantization: str | None = None  # as `EngineConfig.quantization`, for the model that drafts
 
     def __post_init__(self) -> None:
         """Check the values. Raises `InputError`."""
         unknown = self.method in OTHER_METHODS
-        rule = "'ngram' or 'suffix'" + ": other methods of drafting are not supported" * unknown
+        rule = "'ngram', 'suffix' or 'draft_model'"
+        rule += ": other methods of drafting are not supported" * unknown
         check("speculative_config: method", self.method, rule, self.method in [*OPTIONS])
         self._count("num_speculative_tokens", 1, MOST_DRAFTS)
         for method, names in OPTIONS.items():
@@ -58,19 +63,29 @@ class Speculation:
                 check(f"speculative_config: {name}", value, rule, value is None)
         if self.method == "ngram":
             self._check_ngram()
-        else:
+        elif self.method == "suffix":
             self._check_suffix()
+        else:
+            self._check_model()
+
+    def _check_model(self) -> None:
+        is_name = isinstance(self.model, str | os.PathLike)
+        rule = "the name or the directory of the model that drafts"
+        check("speculative_config: model", self.model, rule, is_name)
+        object.__setattr__(self, "model", os.fspath(str(self.model)))
+        value, rule = self.quantization, "None or a string: what quantization takes"
+        check("speculative_config: quantization", value, rule, value is None or isinstance(value, str))
 
     def _check_ngram(self) -> None:
         if self.prompt_lookup_max is None:
             least = self.prompt_lookup_min
-            longest = OPTIONS["ngram"]["prompt_lookup_max"]
+            longest = LONGEST_DEFAULT
             longest = max(longest, least) if isinstance(least, int) else longest
             object.__setattr__(self, "prompt_lookup_max", longest)
         self._count("prompt_lookup_max", 1, LONGEST_END)
         assert self.prompt_lookup_max is not None
         if self.prompt_lookup_min is None:
-            shortest = min(OPTIONS["ngram"]["prompt_lookup_min"], self.prompt_lookup_max)
+            shortest = min(SHORTEST_DEFAULT, self.prompt_lookup_max)
             object.__setattr__(self, "prompt_lookup_min", shortest)
         self._count("prompt_lookup_min", 1, self.prompt_lookup_max, "prompt_lookup_max=")
 
@@ -78,7 +93,7 @@ class Speculation:
         for name, value in OPTIONS["suffix"].items():
             if getattr(self, name) is None:
                 if name == "suffix_decoding_max_tree_depth":
-                    value = max(int(value), 2 * self.num_speculative_tokens)
+                    value = max(DEPTH_DEFAULT, 2 * self.num_speculative_tokens)
                 object.__setattr__(self, name, value)
         self._count("suffix_decoding_max_tree_depth", self.num_speculative_tokens + 1, DEEPEST)
         cached = self.suffix_decoding_max_cached_requests
@@ -115,4 +130,5 @@ def speculation(name: str, value: Any) -> Speculation | None:
     known = [field.name for field in dataclasses.fields(Speculation)]
     for key in value:
         checked_choice(f"{name}: key", key, known)
-    return Speculation(**value)
+    by_model = {"method": DRAFT_MODEL} if value.get("model") is not None else {}
+    return Speculation(**by_model | {**value})

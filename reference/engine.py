@@ -25,8 +25,7 @@ import numpy as np
 from . import model
 from .beam_search import BeamSearch
 from .engine_blocks import Blocks, cdiv, ids, num_common
-from .engine_state import EngineConfig, Group, NextToken, Phase, Request, Row, Step
-from .speculation import Drafting
+from .engine_state import EngineConfig, Group, NextToken, Phase, Request, Row, Step, drafting_of
 from .v1.kv_cache_utils import BlockHash
 
 
@@ -96,7 +95,7 @@ class Engine:
                 replace(request, arrival=request.arrival + i),
                 list(request.prompt),
                 lines=self.blocks.no_blocks,
-                drafting=None if config.lookup is None or request.search else Drafting(config.lookup),
+                drafting=drafting_of(request, config),
             )
             for i, row in enumerate(rows)
         ]

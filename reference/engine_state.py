@@ -2,11 +2,11 @@
 
 import enum
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from .beam_search import BeamSearch, Hypothesis, LogProbs
-from .speculation import Drafting, Lookup, SuffixLookup
+from .speculation import ByModel, Drafting, Lookup, SuffixLookup
 from .v1.kv_cache_utils import BlockHash, KVCacheBlock
 
 NextToken = Callable[[list[int]], int]  # the token after these, prompt and answer so far
@@ -67,7 +67,7 @@ class EngineConfig:
     free_profile: Literal["classic", "split"] = "classic"  # where freed blocks go, in both pools
     reuse_answers: bool = False  # whether a later prompt may hit blocks with an answer's tokens
     preemption_mode: Literal["recompute", "swap"] = "recompute"
-    lookup: Lookup | SuffixLookup | None = None  # how tokens are drafted; None: they are not
+    lookup: Lookup | SuffixLookup | ByModel | None = None  # how tokens are drafted; None: they are not
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,7 @@ class Request:
     salt: requests that differ in it share no blocks.
     leader: the arrival of an earlier request with the same prompt, priority and salt.
     next_token: its own, where its options change the engine's.
+    next_draft: the same of the model that drafts.
     """
 
     arrival: int
@@ -97,6 +98,7 @@ class Request:
     salt: int = 0
     leader: int | None = None
     next_token: NextToken | None = None
+    next_draft: NextToken | None = None
     search: Search | None = None
 
     @property
@@ -119,6 +121,16 @@ class Phase(enum.Enum):
 
 FinishReason = Literal["stop", "length", "abort"]
 Preemption = Literal["recompute", "swap"]
+
+
+def drafting_of(request: Request, config: EngineConfig) -> Drafting | None:
+    """Return the record of a new row's drafts; None where there are none."""
+    lookup = config.lookup
+    if lookup is None or request.search is not None:
+        return None
+    if isinstance(lookup, ByModel) and request.next_draft is not None:
+        lookup = replace(lookup, next_token=request.next_draft)
+    return Drafting(lookup)
 
 
 @dataclass(eq=False)

@@ -6,18 +6,33 @@ type Block = Hashable
 
 
 class Router:
-    """`sent[name]`: prefixes that a replica is taken to have, each a tuple of blocks, oldest use first."""
+    """`sent[name]`: prefixes that a replica is taken to have, each a tuple of blocks, oldest use first;
+    `told[name]`: those that it tells it has.
+    """
 
     def __init__(self, max_blocks: int, max_lead: float) -> None:
         self.max_blocks, self.max_lead = max_blocks, max_lead
         self.sent: dict[str, list[tuple[Block, ...]]] = {}
+        self.told: dict[str, list[tuple[Block, ...]]] = {}
         self.order: list[str] = []  # last sent something longest ago first
 
     def num_cached(self, name: str, blocks: Sequence[Block]) -> int:
-        longest = 0
-        while longest < len(blocks) and tuple(blocks[: longest + 1]) in self.sent.get(name, []):
+        longest, known = 0, self.sent.get(name, []) + self.told.get(name, [])
+        while longest < len(blocks) and tuple(blocks[: longest + 1]) in known:
             longest += 1
         return longest
+
+    def tell(
+        self, name: str, stored: Sequence[tuple[Block, ...]], removed: Sequence[tuple[Block, ...]]
+    ) -> None:
+        """Record the prefixes that a replica has removed, and then stored. Those are no guesses any more."""
+        kept = [prefix for prefix in self.told.get(name, []) if prefix not in removed]
+        self.told[name] = [*kept, *stored]
+        self.sent[name] = [prefix for prefix in self.sent.get(name, []) if prefix not in stored]
+
+    def forget(self, name: str) -> None:
+        """Record that a replica has nothing."""
+        self.sent[name], self.told[name] = [], []
 
     def best(self, blocks: Sequence[Block], loads: Mapping[str, float]) -> str:
         """Choose the replica, of those with these `loads`, that gets a prompt of these blocks."""
@@ -34,6 +49,8 @@ class Router:
         its = self.sent.setdefault(name, [])
         for length in range(len(blocks), 0, -1):
             prefix = tuple(blocks[:length])
+            if prefix in self.told.get(name, []):
+                continue
             if prefix in its:
                 its.remove(prefix)
             its.append(prefix)
@@ -42,4 +59,5 @@ class Router:
 
     def keep(self, names: Collection[str]) -> None:
         self.sent = {name: its for name, its in self.sent.items() if name in names}
+        self.told = {name: its for name, its in self.told.items() if name in names}
         self.order = [name for name in self.order if name in names]

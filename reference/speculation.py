@@ -1,7 +1,9 @@
-"""Drafts of coming tokens from a sequence's own: the oracle of `jaxpaged.step.speculation`."""
+"""Drafts of coming tokens, from a sequence's own or by a second model: the oracle of
+`jaxpaged.step.speculation`.
+"""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 LONGEST_WAIT = 31
@@ -80,11 +82,31 @@ def likely_followers(tokens: Sequence[int], lookup: SuffixLookup) -> list[int]:
     return drafts
 
 
+@dataclass(frozen=True)
+class ByModel:
+    """Drafts by a second model.
+
+    most: drafts at once.
+    next_token: returns what the model would choose behind these tokens.
+    """
+
+    most: int
+    next_token: Callable[[list[int]], int]
+
+
+def chosen_by(next_token: Callable[[list[int]], int], tokens: Sequence[int], num: int) -> list[int]:
+    """Return the next tokens by a model that is shown its own."""
+    line = list(tokens)
+    while len(line) < len(tokens) + num:
+        line.append(next_token(list(line)))
+    return line[len(tokens) :]
+
+
 @dataclass
 class Drafting:
     """Record of how a sequence's drafts have done: it says how many it may make next."""
 
-    lookup: Lookup | SuffixLookup
+    lookup: Lookup | SuffixLookup | ByModel
     most: int = field(init=False)  # drafts that it may make at once
     misses: int = 0  # times in turn that no draft was right
     wait: int = 0  # steps until it drafts again
@@ -97,7 +119,9 @@ class Drafting:
         """Return the drafts behind these tokens, at most `room`."""
         if self.wait:
             return []
-        if isinstance(self.lookup, Lookup):
+        if isinstance(self.lookup, ByModel):
+            found = chosen_by(self.lookup.next_token, tokens, self.lookup.most)
+        elif isinstance(self.lookup, Lookup):
             found = followers(tokens, self.lookup)
         else:
             found = likely_followers(tokens, self.lookup)

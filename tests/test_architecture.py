@@ -11,12 +11,14 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
+KV_EVENTS_OPTIONS = "jaxpaged/kv_events/options.py"
 # What every part of the package may import: small, and without jax.
 GROUND = {
     "jaxpaged/arithmetic.py",
     "jaxpaged/checks.py",
     "jaxpaged/config.py",
     "jaxpaged/inputs.py",
+    KV_EVENTS_OPTIONS,
     "jaxpaged/lora",
     "jaxpaged/options.py",
     "jaxpaged/sampling_params.py",
@@ -34,7 +36,14 @@ SAMPLERS = "jaxpaged/contracts/samplers.py"
 LAYER_KINDS = "jaxpaged/contracts/layer_kinds.py"
 BLOCK_STORES = "jaxpaged/contracts/block_stores.py"
 MEMORY = {"pallas_kernels", "jaxpaged/memory", VERSIONS, *GROUND}
-MODELS = {"jaxpaged/models", "jaxpaged/digest.py", "jaxpaged/disk_cache.py", ATTENTIONS, *MEMORY}
+MODELS = {
+    "jaxpaged/models",
+    "jaxpaged/digest.py",
+    "jaxpaged/disk_cache.py",
+    "jaxpaged/row_sums.py",
+    ATTENTIONS,
+    *MEMORY,
+}
 # The compiled part: from here on no thread and no clock.
 STEP = {
     "jaxpaged/step",
@@ -51,6 +60,7 @@ ENGINE = {
     "jaxpaged/grammar",
     LAYER_KINDS,
     "jaxpaged/code_digest.py",
+    "jaxpaged/kv_events",
     "jaxpaged/routing.py",
     "jaxpaged/text",
     *HANDOVER,
@@ -64,16 +74,20 @@ ALLOWED = {
     "reference": set(),
     "pallas_kernels": set(),
     "jaxpaged/arithmetic.py": set(),
+    "jaxpaged/row_sums.py": set(),
     "jaxpaged/text/limits.py": {"jaxpaged/checks.py"},
     "jaxpaged/checks.py": set(),
     "jaxpaged/status.py": set(),
     "jaxpaged/options.py": {"jaxpaged/checks.py"},
     "jaxpaged/config.py": {
         "jaxpaged/checks.py",
+        KV_EVENTS_OPTIONS,
         "jaxpaged/options.py",
         "jaxpaged/sampling_params.py",
         "jaxpaged/speculation.py",
     },
+    KV_EVENTS_OPTIONS: {"jaxpaged/checks.py"},
+    "jaxpaged/kv_events": {"jaxpaged/routing.py", *GROUND},
     "jaxpaged/speculation.py": {"jaxpaged/checks.py"},
     "jaxpaged/sampling_params.py": {
         "jaxpaged/checks.py",
@@ -92,6 +106,7 @@ ALLOWED = {
     "jaxpaged/sampling.py": {
         "jaxpaged/arithmetic.py",
         "jaxpaged/config.py",
+        "jaxpaged/row_sums.py",
         "jaxpaged/sampling_params.py",
         "jaxpaged/sampling_state.py",
     },
@@ -128,6 +143,7 @@ ALLOWED = {
         *GROUND,
     },
     "jaxpaged/batch": {"jaxpaged/__init__.py", "jaxpaged/batch/prompt_files.py", "jaxpaged/serve", *API},
+    "jaxpaged/integrations": API,
     "jaxpaged/lab/loop.py": MEMORY,
     "jaxpaged/lab": {"jaxpaged/__init__.py", "jaxpaged/lab/loop.py", *API},
     "jaxpaged/bench": {"jaxpaged/__init__.py", "jaxpaged/lab", *API},
@@ -163,7 +179,9 @@ ALLOWED = {
 # Packages beside the standard library; None: any that pyproject.toml names.
 THIRD_PARTY = {"reference": {"numpy"}, "pallas_kernels": {"jax", "jaxtyping", "numpy"}}
 # Parts whose packages an extra of another name brings; others' extras have their own.
-EXTRAS = {"batch": "ray"}
+EXTRAS = {"batch": "ray", "grammar": "structured", "integrations": "tunix", "kv_events": "events"}
+# Packages that are seldom installed, and whose distributions have other names.
+DISTRIBUTIONS = {"tunix": "google-tunix", "zmq": "pyzmq"}
 PACKAGES = ("jaxpaged", "pallas_kernels", "reference")
 OURS = ("jaxpaged", "pallas_kernels", "reference", "benchmarks", "tests")
 
@@ -248,7 +266,8 @@ def test_every_package_that_is_imported_comes_with_the_wheel():
                 lines = [*project["dependencies"], *extras.get(EXTRAS.get(part, part), ())]
                 dependencies = {re.split(r"[<>=\[]", line)[0].replace("_", "-") for line in lines}
                 # What is not installed here goes by its own name.
-                named = dependencies & {name.replace("_", "-") for name in distributions.get(top, (top,))}
+                found = distributions.get(top, (DISTRIBUTIONS.get(top, top),))
+                named = dependencies & {name.replace("_", "-") for name in found}
                 assert named, f"{file.relative_to(ROOT)} imports {top}, which pyproject.toml does not name"
 
 
@@ -289,12 +308,14 @@ def test_layouts_are_known_by_name_to_their_registry_alone():
             assert len(constants & (names - {"token", "fp8_e4m3", "fp8_e5m2"})) <= 1, file
 
 
-def test_ray_is_imported_by_one_file_that_nothing_imports():
+@pytest.mark.parametrize(("top", "module"), [("ray", "batch.ray"), ("tunix", "integrations.tunix")])
+def test_a_package_is_imported_by_one_file_that_nothing_imports(top, module):
+    only = f"jaxpaged.{module}"
     for file in [*files("jaxpaged"), *files("pallas_kernels")]:
-        if file != ROOT / "jaxpaged/batch/ray.py":
+        if module_name(file) != only:
             names = imported_modules(file)
-            assert not {name for name in names if name.split(".")[0] == "ray"}, file
-            assert not {name for name in names if name.startswith("jaxpaged.batch.ray")}, file
+            assert not {name for name in names if name.split(".")[0] == top}, file
+            assert not {name for name in names if f"{name}.".startswith(f"{only}.")}, file
 
 
 def test_the_decoder_knows_no_family():

@@ -122,12 +122,12 @@ def test_bad_sampling_params_are_refused(options, message):
         ),
         ({"speculative_config": "{"}, "speculative_config='{' must be None or a mapping"),
         (
-            {"speculative_config": {"model": "x"}},
-            "speculative_config: key='model' must be one of method, num_s",
+            {"speculative_config": {"models": "x"}},
+            "speculative_config: key='models' must be one of method, num_s",
         ),
         (
             {"speculative_config": {"method": "eagle3"}},
-            "method='eagle3' must be 'ngram' or 'suffix': other methods of draf",
+            "method='eagle3' must be 'ngram', 'suffix' or 'draft_model': other methods of draf",
         ),
         (
             {"speculative_config": {"num_speculative_tokens": 32}},
@@ -158,6 +158,18 @@ def test_bad_sampling_params_are_refused(options, message):
             r"suffix_decoding_min_token_prob=1.5 must be a number in \[0, 1\]",
         ),
         (
+            {"speculative_config": {"method": "draft_model"}},
+            "speculative_config: model=None must be the name or the directory of the model that drafts",
+        ),
+        (
+            {"speculative_config": {"method": "ngram", "model": "x"}},
+            "speculative_config: model='x' must be left out: it is of method 'draft_model'",
+        ),
+        (
+            {"speculative_config": {"model": "x", "quantization": 4}},
+            "speculative_config: quantization=4 must be None or a string",
+        ),
+        (
             {"enable_trace_replay": True, "speculative_config": {"method": "ngram"}},
             r"speculative_config=.* must be None with enable_trace_replay",
         ),
@@ -175,10 +187,13 @@ def test_bad_engine_options_are_refused(options, message):
 def test_drafts_are_asked_for_in_json_or_python():
     asked = EngineConfig(speculative_config='{"num_speculative_tokens": 3}').speculative_config
     assert asked == EngineConfig(speculative_config=dataclasses.asdict(asked)).speculative_config
-    assert dataclasses.astuple(asked) == ("ngram", 3, 4, 2, None, None, None, None)
+    assert dataclasses.astuple(asked) == ("ngram", 3, 4, 2, *[None] * 6)
     by_suffix = EngineConfig(speculative_config={"method": "suffix"}).speculative_config
-    assert dataclasses.astuple(by_suffix) == ("suffix", 7, None, None, 24, 0, 1.0, 0.1)
+    assert dataclasses.astuple(by_suffix) == ("suffix", 7, None, None, 24, 0, 1.0, 0.1, None, None)
     assert by_suffix == EngineConfig(speculative_config=dataclasses.asdict(by_suffix)).speculative_config
+    by_model = EngineConfig(speculative_config={"model": "x", "quantization": "int4"}).speculative_config
+    assert (by_model.method, by_model.model, by_model.quantization) == ("draft_model", "x", "int4")
+    assert by_model == EngineConfig(speculative_config=dataclasses.asdict(by_model)).speculative_config
     assert EngineConfig(speculative_config={"prompt_lookup_min": 6}).speculative_config.prompt_lookup_max == 6
 
 

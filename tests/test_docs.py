@@ -56,7 +56,8 @@ SLOW = {
     "docs/guides/streams.md",
 }
 LANGUAGES = {"python", "sh", "json", "text"}
-NOT_INSTALLED = {"ray", "torch"}  # what may be missing where the tests run
+NOT_INSTALLED = {"ray", "torch", "tunix"}  # what may be missing where the tests run
+NEEDING_THEM = ("jaxpaged.batch.ray", "jaxpaged.integrations.tunix")
 BLOCK = re.compile(
     r"(?:<!-- not run: (?P<why>.+?) -->\n)?^```(?P<language>\w*)\n(?P<source>.*?)^```$", re.M | re.S
 )
@@ -155,7 +156,7 @@ def test_the_names_that_a_python_block_imports_exist(block):
             continue
         for module in modules:
             top = module.split(".")[0]
-            if top in NOT_INSTALLED or (block.why_not and module == "jaxpaged.batch.ray"):
+            if top in NOT_INSTALLED or (block.why_not and module in NEEDING_THEM):
                 continue
             for name in names:
                 assert resolves(f"{module}.{name}"), f"{block}: {module}.{name}"

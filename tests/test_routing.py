@@ -10,9 +10,11 @@ from reference import routing as reference
 BLOCK = 4  # tokens
 
 
-@pytest.mark.parametrize(("max_blocks", "max_lead"), [(24, 2), (6, 0), (1000, 3.5)])
-def test_prompts_go_where_the_oracle_sends_them(max_blocks, max_lead):
-    """Beginnings recur, loads go up and down, replicas come and go."""
+@pytest.mark.parametrize(
+    ("max_blocks", "max_lead", "tells"), [(24, 2, False), (6, 0, True), (1000, 3.5, True)]
+)
+def test_prompts_go_where_the_oracle_sends_them(max_blocks, max_lead, tells):
+    """Beginnings recur, loads go up and down, replicas come and go, and some tell what they have."""
     rng = np.random.default_rng(0)
     router, oracle = Router(max_blocks, max_lead), reference.Router(max_blocks, max_lead)
     names = [f"r{i}" for i in range(4)]
@@ -41,6 +43,16 @@ def test_prompts_go_where_the_oracle_sends_them(max_blocks, max_lead):
         chosen.append(first)
         router.note(first, keys)
         oracle.note(first, blocks)
+        if tells and first in ("r0", "r1"):
+            new = [i for i in range(1, len(keys) + 1) if tuple(blocks[:i]) not in oracle.told.get(first, [])]
+            stored = [keys[i - 1] for i in new], [tuple(blocks[:i]) for i in new]
+            old = [i for i in range(1, len(keys) + 1) if i not in new and rng.random() < 0.3]
+            removed = [keys[i - 1] for i in old], [tuple(blocks[:i]) for i in old]
+            for each, its in ((router, 0), (oracle, 1)):
+                each.tell(first, stored[its], removed[its])
+            if rng.random() < 0.05:
+                router.forget(first)
+                oracle.forget(first)
         assert all(len(router._cached[name]) <= max_blocks for name in router)
     assert hits > 300
     assert {*router} <= {*names}

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from jaxpaged.config import EngineConfig
+from jaxpaged.engine.drafted import Draft
 from jaxpaged.engine.driver import Driver
 from jaxpaged.engine.engine import Engine
 from jaxpaged.engine.handle import collect
@@ -195,13 +196,18 @@ def mixed(*kinds: LayerKind, num_layers: int = len(CONFIG.layers)) -> ModelConfi
 
 
 def driver(
-    load_model: Callable[[LoadAs], Decoder] = load, model_config: ModelConfig = CONFIG, **options: Any
+    load_model: Callable[[LoadAs], Decoder] = load,
+    model_config: ModelConfig = CONFIG,
+    *,
+    draft: Draft | None = None,
+    **options: Any,
 ) -> Driver:
     """Create a float32 driver over the tiny model, or another; options are those of `EngineConfig`.
 
     Drivers of the same sizes share one compiled loop: leave the defaults where a test does not care.
     """
-    return Driver(EngineConfig(**DEFAULTS | options), model_config, load_model, adapter_names=NAMES)
+    config = EngineConfig(**DEFAULTS | options)
+    return Driver(config, model_config, load_model, adapter_names=NAMES, draft=draft)
 
 
 def engine(model_config: ModelConfig = CONFIG, **options: Any) -> Engine:

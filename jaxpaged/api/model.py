@@ -6,6 +6,7 @@ from typing import Any, Self
 
 from jaxpaged.api import tokens
 from jaxpaged.api.arg_utils import EngineArgs
+from jaxpaged.api.draft import draft_of
 from jaxpaged.api.prompts import (
     Prompt,
     split_prompt,
@@ -92,6 +93,7 @@ class LoadedModel(RolloutMethods, PoolingMethods):
         machine.keep_on_disk(c.keep_programs)
         self._described = checkpoint.config, checkpoint.module_names
         self.tokenizer = None if skip_tokenizer_init else checkpoint.tokenizer
+        draft = draft_of(self.config, checkpoint)
         self.engine = Engine(
             self.config,
             checkpoint.config,
@@ -101,6 +103,7 @@ class LoadedModel(RolloutMethods, PoolingMethods):
             shapes=checkpoint.abstract,
             adapter_names=checkpoint.module_names,
             processes=processes,
+            draft=draft,
         )
 
     @classmethod
@@ -127,9 +130,26 @@ class LoadedModel(RolloutMethods, PoolingMethods):
         return Learner(self.config, *self._described)
 
     def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Read an adapter now, not when it is first asked for; `InputError` if it is not for the model."""
-        self._adapters.get(lora_request)
+        """Read an adapter now, not when it is first asked for; `InputError` if it is not for the model.
+
+        With `load_inplace` it is read anew, and takes the place of what its id had.
+        """
+        if getattr(lora_request, "load_inplace", False):
+            self._adapters.renew(lora_request)
+        else:
+            self._adapters.get(lora_request)
         return True
+
+    def update_lora(self, lora_request: LoRARequest, adapter: Any) -> None:
+        """Put a trained adapter in the place of the one with its id; nothing is read, and nothing compiled.
+
+        adapter: by role, a and b of all layers, as `Learner.adapter` gives them. They are copied.
+
+        Requests that come later have it; those under way keep what they have, in an adapter slot of its own.
+        An id that is not there yet is added. Raises `InputError`, and changes nothing, for other roles,
+        shapes or dtypes than the engine's.
+        """
+        self._adapters.renew(lora_request, adapter)
 
     def remove_lora(self, lora_int_id: int) -> bool:
         """Forget an adapter; False if it is not there. Requests under way keep it to their end."""

@@ -32,7 +32,9 @@ def run(args: argparse.Namespace) -> None:
     import jax
     from flax import nnx
 
+    from jaxpaged.api.draft import draft_of
     from jaxpaged.engine import capacity, gpu_flags, machine, start
+    from jaxpaged.engine.drafted import shapes_beside
     from jaxpaged.engine.setup import Setup, resolve_dtype
     from jaxpaged.models import loading
     from jaxpaged.models.quantised import codes as quantised
@@ -58,7 +60,8 @@ def run(args: argparse.Namespace) -> None:
         _print([*lines, ("native", native_products), programs, ("model", f"none: {error}")])
         return
     model = checkpoint.config
-    setup = Setup(config, model)
+    draft = draft_of(config, checkpoint)
+    setup = Setup(config, model, None if draft is None else draft.config)
     attention, dtype = f"{setup.attention}: {setup.attention_reason}", setup.dtype
     how = config.quantization or checkpoint.quant_method
     kernels = quantised.implementations(nnx.state(checkpoint.abstract(setup.load_as()))) if how else {}
@@ -67,7 +70,7 @@ def run(args: argparse.Namespace) -> None:
     if no_native and form.loops:
         products = f"{form.stacked}: loop_over_layers"
     machine.keep_on_disk()  # what a GPU's loop is compiled for here, a start finds there
-    cache = start.cache_size(setup, checkpoint.abstract)
+    cache = start.cache_size(setup, shapes_beside(draft, setup, checkpoint.abstract))
     longest = capacity.longest_that_fits(setup, cache)
     groups = setup.grouping
     room = f"{cache.num_tokens:,} tokens"

@@ -35,7 +35,7 @@ def cache_size(setup: Setup) -> CacheSize:
         bytes_per_block=bytes_per_block(setup),
         state_bytes_per_block=state_bytes(setup)[1],
         block_size=config.block_size,
-        num_layers=setup.grouping.width,
+        num_layers=setup.num_places,
         budget=budget(setup, weight_bytes(setup)) if config.num_blocks is None else None,
     )
 
@@ -102,20 +102,26 @@ def budget(setup: Setup, bytes_to_load: int) -> Budget:
 
 
 def bytes_per_block(setup: Setup) -> int:
-    """Return the bytes of one block: K and V in all places of the widest group."""
-    return sizing.bytes_per_block(
-        block_size=setup.config.block_size,
-        num_layers=setup.grouping.width,
-        num_kv_heads=setup.cache_heads[0],
-        head_dim=setup.cache_heads[1],
-        dtype=setup.dtype,
-        layout=setup.layout,
+    """Return the bytes of one block: K and V of the widest group, and of a model that drafts."""
+    sizes = [(setup.grouping.width, *setup.cache_heads)]
+    sizes += [] if setup.draft is None else [setup.draft.cache_sizes]
+    return sum(
+        sizing.bytes_per_block(
+            block_size=setup.config.block_size,
+            num_layers=num_layers,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            dtype=setup.dtype,
+            layout=setup.layout,
+        )
+        for num_layers, num_kv_heads, head_dim in sizes
     )
 
 
 def weight_bytes(setup: Setup) -> int:
     """Return the bytes of all weights, if all had the engine's dtype."""
-    return num_weights(setup.model_config) * setup.dtype.itemsize
+    its = 0 if setup.draft is None else num_weights(setup.draft)
+    return (num_weights(setup.model_config) + its) * setup.dtype.itemsize
 
 
 @functools.cache  # asked for twice, and it traces what creates the state
@@ -151,6 +157,7 @@ def state_bytes(setup: Setup) -> tuple[int, int]:
 def activation_bytes(setup: Setup) -> int:
     """Return an upper bound of the bytes that one step needs beside weights and cache.
 
+    A model that drafts has as many more, whose sizes are taken for the model's: it is smaller.
     In float32 there are four copies of the widest intermediate of a layer, three of the logits (in a step
     with filters; penalties take a little more), and the partial results of a GPU's kernels for long rows.
     """
@@ -163,4 +170,5 @@ def activation_bytes(setup: Setup) -> int:
         heads = c.num_kv_heads, group_size, c.head_dim
         partials = partial_bytes(config.max_num_seqs, max_len, *heads)
         partials += prompt_partial_bytes(setup.tiles_per_pass, PREFILL_TILE, max_len, *heads)
-    return 4 * (4 * tokens * widest + 3 * config.max_num_seqs * c.vocab_size) + partials
+    num_models = 1 if setup.draft is None else 2
+    return num_models * (4 * (4 * tokens * widest + 3 * config.max_num_seqs * c.vocab_size) + partials)

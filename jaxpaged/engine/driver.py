@@ -17,11 +17,14 @@ from flax import nnx
 
 from jaxpaged.checks import check
 from jaxpaged.config import EngineConfig
-from jaxpaged.engine import capacity, machine, start
+from jaxpaged.engine import capacity, drafted, machine, start
 from jaxpaged.engine.adapters import beside
+from jaxpaged.engine.arena_writer import ArenaWriter
 from jaxpaged.engine.continued import with_replayed
 from jaxpaged.engine.door import Door, filled
+from jaxpaged.engine.drafted import Draft, shapes_beside
 from jaxpaged.engine.driver_calls import CALLS
+from jaxpaged.engine.events import Events
 from jaxpaged.engine.host_rows import HostRow, HostRows
 from jaxpaged.engine.occupancy import Occupancy, occupancy
 from jaxpaged.engine.offloading import Offloading
@@ -64,7 +67,7 @@ class Run:
     began: float  # when it was dispatched, by `time.perf_counter`
 
 
-class Driver(Offloading):
+class Driver(Offloading, ArenaWriter):
     """The owner of model and state. One `turn` dispatches the next run and reads the one before."""
 
     def __init__(
@@ -75,9 +78,11 @@ class Driver(Offloading):
         shapes: Shapes | None = None,
         adapter_names: Names | None = None,
         processes: Processes | None = None,
+        draft: Draft | None = None,
     ) -> None:
         self._processes = processes
-        self.setup = setup = Setup(config, model_config)
+        self.setup = setup = Setup(config, model_config, None if draft is None else draft.config)
+        load_model, shapes = drafted.beside(draft, setup, load_model), shapes_beside(draft, setup, shapes)
         if processes is not None:  # before anything heavy
             processes.agree(setup.description())
         self.send_call: SendCall | None = None  # to other processes; all make the calls of `__init__`
@@ -92,7 +97,7 @@ class Driver(Offloading):
         for implementation, count in quantised.implementations(nnx.state(model)).items():
             logging.info("products with quantised weights: %s for %d of them", implementation, count)
         adapters = beside(model, adapter_names, setup)
-        self._rooms = Rooms(config, self._put_adapter, self._write_automaton)
+        self._rooms = Rooms(config, self._put_adapter, self.write_automaton)
         self.graphdef, self.params = nnx.split(model)
         self.kept_run: Callable[..., tuple[EngineState, Report]] | None = None
         if size is None:
@@ -121,6 +126,9 @@ class Driver(Offloading):
         self._last_read = -np.inf  # when the last report was read, by `time.perf_counter`
         self.compile()
         self.open_tiers()
+        if config.kv_events_config is not None:
+            its = self.step_config.grouping.specs, self._state, self._replicas.follow, self._mesh
+            self.events = Events(config, *its)
         if isinstance(processes, Leader):
             self.send_call = processes.tell
 
@@ -162,16 +170,20 @@ class Driver(Offloading):
         choose.
         """
         self.first_run = []
-        deltas = self.settle() if self.must_keep else []  # before others take the blocks of a prompt
+        # Before others take the blocks of a prompt; and where nobody would run meanwhile.
+        deltas = self.settle() if self.must_keep or self.rows.are_all_followed else []
         self.release_arrivals(is_idle=not (self.queue or self.rows.has_any))
         self._recall_less_urgent()
         self.fill_rows()
+        self.write_masks()
         dispatched = None
         if self.rows.has_any:
             began, stays = time.perf_counter(), self.rows.stays
             dispatched = Run(self._run(max_steps), stays, began)
         deltas += [] if self._unread is None else self._read(self._unread)
         self._unread = dispatched if self.rows.has_any else None
+        if self.events is not None and dispatched is not None and self._unread is None:
+            self.events.read(self._state)  # nobody ran in it
         return deltas
 
     def reset_prefix_cache(self) -> bool:
@@ -190,6 +202,14 @@ class Driver(Offloading):
     def _forget_prefixes(self) -> None:
         self._state = loop.reset_prefix_cache(self._state, mesh=self._mesh)
         self._replicas.forget()
+        if self.events is not None:
+            self.events.forget(self._state)
+
+    def close(self) -> None:
+        """Finish what tiers are to keep, and close what the engine talks by."""
+        self.close_tiers()
+        if self.events is not None:
+            self.events.close()
 
     def snapshot(self) -> Snapshot:
         """Copy the state of this engine to the host, and change nothing. Waits for the run under way.
@@ -256,15 +276,20 @@ class Driver(Offloading):
         if self.door.adapters is not None:
             self._put_adapter(self.door.adapters.nothing, 1)
         if self.config.arena_words:
-            self._write_automaton(np.zeros((WRITTEN_BLOCKS, BLOCK_WORDS), np.uint32), 0, 0)
+            self.write_automaton(np.zeros((WRITTEN_BLOCKS, BLOCK_WORDS), np.uint32), 0, 0)
+            self.send_masks([])
         self._submit([])
         self._abort_arrivals(np.zeros(len(self.rows), np.int32))
         scores = loop.recent_scores(self._state, mesh=self._mesh)
         jax.block_until_ready((self._run(max_steps=0), scores))
 
     def _run(self, max_steps: int | None = None) -> Report:
-        pace = self.pace
-        limits = loop.limits(pace.max_steps, pace.max_passes) if max_steps is None else loop.limits(max_steps)
+        if max_steps is None:
+            pace = self.pace
+            most = pace.max_steps_beside_followed if self.rows.has_followed else pace.max_steps
+            limits = loop.limits(most, pace.max_passes)
+        else:
+            limits = loop.limits(max_steps)
         return self._dispatch(limits, self.queue.wants_a_row, self.rows.wants_scores)
 
     @CALLS.shared
@@ -275,6 +300,8 @@ class Driver(Offloading):
         else:
             config, mesh = self.step_config, self._mesh
             self._state, report = loop.run(self.graphdef, *arrays, config=config, mesh=mesh)
+        if self.events is not None:
+            self.events.look(self._state)
         if wants_scores:
             report = dataclasses.replace(report, new_scores=loop.recent_scores(self._state, mesh=self._mesh))
         if self.config.return_sampling_mask:
@@ -331,6 +358,8 @@ class Driver(Offloading):
         for together in taken:
             first = together[0]
             in_use.add(first.request)
+            if self.events is not None:
+                self.events.note(first.request)
             self.fetch(first.request)
             its_rows = free_rows[self._replicas.choose(first.request, first.token_ids, free_rows)]
             head = its_rows[0]
@@ -346,12 +375,6 @@ class Driver(Offloading):
         place = np.int32(number - 1)
         written = loop.put_adapter(self.graphdef, adapters, weights, arrays, place, mesh=self._mesh)
         self.params = nnx.merge_state(weights, written)
-
-    @CALLS.shared
-    def _write_automaton(self, blocks: np.ndarray, first: int, count: int) -> None:
-        place, mesh = (np.int32(first), np.int32(count)), self._mesh
-        arena = loop.write_automaton(self._state.arena, blocks, *place, mesh=mesh)
-        self._state = dataclasses.replace(self._state, arena=arena)
 
     def _submit(self, batch: Sequence[tuple[int, int, Queued]]) -> None:
         """Put requests, each with its row and the first row of those that come with it, into the state."""
@@ -399,6 +422,8 @@ class Driver(Offloading):
         # The version rises when no run is under way, so it is that of the weights that computed this one.
         deltas, self.first_run = self.rows.read(report, prompts, run.stays, self.weight_version)
         self._note(report, run.began)
+        if self.events is not None:
+            self.events.read(self._state)
         return self.keep(deltas)
 
     def _note(self, report: Report, dispatched: float) -> None:

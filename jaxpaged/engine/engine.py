@@ -16,6 +16,7 @@ from absl import logging
 from jaxpaged.checks import check
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine.door import RequestOptions
+from jaxpaged.engine.drafted import Draft
 from jaxpaged.engine.driver import Driver
 from jaxpaged.engine.grammars import grammars_of
 from jaxpaged.engine.handle import EngineDeadError, Handle, Sink, or_raise
@@ -45,8 +46,9 @@ class Engine(Rest):
     record_trace: as in `LLM`.
     shapes: returns the model with shapes for arrays, where weights are quantised.
     adapter_names: names of the model's weights in Hugging Face's model: for adapters, and for new weights.
-    processes: the processes that `parallel.processes.join` has met, for `num_processes`. In all but process 0
-        the constructor raises `SystemExit` when process 0 ends.
+    processes: those that `parallel.processes.join` has met, for `num_processes`. In all but process 0 the
+        constructor raises `SystemExit` when process 0 ends.
+    draft: the model that drafts, for `speculative_config`.
     """
 
     def __init__(
@@ -59,10 +61,11 @@ class Engine(Rest):
         shapes: Shapes | None = None,
         adapter_names: Names | None = None,
         processes: Processes | None = None,
+        draft: Draft | None = None,
     ) -> None:
         # Before anything heavy: the file may be one that cannot be written.
         self.recorder = None if record_trace is None else Recorder(record_trace, config.block_size)
-        self._driver = Driver(config, model_config, load_model, shapes, adapter_names, processes)
+        self._driver = Driver(config, model_config, load_model, shapes, adapter_names, processes, draft)
         if isinstance(processes, Follower):
             processes.follow(self._driver.follow)
         self.config, self.cache_size = config, self._driver.cache_size
@@ -152,8 +155,7 @@ class Engine(Rest):
         return self._worker.ask(lambda driver: driver.export_blocks(prompt, cache_salt))
 
     def adopt_blocks(self, blocks: Blocks) -> int:
-        """Cache blocks that another engine has computed, as if a request here had computed them and had
-        finished.
+        """Cache blocks of another engine, as if a request here had computed them and had finished.
 
         They go to free blocks; those in use stay as they are. Returns how many of the blocks can be found
         then, with those that were there before: all, or 0 if they do not fit. Raises `InputError`, and
@@ -193,14 +195,12 @@ class Engine(Rest):
     def refuse_here(self, what: str) -> None:
         """Raise `RuntimeError` in the engine's own thread, which a sink runs in: it would wait for itself."""
         if self._worker.is_here:
-            raise RuntimeError(
-                f"a sink must not {what}: it runs in the engine's thread, which gives the answer"
-            )
+            raise RuntimeError(f"a sink must not {what}: it runs in the engine's thread, which answers")
 
     def close(self) -> None:
         """Stop, and end what is in flight with `EngineDeadError`. May be called again."""
         self._close()
-        self._driver.close_tiers()
+        self._driver.close()
         if self.door.grammars is not None:
             self.door.grammars.close()
 

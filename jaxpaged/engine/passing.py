@@ -9,10 +9,12 @@ from jax.sharding import Mesh
 
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine.door import Door
+from jaxpaged.engine.events import Events
 from jaxpaged.engine.residence import MEMORY, Residence
 from jaxpaged.engine.stats import Stats
 from jaxpaged.handover import exchange
 from jaxpaged.handover.blocks import BlockFormat, Blocks
+from jaxpaged.kv_events.tree import Label
 
 
 class Passing(Residence):
@@ -23,6 +25,7 @@ class Passing(Residence):
     step_config: Any
     stats: Stats
     _mesh: Mesh | None
+    events: Events | None = None  # of the prefix cache; None: nobody is told
 
     @functools.cached_property
     def block_format(self) -> BlockFormat:
@@ -64,4 +67,7 @@ class Passing(Residence):
             return 0
         for state in exchange.fill(self._state, reservation, chunks, self._mesh):
             self._state = state
+        if self.events is not None:
+            self.events.name_salt(its[2], Label(blocks.cache_salt))
+            self.events.tell(self._state)
         return blocks.num_blocks

@@ -13,7 +13,9 @@ import numpy as np
 
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine.request import Request
-from jaxpaged.routing import Router, keys_of_tokens
+from jaxpaged.kv_events.follower import tell
+from jaxpaged.kv_events.messages import Event
+from jaxpaged.routing import Router, keys_of_tokens, salt_of
 from jaxpaged.step.report import Merge, Report
 from jaxpaged.step.step import PromptScores
 
@@ -38,6 +40,11 @@ class Replicas:
         lead = self._config.max_num_seqs / 2
         self._router: Router[int] = Router(max(self._num_blocks - 1, 1), max_lead=lead)
 
+    def follow(self, replica: int, events: Sequence[Event]) -> None:
+        """Take over what a replica tells of its prefix cache: from then on that decides."""
+        if self.size > 1:
+            tell(self._router, replica, events)
+
     def split(self, rows: np.ndarray) -> list[list[int]]:
         """Return the rows of each replica."""
         return [rows[rows // self.num_rows == replica].tolist() for replica in range(self.size)]
@@ -60,7 +67,9 @@ class Replicas:
             return its_replica
         keys = []
         if self._config.enable_prefix_caching:
-            keys = keys_of_tokens(token_ids, self._config.block_size, str(request.salt))
+            adapter = None if request.adapter is None else request.adapter.request.lora_name
+            salt = salt_of(request.cache_salt, adapter)
+            keys = keys_of_tokens(token_ids, self._config.block_size, salt)
         chosen = self._router.rank(keys, loads)[0]
         self._router.note(chosen, keys)
         if request.leader_id == 0:
@@ -79,7 +88,7 @@ class Replicas:
         return np.where((own >= 0) & (own < self.num_rows), own, self.num_rows).astype(np.int32)
 
     def with_rows(self, tokens: np.ndarray) -> np.ndarray:
-        """Return tokens [3, n], whose first line are rows, with each replica's own row numbers."""
+        """Return [lines, n], whose first line are rows, with each replica's own row numbers."""
         if self.size == 1:
             return tokens
         rows = self.local(tokens[0])

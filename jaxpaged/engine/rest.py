@@ -9,7 +9,7 @@ from jaxpaged.checks import InputError, check, checked_bool, checked_choice, che
 from jaxpaged.engine.driver import Driver
 from jaxpaged.engine.request import Delta
 from jaxpaged.engine.residence import MEMORY, WEIGHTS
-from jaxpaged.engine.updates import without_adapters
+from jaxpaged.engine.updates import own_weights
 from jaxpaged.models.changes import named
 from jaxpaged.models.names import num_weights
 
@@ -120,7 +120,7 @@ class Rest:
 
 def _weights(driver: Driver) -> nnx.State:
     driver.require(WEIGHTS)
-    return without_adapters(driver.params)
+    return own_weights(driver.params)
 
 
 def _check_runs(driver: Driver) -> None:

@@ -25,8 +25,8 @@ from jaxpaged.models.layer_form import form_of
 from jaxpaged.models.load_as import LoadAs
 from jaxpaged.models.shards import Shard, Shards
 from jaxpaged.parallel.mesh import mesh_of
-from jaxpaged.speculation import Speculation
-from jaxpaged.step.config import AnyLookup, Lookup, StepConfig, SuffixLookup
+from jaxpaged.speculation import DRAFT_MODEL, Speculation
+from jaxpaged.step.config import AnyLookup, ByModel, Lookup, StepConfig, SuffixLookup
 from pallas_kernels import layouts, native, support
 from pallas_kernels.layouts import Layout
 from pallas_kernels.ops import TiledImplementation, choice
@@ -42,6 +42,8 @@ def lookup_of(drafts: Speculation) -> AnyLookup:
         assert drafts.prompt_lookup_max is not None
         assert drafts.prompt_lookup_min is not None
         return Lookup(most, drafts.prompt_lookup_max, drafts.prompt_lookup_min)
+    if drafts.method == DRAFT_MODEL:
+        return ByModel(most)
     assert drafts.suffix_decoding_max_tree_depth is not None
     assert drafts.suffix_decoding_max_spec_factor is not None
     assert drafts.suffix_decoding_min_token_prob is not None
@@ -70,6 +72,7 @@ class Setup:
 
     config: EngineConfig
     whole: ModelConfig  # the model; `model_config` describes what one device computes
+    draft: ModelConfig | None = None  # the model that drafts
 
     def __post_init__(self) -> None:
         """Give the model's layers their kinds from outside. Raises `InputError`."""
@@ -87,6 +90,7 @@ class Setup:
         """Raise `InputError` if the layout, the loop over layers, or the shards do not go with the model, or
         a part from outside cannot be used. What JAX has traced of other code of such parts is dropped.
         """
+        self._check_draft()
         _ = self.mesh
         if rule := self.layout.why_not_heads(self.whole.num_kv_heads):
             raise InputError(f"kv_layout={self.layout}: {rule}")
@@ -120,6 +124,12 @@ class Setup:
         """Return the form in which a device's weights are loaded; `number` is that of its shard."""
         shard = self.shards[number] if self.shards else None
         return LoadAs(self.dtype, self.config.quantization, shard, self.config.loop_over_layers, self.kinds)
+
+    @property
+    def draft_load_as(self) -> LoadAs:
+        """Form in which the weights of the model that drafts are loaded."""
+        drafts = self.config.speculative_config
+        return LoadAs(self.dtype, drafts.quantization, loop_over_layers=self.config.loop_over_layers)
 
     @functools.cached_property
     def model_config(self) -> ModelConfig:
@@ -207,6 +217,12 @@ class Setup:
         if self.config.disable_hybrid_kv_cache_manager:
             return one_group(together(specs), len(specs), weights)
         return grouping_of(specs, weights)
+
+    @property
+    def num_places(self) -> int:
+        """Layers in a block of the model that has most of them there."""
+        its = 0 if self.draft is None else self.draft.num_kv_layers
+        return max(self.grouping.width, its)
 
     @functools.cached_property
     def cache_heads(self) -> tuple[int, int]:
@@ -311,7 +327,12 @@ class Setup:
 
     def _why_not(self, implementation: TiledImplementation) -> str | None:
         """Return why an implementation of attention does not serve this setup; None if it does."""
-        c = self.model_config
+        why = self._why_not_model(implementation, self.model_config)
+        if why is None and self.draft is not None:
+            return self._why_not_model(implementation, self.draft)
+        return why
+
+    def _why_not_model(self, implementation: TiledImplementation, c: ModelConfig) -> str | None:
         window = max((kind.most_seen for kind in c.layers if kind.most_seen is not None), default=None)
         own = next((kind for kind in self.kinds if kind is not None), None)
         if own is not None and implementation != "xla":
@@ -347,3 +368,32 @@ class Setup:
             "loop over layers needs Hopper's kernels for both, and 16 bits"
         )
         check("loop_over_layers", True, rule, serves)
+
+    def _check_draft(self) -> None:
+        """Raise `InputError` if there is to be a model that drafts, and it cannot draft for this one."""
+        drafts, draft = self.config.speculative_config, self.draft
+        if drafts is None or drafts.method != DRAFT_MODEL:
+            return
+        name, rule = "speculative_config: method", "'ngram' or 'suffix' here: a model that drafts "
+        check(name, drafts.method, f"{rule}must be given with its config", draft is not None)
+        config = self.config
+        is_one = config.tensor_parallel_size == config.data_parallel_size == config.num_processes == 1
+        check(name, drafts.method, f"{rule}has one device", is_one)
+        is_ours = not isinstance(self.attention, Attention)
+        check(name, drafts.method, f"{rule}has no attention from outside", is_ours)
+        assert draft is not None
+        what = f"speculative_config: model={drafts.model!r}"
+        vocab_size, longest = self.whole.vocab_size, self.max_model_len
+        rule = f"{vocab_size}, the model's own"
+        check(f"{what}: vocab_size", draft.vocab_size, rule, draft.vocab_size == vocab_size)
+        rule = f"at least max_model_len={longest}"
+        check(f"{what}: max_model_len", draft.max_model_len, rule, draft.max_model_len >= longest)
+        first, reads = self.grouping.specs[0], together(draft.cache_specs)
+        rule = f"what a layer of the model keeps, {first!r}, or less"
+        check(f"{what}: attention", reads, rule, first in (FULL, reads))
+        try:
+            layouts.check(self.layout, self.config.block_size, draft.head_dim, self.dtype)
+        except ValueError as error:
+            raise InputError(f"{what}: {error}") from error
+        if why := self.layout.why_not_heads(draft.num_kv_heads):
+            raise InputError(f"{what}: kv_layout={self.layout}: {why}")

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jaxpaged.engine import capacity, gpu_flags, machine, programs
 from jaxpaged.engine.programs import Program
 from jaxpaged.engine.setup import Setup
-from jaxpaged.memory import sizing
+from jaxpaged.memory import kv_cache, sizing
 from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.memory.sizing import Budget, CacheSize
 from jaxpaged.models.decoder import Decoder, abstract
@@ -112,7 +112,7 @@ def fitted(setup: Setup, model: Decoder) -> tuple[CacheSize, Run]:
         logging.info("beside the loop compiled for %d blocks: %s", num_blocks, left)
         return left.left // per_block
 
-    most = min(sizing.MOST_BLOCKS, sizing.most_blocks(setup.grouping.width, config.block_size))
+    most = min(sizing.MOST_BLOCKS, sizing.most_blocks(setup.num_places, config.block_size))
     reckoned = capacity.budget(setup, bytes_to_load).left
     guess = max(reckoned // (per_block + capacity.state_bytes(setup)[1]), 2)
     num_blocks = sizing.fitted(guess, most, fit_beside)
@@ -206,6 +206,7 @@ class Source:
             made_from=(
                 *(what, model_config, dtype, native.why_not(dtype), self.step_config),
                 self.setup.code_digest,
+                self.setup.draft and dataclasses.replace(self.setup.draft, eos_token_ids=()),
                 *(config.tensor_parallel_size, config.tensor_parallel_sums),
                 *(config.data_parallel_size, form_of(dtype, config.loop_over_layers)),
             ),
@@ -279,12 +280,14 @@ def _created(
     mesh: Mesh | None = None,
 ) -> EngineState:
     config = setup.config
+
+    def cache() -> KVCache:
+        made = num_blocks, config.block_size, setup.layout
+        own = model.create_cache(*made, setup.grouping.width, setup.cache_heads)
+        return own if model.draft is None else kv_cache.joined(own, model.draft.create_cache(*made))
+
     return loop.create(
-        jax.eval_shape(
-            lambda: model.create_cache(
-                num_blocks, config.block_size, setup.layout, setup.grouping.width, setup.cache_heads
-            )
-        ),
+        jax.eval_shape(cache),
         num_rows=config.num_rows,
         max_model_len=setup.max_model_len,
         vocab_size=setup.model_config.vocab_size,

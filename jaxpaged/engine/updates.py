@@ -20,6 +20,7 @@ from jaxpaged.models.quantised.codes import QuantisedWeight
 from jaxpaged.models.quantised.on_load import on_load
 from jaxpaged.parallel.mesh import joined_by_shard, shards_here
 
+DRAFT = "draft"  # name of a decoder's model that drafts
 HOW = "load the model unquantised, or with quantization='int8', 'int4' or 'fp8', to update it"
 
 
@@ -30,14 +31,22 @@ def without_adapters(params: nnx.State) -> nnx.State:
 
 
 def with_weights(params: nnx.State, weights: nnx.State) -> nnx.State:
-    """Return parameters with these weights beside their adapters."""
-    adapters, _ = nnx.split_state(params, AdapterParam, ...)
-    return nnx.merge_state(adapters, weights)
+    """Return parameters with these weights beside their adapters and a model that drafts."""
+    adapters, draft, _ = nnx.split_state(params, AdapterParam, nnx.PathContains(DRAFT), ...)
+    return nnx.merge_state(adapters, draft, weights)
+
+
+def own_weights(params: nnx.State) -> nnx.State:
+    """Return the model's weights without those of a model that drafts for it."""
+    _, _, weights = nnx.split_state(params, AdapterParam, nnx.PathContains(DRAFT), ...)
+    return weights
 
 
 def check_updatable(setup: Setup, params: nnx.State) -> None:
     """Raise `InputError` for a model whose weights are quantised as its file has them."""
-    kept = any(isinstance(its.get_value(), QuantisedWeight) for _, its in nnx.to_flat_state(params))
+    kept = any(
+        isinstance(its.get_value(), QuantisedWeight) for _, its in nnx.to_flat_state(own_weights(params))
+    )
     if kept and on_load(setup.config.quantization) is None:
         raise InputError(f"weights that are quantised in the model's file must stay as they are: {HOW}")
 
@@ -114,7 +123,7 @@ def adopted(params: nnx.State, weights: nnx.State) -> nnx.State:
     JAX's arrays that have the same sharding are shared, not copied. Raises `InputError` for another tree,
     and for other shapes or dtypes.
     """
-    own, given = without_adapters(params), without_adapters(weights)
+    own, given = own_weights(params), own_weights(weights)
     tree: Any = jax.tree.structure(own)
     if jax.tree.structure(given) != tree:
         raise InputError("weights must have the tree of LLM.weights, or names of the model's weights")

@@ -1,16 +1,17 @@
-"""Compiled programs that read blocks out of an engine's cache and write them into another's.
+"""Compiled programs that read blocks out of an engine's cache and write them into another's, or tell of them.
 
-An engine that hands over no block compiles none of them.
+An engine that does neither compiles none of them.
 """
 
 from jaxtyping import Array, Bool, Int, Num
 
 from jaxpaged import digest as digests
-from jaxpaged.memory import block_pool, transfer
+from jaxpaged.memory import block_pool, content_changes, transfer
 from jaxpaged.memory.block_pool import BlockPool
 from jaxpaged.memory.cache_specs import FULL, CacheSpec
+from jaxpaged.memory.content_table import PrefixCache
 from jaxpaged.memory.kv_cache import KVCache
-from jaxpaged.parallel.mesh import BY_SHARD
+from jaxpaged.parallel.mesh import BY_SHARD, ON_EACH
 from jaxpaged.step.program import PerReplica, PerShard, Static, program
 
 
@@ -51,7 +52,7 @@ def adopt_blocks(
 @program(results=lambda specs: BY_SHARD)
 def read_blocks(
     kv_cache: PerReplica[KVCache], block_ids: Int[Array, " n"]
-) -> PerReplica[dict[str, Num[Array, "n num_layers ..."]]]:
+) -> PerReplica[dict[str, Num[Array, "n ..."]]]:
     """Read blocks out of the cache."""
     return transfer.read(kv_cache, block_ids)
 
@@ -60,10 +61,24 @@ def read_blocks(
 def write_blocks(
     kv_cache: PerReplica[KVCache],
     block_ids: Int[Array, " n"],
-    arrays: PerShard[dict[str, Num[Array, "n num_layers ..."]]],
+    arrays: PerShard[dict[str, Num[Array, "n ..."]]],
 ) -> PerReplica[KVCache]:
     """Write what `read_blocks` returned into other blocks; NULL_BLOCK drops one. The cache is donated."""
     return transfer.write(kv_cache, block_ids, arrays)
 
 
 digest = program()(digests.digest)
+
+
+@program(results=lambda specs: ON_EACH)
+def nothing_told(cache: PerReplica[PrefixCache]) -> PerReplica[content_changes.Told]:
+    """Return what was told of a cache before the first report."""
+    return content_changes.nothing(cache)
+
+
+@program(donate="told", results=lambda specs: ON_EACH)
+def tell_changes(
+    cache: PerReplica[PrefixCache], told: PerReplica[content_changes.Told], most: Static[int]
+) -> PerReplica[tuple[content_changes.Told, content_changes.Changes]]:
+    """Tell at most so many changes of what a prefix cache holds. What was told before is donated."""
+    return content_changes.changes(cache, told, most)

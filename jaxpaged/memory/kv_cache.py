@@ -14,6 +14,8 @@ from jaxpaged.memory.block_pool import NULL_BLOCK
 from pallas_kernels.layouts import TOKEN_MAJOR, BlockSlice, Layout, Pool, Sizes
 from pallas_kernels.ops import caches
 
+DRAFT = "draft "  # before the names of the arrays of a model that drafts; see `joined`
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -73,6 +75,39 @@ class KVCache:
         return replace(
             self, blocks=blocks, num_layers=num_layers, num_kv_heads=num_kv_heads, head_dim=head_dim
         )
+
+
+def joined(cache: KVCache, draft: KVCache) -> KVCache:
+    """Return the cache with the arrays of a second model beside its own, in the same blocks.
+
+    What moves blocks moves both models'. To a layer it is no pool before it is `parted`. Both caches have as
+    many blocks, of one size and layout.
+    """
+    return replace(
+        cache,
+        blocks=cache.blocks | {f"{DRAFT}{name}": x for name, x in draft.blocks.items()},
+        shared=cache.shared | {f"{DRAFT}{name}": x for name, x in draft.shared.items()},
+    )
+
+
+def parted(cache: KVCache, num_layers: int, num_kv_heads: int, head_dim: int) -> tuple[KVCache, KVCache]:
+    """Split what `joined` made into the model's cache and the second one's, which has these sizes."""
+
+    def own[T](arrays: dict[str, T]) -> dict[str, T]:
+        return {name: x for name, x in arrays.items() if not name.startswith(DRAFT)}
+
+    def its[T](arrays: dict[str, T]) -> dict[str, T]:
+        return {name.removeprefix(DRAFT): x for name, x in arrays.items() if name.startswith(DRAFT)}
+
+    draft = replace(
+        cache,
+        blocks=its(cache.blocks),
+        shared=its(cache.shared),
+        num_layers=num_layers,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+    )
+    return replace(cache, blocks=own(cache.blocks), shared=own(cache.shared)), draft
 
 
 def is_divisible(

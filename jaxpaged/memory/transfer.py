@@ -152,7 +152,7 @@ def _publish(
     return pool
 
 
-def read(kv_cache: KVCache, block_ids: Int[Array, " n"]) -> dict[str, Num[Array, "n num_layers ..."]]:
+def read(kv_cache: KVCache, block_ids: Int[Array, " n"]) -> dict[str, Num[Array, "n ..."]]:
     """Return K and V of these blocks, block by block, by the names of the layout's arrays.
 
     In a layout of one array, `all_layers`, a block is one contiguous range. What belongs to no block
@@ -165,9 +165,7 @@ def read(kv_cache: KVCache, block_ids: Int[Array, " n"]) -> dict[str, Num[Array,
     }
 
 
-def write(
-    kv_cache: KVCache, block_ids: Int[Array, " n"], arrays: dict[str, Num[Array, "n num_layers ..."]]
-) -> KVCache:
+def write(kv_cache: KVCache, block_ids: Int[Array, " n"], arrays: dict[str, Num[Array, "n ..."]]) -> KVCache:
     """Put what `read` gave into these blocks, each named once; where it is NULL_BLOCK, nothing."""
     axis = kv_cache.axis
     target = jnp.where(block_ids == NULL_BLOCK, kv_cache.num_blocks, block_ids)
@@ -186,8 +184,8 @@ def _cache_of(pool: BlockPool) -> PrefixCache:
 
 
 def placed(
-    arrays: Mapping[str, Num[Array | np.ndarray, "n num_layers ..."]], kv_cache: KVCache
-) -> dict[str, Num[Array, "n num_layers ..."]]:
+    arrays: Mapping[str, Num[Array | np.ndarray, "n ..."]], kv_cache: KVCache
+) -> dict[str, Num[Array, "n ..."]]:
     """Put what `read` gave onto the devices of another cache: over a mesh, sharded as its blocks are.
 
     Not bound to a device where neither they nor the cache are: else the cache that they are written to would

@@ -319,6 +319,11 @@ class ModelConfig:
         return sum(kind.shares_kv is None for kind in self.layers)
 
     @property
+    def cache_sizes(self) -> tuple[int, int, int]:
+        """Layers of a cache of the model's own, KV heads and their width."""
+        return self.num_kv_layers, self.num_kv_heads, self.head_dim
+
+    @property
     def widest_mlp(self) -> int:
         """Return the largest width of a feed-forward part."""
         e = self.experts

@@ -8,6 +8,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jaxpaged import row_sums
 from jaxpaged.memory import kv_cache
 from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.models import layers
@@ -43,6 +44,7 @@ class Decoder(nnx.Module):
         self.layer_inputs = LayerInputs(weights) if c.layer_inputs is not None else None
         self.layers = DecoderLayers(weights)
         self.norm = last_norm(weights, "norm")
+        self.draft: Decoder | None = None  # a model that drafts for this one, with K and V of its own
         self.lm_head = self._lm_head(weights)
 
     def _lm_head(self, weights: Weights) -> layers.Linear | None:
@@ -65,6 +67,11 @@ class Decoder(nnx.Module):
     @property
     def hidden_size(self) -> int:
         return self.config.hidden_size
+
+    @property
+    def cache_sizes(self) -> tuple[int, int, int]:
+        """Layers of a cache of the model's own, KV heads and their width."""
+        return self.config.cache_sizes
 
     def create_cache(
         self,
@@ -380,7 +387,7 @@ class Attention(nnx.Module):
         self, x: Float[Array, "num_tokens heads head_dim"], layer: layers.Layer
     ) -> Float[Array, "num_tokens heads head_dim"]:
         """Return each head normed without weights."""
-        mean_square = self._mean(layer)(jnp.mean(x * x, axis=-1, keepdims=True))
+        mean_square = self._mean(layer)(row_sums.mean(x * x))
         return x * lax.rsqrt(mean_square + self.config.norm_eps)
 
     def _mean(self, layer: layers.Layer) -> Callable[[Array], Array]:

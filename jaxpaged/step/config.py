@@ -38,7 +38,14 @@ class SuffixLookup:
         return self.depth - self.most
 
 
-type AnyLookup = Lookup | SuffixLookup
+@dataclass(frozen=True)
+class ByModel:
+    """Drafts by a second model: what it would choose."""
+
+    most: int  # drafts of a row in one step
+
+
+type AnyLookup = Lookup | SuffixLookup | ByModel
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Int
 
 from jaxpaged.arithmetic import cdiv
-from jaxpaged.step.config import AnyLookup, Lookup, SuffixLookup
+from jaxpaged.step.config import Lookup, SuffixLookup
 
 # Positions that one turn of the search looks at: the time follows the length of what is there.
 POSITIONS_AT_ONCE = 256
@@ -16,7 +16,9 @@ type Found = tuple[Int[Array, " rows"], Int[Array, "rows most"]]
 
 
 def look_up(
-    token_ids: Int[Array, "rows max_model_len"], num_tokens: Int[Array, " rows"], lookup: AnyLookup
+    token_ids: Int[Array, "rows max_model_len"],
+    num_tokens: Int[Array, " rows"],
+    lookup: Lookup | SuffixLookup,
 ) -> Found:
     """Return how many drafts each row may make, at most `lookup.most`, and the drafts."""
     if isinstance(lookup, Lookup):

@@ -31,3 +31,19 @@ class Model(Protocol):
     ) -> tuple[Float[Array, "num_tokens hidden"], KVCache]: ...
 
     def logits(self, hidden: Hidden, /) -> Float[Array, "max_num_seqs vocab"]: ...
+
+
+@runtime_checkable
+class Drafter(Model, Protocol):
+    """Protocol of a model that drafts for another, whose cache has its K and V beside the other's."""
+
+    @property
+    def cache_sizes(self) -> tuple[int, int, int]: ...  # layers, KV heads and their width
+
+
+@runtime_checkable
+class DraftedModel(Model, Protocol):
+    """Protocol of a model with another one that drafts for it."""
+
+    @property
+    def draft(self) -> Drafter: ...

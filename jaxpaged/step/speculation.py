@@ -7,7 +7,7 @@ position). So the answer is the one without drafts, to the last bit. What lies b
 back.
 
 Drafts are looked up in the row's own tokens: what followed where its last tokens occurred before (see
-`step.followers`).
+`step.followers`). Or a second model makes them, when the tables have slots for them (see `step.drafting`).
 """
 
 from dataclasses import dataclass, replace
@@ -20,8 +20,8 @@ from jaxtyping import Array, Bool, Int, UInt32
 from jaxpaged.memory import block_table, copy_on_write
 from jaxpaged.memory.entries import dealt, number_through
 from jaxpaged.sampling import is_among
-from jaxpaged.step.automata import GrammarRows, moved
-from jaxpaged.step.config import AnyLookup
+from jaxpaged.step.automata import GrammarRows, by_host, moved
+from jaxpaged.step.config import AnyLookup, ByModel
 from jaxpaged.step.followers import look_up
 from jaxpaged.step.plan import DecodeSlots, Plan
 from jaxpaged.step.state import Counter, DraftRows, EngineState, Rows
@@ -45,7 +45,7 @@ def draft(
     """Draft tokens for rows that decode, as many as there are empty slots and free blocks.
 
     Returns the state with the drafts behind the rows' tokens, the plan with a token more for each, the slots
-    that are taken now, and the drafts.
+    that are taken now, and the drafts. Where a second model makes the drafts, there are zeros for them.
     """
     rows = state.rows
     # A row that was preempted computes the tokens it has first.
@@ -55,9 +55,14 @@ def draft(
     drafting = rows.drafting
     assert drafting is not None
     may &= drafting.wait == 0
+    if state.arena is not None and rows.grammars is not None:
+        may &= ~by_host(rows.grammars, state.arena)  # which has one mask, for the next token
 
     def look() -> tuple[Int[Array, " rows"], Int[Array, "rows most"]]:
-        found, follow = look_up(rows.token_ids, rows.num_tokens, lookup)
+        if isinstance(lookup, ByModel):
+            found, follow = jnp.full_like(nothing[:, 0], lookup.most), nothing
+        else:
+            found, follow = look_up(rows.token_ids, rows.num_tokens, lookup)
         room = jnp.minimum(drafting.most, rows.max_num_tokens - rows.num_tokens - 1)
         return jnp.where(may, jnp.minimum(found, room), 0), follow
 

@@ -18,12 +18,13 @@ from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.models.attention import PassBatch
 from jaxpaged.sampling import Scores, no_scores, score
 from jaxpaged.status import Status
-from jaxpaged.step import admission, beams, scheduler, speculation
+from jaxpaged.step import admission, beams, drafting, scheduler, speculation
 from jaxpaged.step.answer import answer
-from jaxpaged.step.config import StepConfig
+from jaxpaged.step.config import ByModel, StepConfig
 from jaxpaged.step.model import Hidden, Model
 from jaxpaged.step.plan import DecodeSlots, Plan, Tiles, decode_tiles, prompt_tiles, slots_of
 from jaxpaged.step.scheduler import Decision
+from jaxpaged.step.speculation import Drafts
 from jaxpaged.step.state import Counter, EngineState, Phase, Rows
 
 
@@ -70,8 +71,10 @@ def advance(
     ran = plan.num_new_tokens > 0
     max_blocks = config.max_blocks_touched(state.tables.block_size)
     state = append(state, plan, max_blocks)
+    if drafts is not None and isinstance(config.lookup, ByModel):
+        state = drafting.write_drafts(model, state, slots, drafts, config)
 
-    state, hidden, prompt_scores = forward(model, state, plan, slots, config, prompt_scores)
+    state, hidden, prompt_scores = forward(model, state, plan, slots, config, prompt_scores, drafts)
     state, hidden = start_forks(state, hidden, slots, decision.leader_row)
     # A row whose tokens are all in the cache has the hidden state of its newest token: it samples the next.
     num_cached = jnp.where(forks, state.rows.prompt_lens, state.tables.seq_lens)
@@ -120,7 +123,10 @@ def start_forks(
 
     def gather() -> Hidden:
         row = jnp.minimum(slots.row, leader_row.shape[0] - 1)
-        return hidden[slots.of_row[leader_row[row]]]
+        source = slots.of_row[leader_row[row]]
+        if slots.offset is not None:  # a draft's slot keeps its own
+            source = jnp.where(slots.offset > 0, jnp.arange(source.shape[0]), source)
+        return hidden[source]
 
     hidden = lax.cond(jnp.any(rows.forking), gather, lambda: hidden)
     phase = jnp.where(rows.forking, Phase.RUNNING, rows.phase)
@@ -134,9 +140,10 @@ def forward(
     slots: DecodeSlots,
     config: StepConfig,
     prompt_scores: PromptScores,
+    drafts: Drafts | None = None,
 ) -> tuple[EngineState, Hidden, PromptScores]:
     """Compute the plan's tokens: those of prompts in passes of a few tiles, then those of decoding rows
-    in one pass.
+    in one pass. A model that drafts computes them, too, but for those that it has.
 
     Never both in one pass: there the decoding rows would have another shape in every mix, and other bits.
     Returns the state; for each decode slot the hidden state of its row's newest token, or of its prompt's
@@ -153,6 +160,8 @@ def forward(
             tiles = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, i * width, width), all_tiles)
             kv_cache, hidden, prompt_scores = carry
             kv_cache, hidden, out = compute(model, rows, tables, kv_cache, hidden, tiles, slots, config)
+            if isinstance(config.lookup, ByModel):
+                kv_cache = drafting.follow(model, rows, tables, kv_cache, tiles, config)
             return kv_cache, hidden, score_prompts(model, rows, tiles, out, prompt_scores, i * width)
 
         return lax.fori_loop(0, cdiv(jnp.sum(plan.num_tiles), width), one_pass, carry)
@@ -163,6 +172,9 @@ def forward(
             tiles = jax.tree.map(lambda x: x[:width], tiles)
         kv_cache, hidden, prompt_scores = carry
         kv_cache, hidden, _ = compute(model, rows, tables, kv_cache, hidden, tiles, slots, config)
+        if drafts is not None and isinstance(config.lookup, ByModel):
+            tiles = drafting.undrafted(tiles, slots, drafts)
+            kv_cache = drafting.follow(model, rows, tables, kv_cache, tiles, config)
         return kv_cache, hidden, prompt_scores
 
     def skip(carry: Carry) -> Carry:
@@ -263,7 +275,9 @@ def compute(
         wanted=wanted.reshape(-1) if tiles.tile_len > 1 else None,
     )
     token_ids = jnp.where(valid, rows.token_ids.at[row, positions].get(mode="clip"), 0)
-    out, kv_cache = model(token_ids.reshape(-1), jnp.where(valid, positions, 0).reshape(-1), kv_cache, batch)
+    own, its = drafting.parted(model, kv_cache, config)
+    out, own = model(token_ids.reshape(-1), jnp.where(valid, positions, 0).reshape(-1), own, batch)
+    kv_cache = drafting.joined(own, its)
     out = out.reshape(*positions.shape, -1)
     last = out[jnp.arange(positions.shape[0]), tiles.end - 1 - tiles.start]
     slot = jnp.where(is_newest, slots.of_row[tiles.row], hidden.shape[0])

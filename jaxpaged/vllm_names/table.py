@@ -186,7 +186,7 @@ ENGINE: dict[str, Verdict] = {
     **_only("layers with another cache", "kv_cache_dtype_skip_layers"),
     **_only(
         "caches handed between engines",
-        "kv_transfer_config kv_events_config ec_transfer_config",
+        "kv_transfer_config ec_transfer_config",
         use="LLM.export_blocks and LLM.adopt_blocks",
     ),
     **_only(
@@ -338,7 +338,7 @@ REQUEST: dict[str, Verdict] = {
     ),
     **_only("a template from a client", "chat_template", use="--chat-template"),
     **_only("a conversation that is kept", "previous_input_messages", use="input, sent whole"),
-    **_only("an adapter in another form", "load_inplace is_3d_lora_weight"),
+    **_only("an adapter in another form", "is_3d_lora_weight"),
     **_all("an adapter is unloaded by its name", "lora_int_id"),
 }
 

@@ -172,6 +172,23 @@ def test_a_prompt_goes_to_the_group_that_has_its_beginning_and_others_to_the_one
     assert_nothing_is_held(driver)
 
 
+@pytest.mark.parametrize("tells", [False, True])
+def test_a_group_that_tells_what_it_has_is_not_taken_to_have_what_an_answer_took_the_place_of(tells):
+    """A long answer takes all 16 blocks. By what was sent to it, its group still seems to have a prompt's."""
+    told = {"enable_kv_cache_events": tells, "publisher": "null"}
+    driver = tiny.driver(**TWO, kv_events_config=told)
+    [first, second] = tiny.prompts([40, 40], seed=1)
+    groups = []
+    for prompt, num_new in ((first, 1), (second, 1), (first[::-1][:8], 119), (first, 1)):
+        ids = tiny.submit(driver, [prompt], tiny.greedy(num_new))
+        driver.turn(max_steps=1)
+        groups += groups_of(driver, ids)
+        [answer] = tiny.drain(driver).values()
+        assert answer.num_hit_tokens == 0
+    assert groups == [0, 1, 0, 1 if tells else 0]
+    assert_nothing_is_held(driver)
+
+
 def test_a_long_request_holds_up_no_other_group_for_longer_than_a_run(driver):
     prompts = tiny.prompts([20, 20, 21], seed=2)
     before = driver.counters

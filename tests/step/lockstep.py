@@ -21,7 +21,7 @@ from jaxpaged.memory.policies import LRU, Policy
 from jaxpaged.sampling_state import token_bits
 from jaxpaged.status import Status
 from jaxpaged.step import admission, automata, scheduler
-from jaxpaged.step.config import Lookup, StepConfig, SuffixLookup
+from jaxpaged.step.config import ByModel, Lookup, StepConfig, SuffixLookup
 from jaxpaged.step.scheduler import Decision
 from jaxpaged.step.state import (
     Counter,
@@ -40,7 +40,7 @@ from reference import engine_state as reference
 from reference import speculation
 from reference.engine import Engine
 from tests.step.automata_of_tests import AUTOMATA, arena
-from tests.step.sum_model import SumModel, next_token
+from tests.step.sum_model import SumDraft, SumModel, next_token
 
 VOCAB_ROOM = 97  # of sets of tokens: that of `tests.tiny`, for one state's steps to be another's
 STOP = 0
@@ -73,6 +73,7 @@ class Setting:
     has_arena: bool = False  # whether answers may have automata
     most_drafts: int = 0
     by_suffix: bool = False  # whether drafts are what mostly followed
+    by_model: bool = False  # whether a second model drafts
 
     @property
     def reaches(self) -> tuple[reference.Reach, ...]:
@@ -105,7 +106,7 @@ class Setting:
             watermark_blocks=self.watermark_blocks,
             grouping=Grouping(self.specs, tuple((layer,) for layer in range(len(self.specs)))).of_step,
             reuse_answers=self.reuse_answers,
-            lookup=self.lookup(Lookup, SuffixLookup),
+            lookup=ByModel(self.most_drafts) if self.by_model else self.lookup(Lookup, SuffixLookup),
         )
 
     def lookup(self, by_end: Callable[..., Any], by_suffix: Callable[..., Any]) -> Any:
@@ -141,7 +142,11 @@ class Setting:
                 free_profile=FREE_PROFILES[self.policy.name],
                 reuse_answers=self.reuse_answers,
                 preemption_mode="swap" if self.num_host_blocks else "recompute",
-                lookup=self.lookup(speculation.Lookup, speculation.SuffixLookup),
+                lookup=speculation.ByModel(
+                    self.most_drafts, functools.partial(next_token, self.reaches, drafts=True)
+                )
+                if self.by_model
+                else self.lookup(speculation.Lookup, speculation.SuffixLookup),
             ),
             functools.partial(next_token, self.reaches),
         )
@@ -161,7 +166,8 @@ class Setting:
             )
 
         def arrays(num_blocks: int) -> KVCache:
-            return kv_cache.create(1, num_blocks, self.block_size, 1, 2, jnp.dtype("float32"))
+            one = kv_cache.create(1, num_blocks, self.block_size, 1, 2, jnp.dtype("float32"))
+            return kv_cache.joined(one, one) if self.by_model else one
 
         host = None
         if self.num_host_blocks:
@@ -179,7 +185,7 @@ class Setting:
 @functools.cache
 def compiled_step(setting: Setting):
     """Return the compiled step of a setting."""
-    model = SumModel(setting.specs)
+    model = SumModel(setting.specs, SumDraft((FULL,)) if setting.by_model else None)
     return jax.jit(lambda state: step(model, state, setting.config))
 
 

@@ -28,6 +28,16 @@ SETTINGS = [
         most_drafts=2,
         by_suffix=True,
     ),
+    Setting(
+        "drafts by a model",
+        num_blocks=1 + 32,
+        num_tiles=1,
+        specs=(FULL, SlidingWindow(5)),
+        num_host_blocks=1 + 12,
+        has_arena=True,
+        most_drafts=3,
+        by_model=True,
+    ),
     Setting("swap, split", num_blocks=1 + 17, num_host_blocks=1 + 8, policy=LRU_SPLIT, has_arena=True),
     Setting("window", num_blocks=1 + 14, num_tiles=1, specs=(SlidingWindow(10),), num_host_blocks=1 + 6),
     Setting(
@@ -64,7 +74,7 @@ SETTINGS = [
 QUICK = next(each for each in SETTINGS if each.name == "swap, split")
 GAPS = SETTINGS[-1]
 # Each is a program of its own. `test_mixes` has random windows and chunks in one program.
-SLOW = ("drafts, full and windows", "answers with gaps")
+SLOW = ("drafts, full and windows", "drafts by a model", "answers with gaps")
 
 
 def marks(setting):

@@ -73,6 +73,7 @@ def workloads(draw: st.DrawFn, setting: Setting, *, priorities: bool = False) ->
                         max_num_tokens=draw(st.integers(prompt_len + 1, setting.longest)),
                         stop_token_ids=stop,
                         next_token=its_next if rules else None,
+                        next_draft=functools.partial(its_next, drafts=True) if rules else None,
                         rules=rules,
                         priority=priority,
                         salt=salt,

@@ -1,0 +1,32 @@
+"""The model that drafts: found by its name, and compared with the model that is served."""
+
+from typing import Any
+
+from jaxpaged.checks import InputError, check
+from jaxpaged.config import EngineConfig
+from jaxpaged.engine.drafted import Draft
+from jaxpaged.models import loading
+from jaxpaged.models.loading import Checkpoint
+from jaxpaged.speculation import DRAFT_MODEL
+
+
+def draft_of(config: EngineConfig, checkpoint: Checkpoint) -> Draft | None:
+    """Return the model that drafts for this one; None if none is asked for. Raises `InputError`."""
+    drafts = config.speculative_config
+    if drafts is None or drafts.method != DRAFT_MODEL:
+        return None
+    try:
+        EngineConfig(quantization=drafts.quantization)  # refuses what is none
+        its = loading.open_checkpoint(drafts.model)
+        its.quantisation(drafts.quantization)
+    except InputError as error:
+        raise InputError(f"speculative_config: {error}") from error
+    same = its.tokenizer is None or checkpoint.tokenizer is None or _ids(its) == _ids(checkpoint)
+    rule = "one with the served model's tokenizer: the two give different ids to tokens"
+    check("speculative_config: model", drafts.model, rule, same)
+    return Draft(its.config, its.model, its.abstract)
+
+
+def _ids(checkpoint: Checkpoint) -> Any:
+    """Return the id of each token."""
+    return checkpoint.tokenizer.get_vocab()

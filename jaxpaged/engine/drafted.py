@@ -1,0 +1,53 @@
+"""A second model beside the one that is served, to draft for it."""
+
+import dataclasses
+from collections.abc import Callable
+
+from flax import nnx
+
+from jaxpaged.engine.setup import Setup
+from jaxpaged.models.config import ModelConfig
+from jaxpaged.models.decoder import Decoder, abstract
+from jaxpaged.models.load_as import LoadAs
+
+
+@dataclasses.dataclass(frozen=True)
+class Draft:
+    """A model that drafts, not loaded yet.
+
+    load: returns the model in the form asked for.
+    shapes: the same with shapes for arrays, where weights are quantised.
+    """
+
+    config: ModelConfig
+    load: Callable[[LoadAs], Decoder]
+    shapes: Callable[[LoadAs], Decoder] | None = None
+
+
+def beside(
+    draft: Draft | None, setup: Setup, load_model: Callable[[LoadAs], Decoder]
+) -> Callable[[LoadAs], Decoder]:
+    """Return what loads the model with the one that drafts for it, if there is one."""
+    return load_model if draft is None else _joined(load_model, draft.load, setup)
+
+
+def shapes_beside(
+    draft: Draft | None, setup: Setup, shapes: Callable[[LoadAs], Decoder] | None
+) -> Callable[[LoadAs], Decoder] | None:
+    """Return what describes the model with the one that drafts for it by shapes for arrays."""
+    if draft is None:
+        return shapes
+    config = draft.config
+    own = shapes or (lambda load_as: abstract(setup.whole, load_as))
+    return _joined(own, draft.shapes or (lambda load_as: abstract(config, load_as)), setup)
+
+
+def _joined(
+    load_model: Callable[[LoadAs], Decoder], load_draft: Callable[[LoadAs], Decoder], setup: Setup
+) -> Callable[[LoadAs], Decoder]:
+    def load(load_as: LoadAs) -> Decoder:
+        model = load_model(load_as)
+        model.draft = nnx.data(load_draft(setup.draft_load_as))
+        return model
+
+    return load

@@ -1,0 +1,131 @@
+"""Events of an engine: after each run it looks what the prefix cache has changed, and tells who follows.
+
+An engine without `kv_events_config` has none, and its compiled loop is the same with and without.
+"""
+
+import collections
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxpaged.config import EngineConfig
+from jaxpaged.engine.request import Request
+from jaxpaged.handover import programs
+from jaxpaged.kv_events.messages import Event
+from jaxpaged.kv_events.publisher import Publisher
+from jaxpaged.kv_events.tree import GroupKind, Label, Tree
+from jaxpaged.memory.cache_specs import ChunkedLocal, FullAttention, SlidingWindow
+from jaxpaged.step.state import EngineState
+
+MOST_CHANGES = 1024  # in one report
+
+type Listener = Callable[[int, Sequence[Event]], None]  # is told a replica's number, and its events
+
+
+class Events:
+    """Events of all replicas of an engine, for its thread. Raises `InputError` where they cannot be sent."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        specs: Sequence[Any],
+        state: EngineState,
+        listen: Listener,
+        mesh: Mesh | None,
+    ) -> None:
+        assert config.kv_events_config is not None
+        kinds, self._num_replicas = [_kind_of(spec) for spec in specs], config.data_parallel_size
+        self.trees = [Tree(config.block_size, kinds) for _ in range(self._num_replicas)]
+        self._mesh, self._listen = mesh, listen
+        self._publishers = []
+        try:
+            for rank in range(self._num_replicas if config.kv_events_config.publisher == "zmq" else 0):
+                self._publishers.append(Publisher(config.kv_events_config, rank))
+        except ValueError:
+            self.close()
+            raise
+        self._told = programs.nothing_told(state.tables.pool.prefix_cache, mesh=mesh)
+        self._unread: collections.deque[Any] = collections.deque()
+        self.look(state)  # compiles
+        self.read(state)
+
+    def note(self, request: Request) -> None:
+        """Note what a request's number for its salt stands for, before it runs."""
+        adapter = None if request.adapter is None else request.adapter.request
+        name = (None, None) if adapter is None else (adapter.lora_int_id, adapter.lora_name)
+        self.name_salt(request.salt, Label(request.cache_salt, *name))
+
+    def name_salt(self, number: int, label: Label) -> None:
+        """Note what a number for a salt stands for."""
+        for rank, tree in enumerate(self.trees):
+            self._tell(rank, tree.name_salt(number, label))
+
+    def look(self, state: EngineState) -> None:
+        """Let the device report what has changed up to this state. Waits for nothing."""
+        cache = state.tables.pool.prefix_cache
+        self._told, changes = programs.tell_changes(cache, self._told, most=MOST_CHANGES, mesh=self._mesh)
+        self._unread.append(changes)
+
+    def read(self, state: EngineState) -> None:
+        """Read the report that is unread for longest, and tell what it says.
+
+        state: the newest state; what did not fit is reported from it if no other report is under way.
+        """
+        is_whole = False
+        while not is_whole:
+            is_whole = self._take(jax.device_get(self._unread.popleft())) or bool(self._unread)
+            if not is_whole:
+                self.look(state)
+
+    def tell(self, state: EngineState) -> None:
+        """Tell now what has changed up to this state."""
+        self.look(state)
+        while self._unread:
+            self.read(state)
+
+    def forget(self, state: EngineState) -> None:
+        """Tell that nothing is cached any more: of this state, that is so."""
+        for rank, tree in enumerate(self.trees):
+            self._tell(rank, tree.forget())
+        self.tell(state)
+
+    def close(self) -> None:
+        """Close all sockets."""
+        for publisher in self._publishers:
+            publisher.close()
+        self._publishers = []
+
+    def _take(self, changes: Any) -> bool:
+        """Take over a report, and tell whether all changes were in it."""
+        if self._num_replicas == 1:
+            changes = jax.tree.map(lambda x: x[None], changes)
+        is_whole = True
+        for rank, tree in enumerate(self.trees):
+            its = jax.tree.map(lambda x, rank=rank: np.asarray(x)[rank], changes)
+            count = min(int(its.num_changed), len(its.slot))
+            is_whole &= count == its.num_changed
+            arrays = its.slot, its.generation, its.is_there, its.parent, its.token_ids
+            self._tell(rank, tree.apply(*(array[:count] for array in arrays)))
+        return is_whole
+
+    def _tell(self, rank: int, events: Sequence[Event]) -> None:
+        if not events:
+            return
+        self._listen(rank, events)
+        if self._publishers:
+            self._publishers[rank].publish(events)
+
+
+def _kind_of(spec: Any) -> GroupKind:
+    """Return what messages tell of a group of layers, in vLLM's words; nothing of other kinds."""
+    match spec:
+        case FullAttention():
+            return GroupKind("full_attention")
+        case SlidingWindow():
+            return GroupKind("sliding_window", spec.window)
+        case ChunkedLocal():
+            return GroupKind("chunked_local_attention")
+    return GroupKind()

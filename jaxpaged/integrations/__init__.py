@@ -1,0 +1,1 @@
+"""Integrations: classes that other libraries of training take an engine by."""

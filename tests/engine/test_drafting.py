@@ -1,0 +1,114 @@
+"""A model that drafts: what is refused, and what it adds to the sizes of an engine."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from jaxpaged.api.draft import draft_of
+from jaxpaged.checks import InputError
+from jaxpaged.config import EngineConfig
+from jaxpaged.engine import capacity
+from jaxpaged.engine.handle import collect
+from jaxpaged.engine.setup import Setup
+from jaxpaged.models import loading
+from jaxpaged.sampling_params import SamplingParams
+from tests import tiny
+from tests.engine.fuzz import SETTINGS
+from tests.tiny_gguf import write_gguf
+
+BY_MODEL = {"speculative_config": {"method": "draft_model", "model": "tiny"}}
+
+
+def setup(draft=tiny.CONFIG, model=tiny.CONFIG, **options):
+    return Setup(EngineConfig(**tiny.DEFAULTS | BY_MODEL | options), model, draft)
+
+
+@pytest.mark.parametrize(
+    ("its", "message"),
+    [
+        (
+            setup(None),
+            "method='draft_model' must be 'ngram' or 'suffix' here: a model that drafts must be given",
+        ),
+        (
+            setup(dataclasses.replace(tiny.CONFIG, vocab_size=96)),
+            "speculative_config: model='tiny': vocab_size=96 must be 97, the model's own",
+        ),
+        (
+            setup(dataclasses.replace(tiny.CONFIG, max_model_len=64)),
+            "model='tiny': max_model_len=64 must be at least max_model_len=128",
+        ),
+        (
+            setup(model=tiny.with_window(20)),
+            r"attention=FullAttention\(\) must be what a layer of the model keeps, SlidingWindow\(window=2",
+        ),
+        (
+            setup(data_parallel_size=2),
+            "method='draft_model' must be 'ngram' or 'suffix' here: a model that drafts has one device",
+        ),
+    ],
+)
+def test_a_model_that_cannot_draft_is_refused(its, message):
+    with pytest.raises(InputError, match=message):
+        its.check()
+
+
+def test_a_shorter_context_of_the_engine_is_enough_for_a_shorter_draft():
+    setup(dataclasses.replace(tiny.CONFIG, max_model_len=64), max_model_len=64).check()
+    setup(tiny.with_window(20), tiny.with_window(20)).check()
+
+
+def test_a_block_has_both_models_keys_and_values():
+    wide = dataclasses.replace(tiny.CONFIG, num_kv_heads=6, layers=tiny.CONFIG.layers[:1])
+    own, its, both = (
+        capacity.bytes_per_block(each)
+        for each in (setup(None), Setup(EngineConfig(**tiny.DEFAULTS), wide), setup(wide))
+    )
+    assert both == own + its
+    assert capacity.weight_bytes(setup(wide)) > capacity.weight_bytes(setup(None))
+
+
+def test_the_drafting_model_is_found_by_its_name(tmp_path):
+    """Another tokenizer would draft other tokens than it means."""
+    served = loading.open_checkpoint(write_gguf(tmp_path / "tiny.gguf"))
+
+    def draft(**said):
+        return draft_of(EngineConfig(speculative_config=said), served)
+
+    found = draft(model=str(served.path))
+    assert found is not None
+    assert found.config == served.config
+    assert draft(method="ngram") is None
+    with pytest.raises(InputError, match="speculative_config: quantization='int9' must be None or one"):
+        draft(model=str(served.path), quantization="int9")
+    with pytest.raises(InputError, match="speculative_config: model='nowhere' must be"):
+        draft(model="nowhere")
+    other = dataclasses.replace(served, tokenizer=Other())
+    with pytest.raises(InputError, match="must be one with the served model's tokenizer"):
+        draft_of(EngineConfig(speculative_config={"model": str(served.path)}), other)
+
+
+@pytest.mark.slow
+def test_a_row_drafts_on_while_others_fork():
+    """The slots of its drafts have hidden states of their own, which no leader's may take the place of."""
+    driver = SETTINGS["swap, drafts by itself"](Path())
+    first, second = tiny.prompts([9, 20], seed=3)
+    [alone] = tiny.generate(driver, [first], tiny.greedy(40))
+    [number] = tiny.submit(driver, [first], tiny.greedy(40))
+    deltas = []
+    for turn in range(40):
+        if turn % 2 and driver.has_work:  # two answers to another prompt begin in the same step
+            several = SamplingParams(max_tokens=1, n=2, seed=turn)
+            for each in tiny.numbered(driver.door.admit([turn, *second], several)):
+                driver.add(each)
+        deltas += [delta for delta in driver.turn(max_steps=1) if delta.request_id == number]
+    assert collect(deltas).token_ids == alone
+    assert collect(deltas).drafts.num_accepted_draft_tokens > 10
+
+
+class Other:
+    """A tokenizer of one token."""
+
+    def get_vocab(self):
+        return {"a": 0}
