@@ -204,6 +204,8 @@ def test_a_wrong_kernel_is_not_ok(monkeypatch):
     lines = check_kernels.check(("around_a_block", "one_token"), interpret=False)
     assert [line["ok"] for line in lines] == 2 * [True, False, False, False]
     assert len(traced) == 1
+    refused = NotImplementedError("mosaic_gpu paged attention on sm_89 does not serve head_dim=256")
+    assert check_kernels.failure(refused) == {"skipped": str(refused)}
 
 
 def test_the_cases_are_served():
