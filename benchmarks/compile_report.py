@@ -298,7 +298,7 @@ def targets_markdown() -> str:
     ]
     for target in targets.TARGETS.values():
         for r in run([str(p) for p in targets_programs()], target.capability):
-            how = f"{target.fetch}, {target.decode_multiply}"
+            how = f"{target.fetch}, {target.kernel_multiply}"
             memory, spilled = f"{r.shared_memory_bytes / 1024:.1f}", r.spill_bytes + r.stack_bytes
             cells = target.architecture, how, r.program, r.registers, spilled, memory, r.ctas_per_core
             lines.append(f"| {' | '.join(map(str, cells))} |")

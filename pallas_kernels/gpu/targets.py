@@ -44,8 +44,8 @@ class Target:
         return self.architecture not in ("sm_80", "sm_86")
 
     @property
-    def decode_multiply(self) -> Multiply:
-        """The instruction of decode products: a decode step is bound by memory, and does without tcgen05."""
+    def kernel_multiply(self) -> Multiply:
+        """The instruction of our kernels' products. They do without tcgen05."""
         return "wgmma" if self.multiply == "wgmma" else "mma.sync"
 
     def __str__(self) -> str:
@@ -53,7 +53,7 @@ class Target:
         if not self.is_served:
             served += f" for {' and '.join(self.serves)}, XLA for the rest"
         return (
-            f"{self.architecture}: tiles by {self.fetch}, products by {self.multiply}, "
+            f"{self.architecture}: tiles by {self.fetch}, products by {self.kernel_multiply}, "
             f"{self.program_bytes // 1024} KiB a program; {served}"
         )
 

@@ -334,6 +334,7 @@ def test_an_attention_that_does_not_serve_the_model_is_refused():
 def test_a_gpu_is_given_the_heads_that_its_kernels_have_memory_for(monkeypatch):
     device = types.SimpleNamespace(platform="gpu", compute_capability="12.0")
     monkeypatch.setattr(jax, "devices", lambda: [device])
+    monkeypatch.setattr(native, "serves", lambda *_: False)
 
     def attention(head_dim, asked="auto"):
         model = dataclasses.replace(tiny.CONFIG, head_dim=head_dim)

@@ -62,7 +62,7 @@ def serves(query_len: int, group_size: int, head_dim: int) -> bool:
     registers.
     """
     columns = tuning.num_columns(group_size * query_len)
-    if query_len > 1 and columns > MAX_MMA_COLUMNS and targets.compiled_for().decode_multiply != "wgmma":
+    if query_len > 1 and columns > MAX_MMA_COLUMNS and targets.compiled_for().kernel_multiply != "wgmma":
         return False
     return query_len <= MAX_QUERY_LEN and columns <= MAX_COLUMNS and columns * head_dim <= MAX_OUTPUTS
 

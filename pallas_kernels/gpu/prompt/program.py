@@ -109,7 +109,7 @@ def make_problem(
     query_len, is_quantised = arrays.q.shape[1], arrays.k_cache.dtype.itemsize == 1
     fields = problem_fields(arrays, options)
     has_slopes, is_scaled = options.alibi_slopes is not None, options.token_scales is not None
-    by_mma = target.decode_multiply != "wgmma"
+    by_mma = target.kernel_multiply != "wgmma"
     is_long = fields["head_dim"] == 256 or (by_mma and fields["head_dim"] > 64)
     # Two stages of the ring, and registers, have room for so many tokens.
     is_narrow = fields["packed"] is not None or (is_quantised and has_slopes) or fields["head_dim"] > 128
@@ -123,7 +123,7 @@ def make_problem(
         in_registers=(by_mma or not is_interpreted) if in_registers is None else in_registers,
         is_interpreted=is_interpreted,
         fetch=target.fetch,
-        multiply=target.decode_multiply,
+        multiply=target.kernel_multiply,
         num_raw_stages=1 if is_long or (is_scaled and fields["head_dim"] == 128) else 2,
     )
 
