@@ -76,11 +76,13 @@ def product(
     multiply: str,
     acc: jax.Array | None = None,
     depth: int | None = None,
+    width: int | None = None,
 ) -> jax.Array:
     """Compute a @ b in float32, in registers as `WGMMA`, by the instruction that `Target.multiply` names.
 
     a: [rows, k] in shared memory or registers; b: [k, columns] in shared memory.
-    acc, depth: of mma.sync alone: what the product is added to, and how much of k is in registers at a time.
+    acc, depth, width: of mma.sync alone: what the product is added to, and how much of k, and how many
+        columns, are in registers at a time.
     """
     if multiply == "wgmma":
 
@@ -91,19 +93,33 @@ def product(
         return pl.run_scoped(wgmma, plgpu.ACC(shape, jnp.float32))
     is_array = isinstance(a, jax.Array) and not hasattr(a.aval, "inner_aval")
     lhs, rhs = plgpu.Layout.MMA_LHS(a.dtype), plgpu.Layout.MMA_RHS(b.dtype)
-    size = a.shape[1]
-    depth = depth or size
-    total = jnp.zeros(shape, jnp.float32) if acc is None else acc
-    total = plgpu.layout_cast(total, plgpu.Layout.MMA_ACC(a.dtype))
-    for first in range(0, size, depth):
+    size, (_, num_columns) = a.shape[1], shape
+    depth, width = depth or size, width or num_columns
+
+    def left(first: int) -> jax.Array:
         if is_array:
-            part = as_left_operand(a if depth == size else a[:, first : first + depth])
-        else:
-            source = a if depth == size else a.at[:, pl.ds(first, depth)]
-            part = plgpu.load(source, layout=lhs, optimized=False)
-        below = b if depth == size else b.at[pl.ds(first, depth)]
-        total = plgpu.mma(total, part, plgpu.load(below, layout=rhs, optimized=False))
-    return plgpu.layout_cast(total, WGMMA)
+            return as_left_operand(a if depth == size else a[:, first : first + depth])
+        source = a if depth == size else a.at[:, pl.ds(first, depth)]
+        return plgpu.load(source, layout=lhs, optimized=False)
+
+    pieces, lefts = [], {}
+    for column in range(0, num_columns, width):
+        is_part = width < num_columns
+        total = jnp.zeros((shape[0], width), jnp.float32) if acc is None else acc
+        if acc is not None and is_part:
+            total = acc[:, column : column + width]
+        total = plgpu.layout_cast(total, plgpu.Layout.MMA_ACC(a.dtype))
+        for first in range(0, size, depth):
+            if not (is_array and first in lefts):
+                lefts[first] = left(first)
+            right = b
+            if is_part:
+                right = b.at[pl.ds(first, depth), pl.ds(column, width)]
+            elif depth < size:
+                right = b.at[pl.ds(first, depth)]
+            total = plgpu.mma(total, lefts[first], plgpu.load(right, layout=rhs, optimized=False))
+        pieces.append(plgpu.layout_cast(total, WGMMA))
+    return pieces[0] if len(pieces) == 1 else lax.concatenate(pieces, 1)
 
 
 def as_left_operand(x: jax.Array) -> jax.Array:

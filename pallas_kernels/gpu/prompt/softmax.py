@@ -35,7 +35,8 @@ from pallas_kernels.gpu.prompt.program import (
     Scratch,
 )
 
-MMA_TOKENS = 16  # of V in registers at a time
+# Of V in registers at a time; all outputs where copies are cp.async, for there ptxas then spills less.
+MMA_TOKENS, MMA_OUTPUTS = 16, 16
 PER_ROW, PER_COLUMN = WGMMA.reduce(1), WGMMA.reduce(0)  # one number per row, or column, of a wgmma's result
 
 
@@ -214,8 +215,8 @@ def _add_weighted(
 ) -> jax.Array:
     """Return out + weights @ V, for the V of a slot."""
     if p.multiply != "wgmma":
-        v = scratch.ring.v.at[slot]
-        return common.product(weights, v, (WARPGROUP_ROWS, p.head_dim), p.multiply, out, MMA_TOKENS)
+        v, width = scratch.ring.v.at[slot], MMA_OUTPUTS if p.has_tma else None
+        return common.product(weights, v, (WARPGROUP_ROWS, p.head_dim), p.multiply, out, MMA_TOKENS, width)
     if p.in_registers:
 
         def add(acc: Any) -> None:
