@@ -193,6 +193,7 @@ def compile_for_h200(case: Case) -> tuple[Any, Any]:
     import jax.numpy as jnp
     import numpy as np
     from flax import nnx
+    from jax.experimental.mosaic.gpu import utils
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
     from jaxpaged.memory import kv_cache
@@ -268,9 +269,9 @@ def compile_for_h200(case: Case) -> tuple[Any, Any]:
         attention=attention,
         watermark_blocks=case.num_blocks // 100,
     )
-    is_hopper = case.capability == HOPPER.capability
-    target = mesh.abstract_mesh if is_hopper else cuda_compiler.abstract_mesh(case.capability)
-    with jax.sharding.use_abstract_mesh(target):
+    # A device that is not there has no capability that Mosaic could read.
+    arch = mock.patch.object(utils, "_infer_arch", return_value=tuple(map(int, case.capability.split("."))))
+    with arch, jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         traced = loop.run.trace(
             graphdef,
             place(params, on_device),
