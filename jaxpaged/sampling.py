@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key, Num, UInt32
 
+from jaxpaged import row_sums
 from jaxpaged.arithmetic import cdiv
 from jaxpaged.config import LogprobsMode
 from jaxpaged.sampling_params import MAX_LOGPROBS
@@ -310,7 +311,7 @@ def score(
     """
     num_rows, vocab = logits.shape
     divisor = 1 if temperature is None else temperature[:, None]
-    total = jax.nn.logsumexp(logits / divisor, axis=1, keepdims=True)
+    total = row_sums.logsumexp(logits / divisor)
     if as_they_are is not None:
         total = jnp.where(as_they_are[:, None], 0, total)
     chosen = jnp.take_along_axis(logits, token_ids[:, None], axis=1)

@@ -36,7 +36,14 @@ SAMPLERS = "jaxpaged/contracts/samplers.py"
 LAYER_KINDS = "jaxpaged/contracts/layer_kinds.py"
 BLOCK_STORES = "jaxpaged/contracts/block_stores.py"
 MEMORY = {"pallas_kernels", "jaxpaged/memory", VERSIONS, *GROUND}
-MODELS = {"jaxpaged/models", "jaxpaged/digest.py", "jaxpaged/disk_cache.py", ATTENTIONS, *MEMORY}
+MODELS = {
+    "jaxpaged/models",
+    "jaxpaged/digest.py",
+    "jaxpaged/disk_cache.py",
+    "jaxpaged/row_sums.py",
+    ATTENTIONS,
+    *MEMORY,
+}
 # The compiled part: from here on no thread and no clock.
 STEP = {
     "jaxpaged/step",
@@ -67,6 +74,7 @@ ALLOWED = {
     "reference": set(),
     "pallas_kernels": set(),
     "jaxpaged/arithmetic.py": set(),
+    "jaxpaged/row_sums.py": set(),
     "jaxpaged/text/limits.py": {"jaxpaged/checks.py"},
     "jaxpaged/checks.py": set(),
     "jaxpaged/status.py": set(),
@@ -98,6 +106,7 @@ ALLOWED = {
     "jaxpaged/sampling.py": {
         "jaxpaged/arithmetic.py",
         "jaxpaged/config.py",
+        "jaxpaged/row_sums.py",
         "jaxpaged/sampling_params.py",
         "jaxpaged/sampling_state.py",
     },
@@ -170,7 +179,7 @@ ALLOWED = {
 # Packages beside the standard library; None: any that pyproject.toml names.
 THIRD_PARTY = {"reference": {"numpy"}, "pallas_kernels": {"jax", "jaxtyping", "numpy"}}
 # Parts whose packages an extra of another name brings; others' extras have their own.
-EXTRAS = {"batch": "ray", "integrations": "tunix", "kv_events": "events"}
+EXTRAS = {"batch": "ray", "grammar": "structured", "integrations": "tunix", "kv_events": "events"}
 # Packages that are seldom installed, and whose distributions have other names.
 DISTRIBUTIONS = {"tunix": "google-tunix", "zmq": "pyzmq"}
 PACKAGES = ("jaxpaged", "pallas_kernels", "reference")

@@ -130,9 +130,26 @@ class LoadedModel(RolloutMethods, PoolingMethods):
         return Learner(self.config, *self._described)
 
     def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Read an adapter now, not when it is first asked for; `InputError` if it is not for the model."""
-        self._adapters.get(lora_request)
+        """Read an adapter now, not when it is first asked for; `InputError` if it is not for the model.
+
+        With `load_inplace` it is read anew, and takes the place of what its id had.
+        """
+        if getattr(lora_request, "load_inplace", False):
+            self._adapters.renew(lora_request)
+        else:
+            self._adapters.get(lora_request)
         return True
+
+    def update_lora(self, lora_request: LoRARequest, adapter: Any) -> None:
+        """Put a trained adapter in the place of the one with its id; nothing is read, and nothing compiled.
+
+        adapter: by role, a and b of all layers, as `Learner.adapter` gives them. They are copied.
+
+        Requests that come later have it; those under way keep what they have, in an adapter slot of its own.
+        An id that is not there yet is added. Raises `InputError`, and changes nothing, for other roles,
+        shapes or dtypes than the engine's.
+        """
+        self._adapters.renew(lora_request, adapter)
 
     def remove_lora(self, lora_int_id: int) -> bool:
         """Forget an adapter; False if it is not there. Requests under way keep it to their end."""

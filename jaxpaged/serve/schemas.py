@@ -215,6 +215,7 @@ class UnloadAdapterRequest(Body):
 
 class LoadAdapterRequest(UnloadAdapterRequest):
     lora_path: Annotated[str, Field(min_length=1)]
+    load_inplace: bool | None = None
 
 
 class TokenizeRequest(ModelRequest):

@@ -60,8 +60,19 @@ class Service:
             raise ApiError(404, f"the model {shown(name)} does not exist", param="model")
         return name or self.model_names[0]
 
-    async def load_adapter(self, name: str, path: str) -> None:
-        """Let clients ask for an adapter by its name. Raises `InputError`, or `ApiError` for a taken name."""
+    async def load_adapter(self, name: str, path: str, *, anew: bool = False) -> None:
+        """Let clients ask for an adapter by its name. Raises `InputError`, or `ApiError` for a taken name.
+
+        anew: read one that is loaded once more, perhaps from elsewhere.
+        """
+        if anew and (known := self.adapters.get(name)) is not None:
+            request = LoRARequest(name, known.lora_int_id, path, load_inplace=True)
+            await self.llm.add_lora(request)
+            if name in self.adapters:
+                self.adapters[name] = request
+            else:  # unloaded meanwhile
+                await self.llm.remove_lora(request.lora_int_id)
+            return
         self._check_is_free(name)
         request = LoRARequest(name, self._unused_id(), path)
         await self.llm.add_lora(request)
