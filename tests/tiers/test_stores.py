@@ -87,6 +87,27 @@ def test_host_memory_is_in_lock_step_with_its_oracle(keeps):
     assert store.num_bytes == sum(entry[1] for entry in plain.entries)
 
 
+@pytest.mark.parametrize("is_told", [False, True])
+def test_of_a_chain_that_was_kept_the_end_goes_first(is_told):
+    clock = Clock()
+    mine, plain, chain = HostStore(6, clock), oracle.Store(6), range(3)
+    for number in chain:
+        mine.put(key_of(number), block(number))
+        plain.put(number, 1, number)
+    mine.keep([key_of(number) for number in chain], 5)
+    plain.keep([*chain], 5)
+    if is_told:
+        mine.keep([key_of(number) for number in chain], 0)
+        plain.keep([*chain], 0)
+    clock.now += 5
+    plain.wait(5)
+    for number in range(3, 7):
+        mine.put(key_of(number), block(number))
+        plain.put(number, 1, number)
+    assert [plain.contains(number) for number in (2, 1, 0)] == [False, True, True]
+    assert [mine.contains(key_of(number)) for number in (2, 1, 0)] == [False, True, True]
+
+
 def test_keys_are_equal_only_where_the_oracles_are():
     tokens = [list(range(12)), [*range(11), 77], [5, *range(1, 12)], list(range(11))]
     adapters = b"", keys.adapter_digest({"q": (np.ones(2), np.ones(3))}), keys.adapter_digest({})
