@@ -13,6 +13,7 @@ from jaxpaged.tiers import keys
 from jaxpaged.tiers.groups import served
 from jaxpaged.tiers.host import HostStore
 from jaxpaged.tiers.rule import Rule
+from jaxpaged.tiers.tiers import Tiers
 from reference import tiers as oracle
 from reference.engine_state import Reach
 from tests.outsiders.block_store import Kept
@@ -85,6 +86,21 @@ def test_host_memory_is_in_lock_step_with_its_oracle(keeps):
     plain = history(store, 11, num_steps=1980 if keeps else 400, clock=clock if keeps else None)
     assert len(store) == len(plain.entries) > 2
     assert store.num_bytes == sum(entry[1] for entry in plain.entries)
+
+
+def test_a_store_of_ones_own_is_told_what_to_keep_if_it_wants_to_know():
+    class Keeping(Kept):
+        def keep(self, keys, seconds):
+            self.told = keys, seconds
+
+    below = Keeping()
+    for store in (below, Kept()):
+        its = Tiers(HostStore(6), store)
+        its.put(key_of(1), block(1))
+        its.keep([key_of(1)], 5)
+        assert its.host.kept_bytes == 1
+        its.close()
+    assert below.told == ([key_of(1)], 5)
 
 
 @pytest.mark.parametrize("is_told", [False, True])
