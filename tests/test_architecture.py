@@ -182,7 +182,7 @@ ALLOWED = {
 # Packages beside the standard library; None: any that pyproject.toml names.
 THIRD_PARTY = {"reference": {"numpy"}, "pallas_kernels": {"jax", "jaxtyping", "numpy"}}
 # Parts whose packages an extra of another name brings; others' extras have their own.
-EXTRAS = {"batch": "ray", "integrations": "tunix", "kv_events": "events"}
+EXTRAS = {"batch": "ray", "grammar": "structured", "integrations": "tunix", "kv_events": "events"}
 # Packages that are seldom installed, and whose distributions have other names.
 DISTRIBUTIONS = {"tunix": "google-tunix", "zmq": "pyzmq"}
 PACKAGES = ("jaxpaged", "pallas_kernels", "reference")

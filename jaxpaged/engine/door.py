@@ -120,7 +120,7 @@ class Door:
         first = self._first(prompt_token_ids, params, **options)
         self._check_blocks(first)
         others = range(1, params.n)
-        made = [first, *(dataclasses.replace(first, params=params.of_answer(i), index=i) for i in others)]
+        made = [first, *(_another(first, params, i) for i in others)]
         return (
             made
             if continue_from is None
@@ -146,6 +146,9 @@ class Door:
             structured_outputs=params.structured_outputs,
         )
         first = self._first(prompt_token_ids, as_sampled, **options)
+        followed = first.grammar is not None and first.grammar.language is not None
+        rule = "one that is not recursive for a beam search: the host follows it, in one row"
+        check("structured_outputs", params.structured_outputs, rule, not followed)
         first = dataclasses.replace(first, beams=params)
         self._check_blocks(first)
         return [dataclasses.replace(first, index=i) for i in range(first.group_size)]
@@ -228,7 +231,7 @@ class Door:
         rule = "None without structured_outputs_mib, the device's memory for them, and a tokenizer"
         check("structured_outputs", params.structured_outputs, rule, self.grammars is not None)
         assert self.grammars is not None
-        return self.grammars.get(params.structured_outputs)
+        return self.grammars.get(params.structured_outputs).for_one()
 
     def _opens(self, params: SamplingParams) -> int | None:
         asked = params.structured_outputs
@@ -383,6 +386,12 @@ class Door:
             return seed_bits(request.params.seed)
         seeds = self.config.seed % 2**64, request.request_id
         return int(np.random.SeedSequence(seeds).generate_state(1)[0])
+
+
+def _another(first: Request, params: SamplingParams, index: int) -> Request:
+    """Return the request for another answer to the prompt of the first one."""
+    grammar = None if first.grammar is None else first.grammar.for_one()
+    return dataclasses.replace(first, params=params.of_answer(index), index=index, grammar=grammar)
 
 
 @functools.lru_cache(maxsize=16)  # of a request with many prompts, once for all

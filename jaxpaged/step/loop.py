@@ -372,6 +372,28 @@ def write_automaton(
     return lax.fori_loop(0, num_blocks, write_block, arena)
 
 
+@program(donate="places", results=lambda specs: ON_EACH)
+def write_masks(
+    places: PerReplica[tuple[UInt32[Array, " words"], Int[Array, " rows"]]],
+    masks: UInt32[Array, "n mask_words"],
+    firsts: Int[Array, " n"],
+    rows: PerReplica[Int[Array, "2 n"]],
+) -> PerReplica[tuple[UInt32[Array, " words"], Int[Array, " rows"]]]:
+    """Write the next masks of rows whose grammars the host follows, and let the rows sample again.
+
+    places: the arena, and `GrammarRows.state`; both are donated.
+    firsts: word of the arena at which each mask begins; 0: there is none.
+    rows: for each mask its row (one beyond all rows: none), and the state that the row gets.
+    """
+
+    def write(i: Int[Array, ""], arena: UInt32[Array, " words"]) -> UInt32[Array, " words"]:
+        return lax.dynamic_update_slice(arena, masks[i], (firsts[i],))
+
+    arena, state = places
+    arena = lax.fori_loop(0, jnp.sum(firsts > 0), write, arena)
+    return arena, state.at[rows[0]].set(rows[1], mode="drop")
+
+
 @program(donate="adapters", results=lambda specs: BY_SHARD)
 def put_adapter(
     graphdef: Static[nnx.GraphDef],

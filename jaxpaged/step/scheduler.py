@@ -79,8 +79,11 @@ def _beams_fork(state: EngineState, plan: Plan) -> Bool[Array, " rows"]:
 
 
 def any_work(rows: Rows) -> Bool[Array, ""]:
-    """Return whether any row runs or waits."""
-    return jnp.any(rows.running | rows.waiting)
+    """Return whether any row runs or waits; beside rows that rest, whether another runs."""
+    if rows.grammars is None:
+        return jnp.any(rows.running | rows.waiting)
+    rests = rows.resting
+    return jnp.any(rows.running & ~rests) | (jnp.any(rows.waiting) & ~jnp.any(rests))
 
 
 def abort(state: EngineState, arrivals: Int[Array, " n"]) -> EngineState:

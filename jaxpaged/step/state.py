@@ -18,7 +18,7 @@ from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.memory.policies import LRU, Policy, sized
 from jaxpaged.sampling import Scores, no_scores
 from jaxpaged.sampling_state import LogitRules, SamplingState, neutral_rows
-from jaxpaged.step.automata import GrammarRows, no_grammars
+from jaxpaged.step.automata import RESTS, GrammarRows, no_grammars
 
 # Maximum of steps in one run of the loop, and so of tokens per row in one report.
 MAX_STEPS = 32
@@ -109,6 +109,13 @@ class Rows:
     @property
     def running(self) -> Bool[Array, " rows"]:
         return self.phase == Phase.RUNNING
+
+    @property
+    def resting(self) -> Bool[Array, " rows"]:
+        """Rows that run, but sample nothing until the host has written what may come next."""
+        if self.grammars is None:
+            return jnp.zeros_like(self.phase, bool)
+        return self.running & (self.grammars.state == RESTS)
 
     @property
     def forking(self) -> Bool[Array, " rows"]:
