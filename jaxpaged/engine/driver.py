@@ -216,7 +216,7 @@ class Driver(Offloading, ArenaWriter):
     def snapshot(self) -> Snapshot:
         """Copy the state of this engine to the host, and change nothing. Waits for the run under way.
 
-        Raises `InputError` with several replicas, room for structured outputs, drafts, candidates, replays, masks.
+        Raises `InputError` with several replicas, and with what a snapshot lacks: drafts, structured outputs.
         """
         check("data_parallel_size", self._replicas.size, "1 for a snapshot", self._replicas.size == 1)
         drafts = self.config.speculative_config
