@@ -44,10 +44,11 @@ def no_prompt_scores(config: StepConfig, rows: Rows) -> PromptScores:
     """Return empty scores, of the shape that a step fills in."""
     num_tiles = cdiv(config.num_tiles, config.tiles_per_pass) * config.tiles_per_pass
     beyond_all = jnp.full(num_tiles, rows.phase.shape[-1], jnp.int32)
-    scores, candidates = no_scores(num_tiles, PREFILL_TILE), None
-    if rows.candidates is not None:
-        candidates = jnp.zeros((num_tiles, PREFILL_TILE, rows.candidates.shape[-1]), jnp.float32)
-    return PromptScores(beyond_all, jnp.zeros_like(beyond_all), scores, candidates)
+    nothing = PromptScores(beyond_all, jnp.zeros_like(beyond_all), no_scores(num_tiles, PREFILL_TILE))
+    if rows.candidates is None:
+        return nothing
+    shape = num_tiles, PREFILL_TILE, rows.candidates.shape[-1]
+    return replace(nothing, candidates=jnp.zeros(shape, jnp.float32))
 
 
 def step(model: Model, state: EngineState, config: StepConfig) -> tuple[EngineState, Decision]:
