@@ -232,6 +232,8 @@ class Offloading(Passing):
                 self._promoted.pop(delta.request_id, None)
                 if delta.token_ids and KV_CACHE in self.resident:
                     self._store(request)
+                    if request.kv_cache_ttl is not None:
+                        self.tiers.keep(self._keys(request), request.kv_cache_ttl)
             if its := self._fetched.pop(delta.request_id, None):
                 delta = dataclasses.replace(delta, num_fetched_tokens=its)
             told.append(delta)

@@ -37,6 +37,7 @@ class Request:
     is_continued: bool = False  # whether some answers to the prompt are known in part
     continues: tuple[int, ...] = ()  # the answer's first tokens, which are known already
     cache_salt: str | None = None
+    kv_cache_ttl: float | None = None  # seconds for which tiers keep its prompt's blocks; 0: no longer
     request_id: int = 0  # rises from request to request, from 1 on; given to it when it is queued
 
     @property
