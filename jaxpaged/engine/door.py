@@ -24,6 +24,7 @@ from jaxpaged.checks import (
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine.adapters import Adapter, Adapters
 from jaxpaged.engine.arena import Grammar
+from jaxpaged.engine.candidates import check_candidates
 from jaxpaged.engine.continued import check_replay, continued
 from jaxpaged.engine.dead_ends import dead_end
 from jaxpaged.engine.grammars import Grammars
@@ -38,7 +39,6 @@ from jaxpaged.sampling_state import (
     LogitRules,
     RowOptions,
     SamplingState,
-    count_or_none,
     row_values,
 )
 from jaxpaged.step.config import StepConfig
@@ -174,6 +174,8 @@ class Door:
     ) -> Request:
         """Check a prompt and what is asked for with it. Return the request for its first answer."""
         prompt = self._prompt(self._cut(prompt_token_ids, params))
+        most_told = self.config.max_prompt_logprob_token_ids
+        check_candidates(params, len(prompt), self.model_config.vocab_size, most_told)
         max_num_tokens, trace = self.max_model_len, params.trace_decode_token_ids
         for most in (params.max_tokens, None if trace is None else len(trace)):
             if most is not None:
@@ -286,7 +288,7 @@ class Door:
             "prompt_lens": prompt_len,
             "num_tokens": num_tokens,
             "max_num_tokens": request.max_num_tokens,
-            "num_prompt_logprobs": count_or_none(params.prompt_logprobs),
+            "num_prompt_logprobs": params.prompt_logprobs or 0 if params.tells_prompt else -1,
             "sampling": row_values(SamplingState, options),
             "rules": row_values(LogitRules, options),
             "beams": {

@@ -272,7 +272,7 @@ class Offloading(Passing):
 
     def _may_hit(self, request: Request) -> bool:
         """Tell whether a request looks for its prompt in caches at all."""
-        return request.params.prompt_logprobs is None
+        return not request.params.tells_prompt
 
     def _locate(self, request: Request) -> exchange.Chain:
         its = request.salt, self.step_config.grouping.specs

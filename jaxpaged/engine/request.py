@@ -116,6 +116,8 @@ class Delta:
     stop_reason: int | str | None = None
     # Scores of the prompt's tokens, None for the first; with the answer's first token, where asked for.
     prompt_scores: list[Score | None] | None = None
+    # Those of the prompt's candidates, float32 [lines, ids], likewise.
+    candidate_logprobs: np.ndarray | None = dataclasses.field(default=None, compare=False)
     # Whole characters of these tokens and of those held back before. None from an engine without a tokenizer,
     # where no text was wanted, and in the sink of a request without stop strings.
     text: str | None = None
