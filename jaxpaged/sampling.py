@@ -336,6 +336,15 @@ def score(
     return Scores((chosen / divisor - total)[:, 0], rank, top_ids, top_logprobs)
 
 
+def score_candidates(
+    logits: Float[Array, "rows vocab"], token_ids: Int[Array, "rows n"]
+) -> Float[Array, "rows n"]:
+    """Return the log-probabilities of given tokens of each row, as `score` has them; -inf for token -1."""
+    total = jax.nn.logsumexp(logits, axis=1, keepdims=True)
+    values = jnp.take_along_axis(logits, jnp.maximum(token_ids, 0), axis=1) - total
+    return jnp.where(token_ids < 0, -jnp.inf, values)
+
+
 def first_ranked(logits: Float[Array, "rows vocab"], num: int) -> Int[Array, "rows num"]:
     """Return the `num` tokens with the largest logits, largest first, and of equal ones the lower id
     first.

@@ -228,9 +228,11 @@ class LoadedModel(RolloutMethods, PoolingMethods):
         check("continue_from", begun, "left out here", begun is None or may_continue)
         if token_ids is None:
             token_ids = self.tokenize(str(text), cuts=cuts, **tokenization(tokenization_kwargs))
-        if begun is None:
-            return text, admit(token_ids, cache_salt=salt)
-        return text, admit(token_ids, cache_salt=salt, continue_from=begun)
+        more = {} if begun is None else {"continue_from": begun}
+        if isinstance(prompt, Mapping) and (seconds := prompt.get("kv_cache_ttl")) is not None:
+            check("kv_cache_ttl", seconds, "left out here", may_continue)
+            more["kv_cache_ttl"] = seconds
+        return text, admit(token_ids, cache_salt=salt, **more)
 
     def tokenize(self, text: str, *, add_special_tokens: bool = True, cuts: str | None = None) -> list[int]:
         """Return the token ids of a prompt. Raises `InputError`.

@@ -40,16 +40,17 @@ class Follower:
     def due(self, answer: Sequence[int]) -> tuple[int, np.ndarray | None] | None:
         """Return the state that the row is to get behind its answer, and the mask, if one is to be written.
 
-        None: nothing has come since the last time, or the grammar has not begun. FREE, without a mask, behind
-        a token that the grammar bars.
+        FREE, without a mask, behind a token that the grammar bars. None: nothing has come since the last
+        time, the grammar has not begun, or the row is free already.
         """
+        was_lost = self._is_lost
         for token in answer[self._num_read :]:
             if self._place is None:
                 self._place = self._language.matcher() if token == self._opens else None
             elif not self._is_lost:
                 self._is_lost = not self._place.advance(token)
         self._num_read = len(answer)
-        if self._place is None or self._num_told == self._num_read:
+        if self._place is None or self._num_told == self._num_read or was_lost:
             return None
         self._num_told = self._num_read
         return (FREE, None) if self._is_lost else (0, self._place.allowed())

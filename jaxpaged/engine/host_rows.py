@@ -8,6 +8,7 @@ import numpy as np
 
 from jaxpaged.engine.arena import Grammar
 from jaxpaged.engine.by_host import Follower, Line
+from jaxpaged.engine.candidates import told_candidates
 from jaxpaged.engine.request import Beam, Delta, DraftCounts, Request, Score, arrival_of
 from jaxpaged.sampling import Scores
 from jaxpaged.step.report import Report
@@ -27,6 +28,7 @@ class HostRow:
     is_aborted: bool = False
     # By the first position of a tile.
     prompt_scores: dict[int, list[Score]] = dataclasses.field(default_factory=dict)
+    candidates: dict[int, np.ndarray] = dataclasses.field(default_factory=dict)  # their scores, likewise
     scores: list[Score] = dataclasses.field(default_factory=list)  # of the answer, in a beam search
     follower: Follower | None = None  # of a grammar that the host follows
 
@@ -40,6 +42,10 @@ class HostRow:
         if self.answer or self.request.params.prompt_logprobs is None:
             return None
         return [None, *(score for _, tile in sorted(self.prompt_scores.items()) for score in tile)]
+
+    def scores_of_candidates(self) -> np.ndarray | None:
+        """Return the scores of the prompt's candidates, likewise."""
+        return None if self.answer else told_candidates(self.request.params, self.candidates)
 
 
 # The same of all rows, for NumPy; zeros for a free row.
@@ -160,7 +166,7 @@ class HostRows:
         entry = self._rows[row] = HostRow(request, answer, follower=follower)
         self._num_stays += 1
         num_tokens = len(request.prompt_token_ids) + len(answer)
-        wants = request.params.logprobs is not None, request.params.prompt_logprobs is not None
+        wants = request.params.logprobs is not None, request.params.tells_prompt
         is_beam, has_run, no_drafts = request.beams is not None, False, (0, 0, 0)
         self._columns[row] = (
             *(entry.arrival, num_tokens, Phase.WAITING, *wants, is_beam, has_run, no_drafts),
@@ -235,6 +241,7 @@ class HostRows:
                     finish_reason=FinishReason(reason),
                     stop_reason=its_tokens[-1] if its_own else None,
                     prompt_scores=entry.scores_of_prompt() if its_tokens else None,
+                    candidate_logprobs=entry.scores_of_candidates() if its_tokens else None,
                     index=request.index,
                     weight_versions=(weight_version,) * len(its_tokens),
                     support=None if report.new_support is None else _sets(report.new_support[row][new]),
@@ -282,8 +289,10 @@ class HostRows:
                 continue
             request, start = entry.request, int(prompts.start[tile])
             at = tile, slice(len(request.prompt_token_ids) - 1 - start)
-            num_top = request.params.prompt_logprobs or 0
-            entry.prompt_scores[start] = scores_of(prompts.scores, at, num_top)
+            if request.params.prompt_logprobs is not None:
+                entry.prompt_scores[start] = scores_of(prompts.scores, at, request.params.prompt_logprobs)
+            if request.params.prompt_logprob_token_ids is not None and prompts.candidates is not None:
+                entry.candidates[start] = np.array(prompts.candidates[at])
 
 
 def _sets(words: np.ndarray) -> tuple[tuple[int, ...], ...]:

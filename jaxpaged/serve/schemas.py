@@ -53,6 +53,7 @@ class QueuedRequest(ModelRequest):
 
     priority: int = 0
     cache_salt: str | None = None
+    kv_cache_ttl: float | None = None
 
 
 class StreamOptions(Body):

@@ -126,7 +126,7 @@ class Service:
         salt = {} if its_salt is None else {"cache_salt": its_salt}
         admitted = []
         for each in prompts:
-            prompt, order = _mapping(each) | salt, body.priority
+            prompt, order = _mapping(each) | salt | {"kv_cache_ttl": body.kv_cache_ttl}, body.priority
             admitted.append(await self.llm.admit(prompt, params, priority=order, lora_request=adapter))
             await asyncio.sleep(0)  # others need not wait until all of many prompts are read
         self._check_room(num_answers)  # others may have come while this one was read

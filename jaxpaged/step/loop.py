@@ -60,6 +60,7 @@ def create(
     most_drafts: Static[int] = 0,
     replays: Static[bool] = False,
     masks: Static[bool] = False,
+    candidates: Static[int] = 0,
 ) -> PerReplica[EngineState]:
     """Create a state without requests, with zeros for K and V of the shapes in `kv_cache`.
 
@@ -87,6 +88,7 @@ def create(
         most_drafts=most_drafts,
         replays=replays,
         masks=masks,
+        candidates=candidates,
     )
 
 
@@ -142,7 +144,7 @@ type Carry = tuple[EngineState, Progress, PromptScores, Int[Array, " rows"]]
 
 def _before(state: EngineState, config: StepConfig) -> Carry:
     """Return what the loop carries before its first step."""
-    nothing = no_prompt_scores(config, state.tables.max_seqs)
+    nothing = no_prompt_scores(config, state.rows)
     own_row = jnp.arange(state.tables.max_seqs, dtype=jnp.int32)
     num_tokens = None if config.lookup is None else jnp.int32(0)
     progress = Progress(jnp.int32(0), state.counters[Counter.NUM_PROMPT_PASSES], num_tokens)
@@ -336,6 +338,20 @@ def write_tokens(
     """
     row, position, token = tokens
     return token_ids.at[row, position].set(token, mode="drop")
+
+
+@program(donate="candidates", results=lambda specs: ON_EACH)
+def write_candidates(
+    candidates: PerReplica[Int[Array, "rows max_model_len num_candidates"]],
+    given: PerReplica[Int[Array, "row_and_place_and_ids n"]],
+) -> PerReplica[Int[Array, "rows max_model_len num_candidates"]]:
+    """Write tokens to be scored into rows, and return those of all rows.
+
+    given: for each place its row (one beyond all rows: the place is dropped), its number, and its tokens.
+
+    The old ones are donated.
+    """
+    return candidates.at[given[0], given[1]].set(given[2:].T, mode="drop")
 
 
 @program(donate="arena", results=lambda specs: ON_EACH)

@@ -7,7 +7,7 @@ beside those of the running rows, and some to grow into; no request overtakes an
 row in order always goes on, and every request has its turn. First come, first served: a request has finished
 after as many steps as it and the unfinished requests before it have work, where a request's work is a step
 for each tile of its prompt and for each token of its answer but the first. `reference/engine.py` has the
-proof.
+proof. A row that rests for the host keeps its place meanwhile.
 
 A follower is one of several answers to a prompt. It waits while the leader's prompt is computed, and runs
 from the step that completes it: it takes over the blocks. A follower that finds no room then is a request

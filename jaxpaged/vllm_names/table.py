@@ -327,7 +327,7 @@ REQUEST: dict[str, Verdict] = {
     **_only("an end where the answer repeats itself", "repetition_detection"),
     **_only(
         "log-probabilities of chosen tokens",
-        "logprob_token_ids prompt_logprob_token_ids prompt_logprob_start",
+        "logprob_token_ids",
         use="logprobs",
     ),
     **_only("log-probabilities in another shape", "flat_logprobs"),

@@ -132,6 +132,7 @@ def test_a_follower_tells_a_mask_once_and_none_before_the_beginning_or_behind_a_
     assert {*allowed.nonzero()[0].tolist()} == tiny_recursive.oracle("sum").allowed([one])
     assert follower.due([one, 5, 96, one]) is None
     assert follower.due([one, 5, 96, one, one]) == (FREE, None)
+    assert follower.due([one, 5, 96, one, one, one]) is None
     assert Follower(language, None).due([])[0] == 0
     assert len({FREE, WAITS, RESTS}) == 3
     assert FinishReason.STOP
