@@ -76,12 +76,12 @@ def _measured(took: Times, pool: Pool, case: Any) -> dict[str, Any]:
         rate = case.flops(pool.num_q_heads, pool.k.shape[3]) / took.median
         return line | {
             "tflops": round(rate / 1e12, 2),
-            "share_of_790_tflops": round(rate / device.PEAK_FLOPS, 4),
+            **device.peak().share_of_flops(rate),
         }
     rate = pool.bytes_read(np.full(*case)) / took.median
     return line | {
         "gb_per_s": round(rate / 1e9, 1),
-        "share_of_4.8_tb_per_s": round(rate / device.PEAK_BYTES, 4),
+        **device.peak().share_of_bytes(rate),
     }
 
 
@@ -212,6 +212,8 @@ def flashinfer_decode(pool: Pool, case: tuple[int, int], repeats: int) -> Times:
 def flash_attention_3(pool: Pool, case: tuple[int, int] | Prompt, repeats: int) -> Times:
     """Run FlashAttention 3 over a paged cache, for decode steps and for prompts."""
     flash, torch = _module("flash_attn_interface"), _module("torch")
+    if torch.cuda.get_device_capability()[0] != 9:
+        raise RuntimeError("FlashAttention 3 serves Hopper GPUs alone")
     if isinstance(case, Prompt):
         num_seqs, query_len, tokens = 1, case.length, case.prefix + case.length
     else:

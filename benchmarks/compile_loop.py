@@ -41,6 +41,7 @@ class Case:
     num_layers: int = 2
     loops: bool = False  # over layers: `EngineConfig.loop_over_layers`
     flags: bool = True  # whether the package's XLA flags are set
+    capability: str = "9.0"  # of the GPU
 
     def __str__(self) -> str:
         words = [
@@ -55,6 +56,7 @@ class Case:
         words += [f"{self.num_layers} layers"] * (self.num_layers != Case.num_layers)
         words += ["in a loop"] * self.loops
         words += ["default flags"] * (not self.flags)
+        words += [f"capability {self.capability}"] * (self.capability != Case.capability)
         return " ".join(words)
 
 
@@ -70,6 +72,7 @@ def cases() -> list[Case]:
     found.append(Case("mosaic_gpu", 128, num_adapters=4, loops=True))
     found.append(Case("constant", flags=False))
     found.append(Case("constant", num_blocks=65536, max_num_seqs=256, num_tiles=16))
+    found += [Case("mosaic_gpu", 128, capability=c) for c in ("8.0", "8.9", "10.0", "12.0")]
     return found
 
 
@@ -100,15 +103,15 @@ def main(argv: list[str]) -> None:
 
 
 def run(names: list[str]) -> list[Report]:
-    """Compile the cases of these names, each set of flags in a process of its own, and report."""
+    """Compile the cases of these names, each set of flags and target in a process of its own, and report."""
     by_name = {str(case): case for case in cases()}
     found = []
-    for flags in (True, False):
-        some = [name for name in names if by_name[name].flags == flags]
+    kinds = {name: (by_name[name].flags, by_name[name].capability) for name in names}
+    for kind in dict.fromkeys(kinds.values()):
+        some, flags = [name for name in names if kinds[name] == kind], kind[0]
         ours = [f"--{name}={value}" for name, value in FLAGS.items()] if flags else []
         with cuda_compiler.dumping("jit_run") as dump:
-            if some:
-                found += cuda_compiler.run("benchmarks.compile_loop", some, " ".join([*ours, dump]))
+            found += cuda_compiler.run("benchmarks.compile_loop", some, " ".join([*ours, dump]))
     return [Report(**line | {"outermost": tuple(line["outermost"])}) for line in found]
 
 
@@ -190,6 +193,7 @@ def compile_for_h200(case: Case) -> tuple[Any, Any]:
     import jax.numpy as jnp
     import numpy as np
     from flax import nnx
+    from jax.experimental.mosaic.gpu import utils
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
     from jaxpaged.memory import kv_cache
@@ -202,9 +206,10 @@ def compile_for_h200(case: Case) -> tuple[Any, Any]:
     from jaxpaged.step import loop
     from jaxpaged.step.config import StepConfig
     from jaxpaged.step.state import EngineState, HostPool, create_state, create_tables
+    from pallas_kernels.gpu.targets import HOPPER
     from pallas_kernels.ops import choice
 
-    mesh = Mesh(np.array(cuda_compiler.topology().devices), ("x",))
+    mesh = Mesh(np.array(cuda_compiler.topology(1, case.capability).devices), ("x",))
     on_device = NamedSharding(mesh, PartitionSpec())
     # A device that is not there has no host memory to name; an abstract one takes our word.
     on_host = NamedSharding(mesh.abstract_mesh, PartitionSpec(), memory_kind="pinned_host")
@@ -240,7 +245,8 @@ def compile_for_h200(case: Case) -> tuple[Any, Any]:
         if case.attention == "constant":
             return ConstantModel()
         quantisation = None if case.quantization is None else OnLoad(case.quantization)
-        with mock.patch.object(choice, "default_implementation", return_value="mosaic_gpu"):  # an H200's
+        products = "mosaic_gpu" if case.capability == HOPPER.capability else "xla"
+        with mock.patch.object(choice, "default_implementation", return_value=products):
             loops = case.loops or None
             model = decoder.abstract(config, LoadAs(dtype, loop_over_layers=loops), NAMES, quantisation)
         if case.num_adapters:
@@ -263,7 +269,9 @@ def compile_for_h200(case: Case) -> tuple[Any, Any]:
         attention=attention,
         watermark_blocks=case.num_blocks // 100,
     )
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+    # A device that is not there has no capability that Mosaic could read.
+    arch = mock.patch.object(utils, "_infer_arch", return_value=tuple(map(int, case.capability.split("."))))
+    with arch, jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         traced = loop.run.trace(
             graphdef,
             place(params, on_device),

@@ -4,6 +4,7 @@
     python -m benchmarks.compile_report --write    and write it to benchmarks/compile_report.md
     python -m benchmarks.compile_report NAME...    one JSON line per kernel of these programs, for the tests
     python -m benchmarks.compile_report --capability=12.0 NAME...    likewise for another target
+    python -m benchmarks.compile_report --targets    a table of a few programs on every target
 
 What it needs, `cuda_compiler` says. Registers and spills are ptxas's own words, shared memory is Mosaic's.
 The programs (CTAs) that share a multiprocessor follow from them: 65,536 registers in portions of 8 per
@@ -29,11 +30,13 @@ from benchmarks import cuda_compiler
 from pallas_kernels.gpu import targets
 
 _CAPABILITY = flags.DEFINE_string("capability", "9.0", "Compute capability to compile for.")
+_TARGETS = flags.DEFINE_boolean("targets", False, "Print the table of targets.")
 _WRITE = flags.DEFINE_boolean("write", False, "Write the table beside this file.")
 
 # Seconds of processor time per program. They take one or two; layout inference that runs away takes for ever.
 COMPILE_LIMIT_S = 60
 TABLE = Path(__file__).with_suffix(".md")
+TARGETS_TABLE = Path(__file__).with_name("compile_report_targets.md")
 LAYERS = 2  # of a stack
 DENSE = "bfloat16"  # weights, of which a product is told the layer
 BLOCKS = "fp8"  # a scale for each 128 inputs of an output
@@ -233,10 +236,13 @@ def main(argv: list[str]) -> None:
     if names := argv[1:]:
         cuda_compiler.print_lines(map(dataclasses.asdict, _reports_here(names)))
         return
-    text = markdown(run([str(program) for program in programs()]))
+    if _TARGETS.value:
+        text, table = targets_markdown(), TARGETS_TABLE
+    else:
+        text, table = markdown(run([str(program) for program in programs()])), TABLE
     print(text)
     if _WRITE.value:
-        TABLE.write_text(text)
+        table.write_text(text)
 
 
 def run(names: list[str], capability: str = "9.0") -> list[Report]:
@@ -268,6 +274,34 @@ def markdown(reports: list[Report]) -> str:
             f"| {r.program} | {r.kernel} | {r.registers} | {spilled} | {memory} | {r.ctas_per_core} "
             f"| {r.temp_bytes / 1e6:.1f} |"
         )
+    return "\n".join([*lines, ""])
+
+
+def targets_programs() -> list[Program]:
+    """Return the programs of the table of targets."""
+    prompt = Program("tiles", tile_len=32)
+    return [p for base in (Program(), prompt) for p in (base, dataclasses.replace(base, cache_dtype="int8"))]
+
+
+def targets_markdown() -> str:
+    """Return a page of a few programs on every target of `pallas_kernels.gpu.targets`."""
+    import jax
+
+    lines = [
+        "# What the attention kernels take on every target",
+        "",
+        f"Made by `python -m benchmarks.compile_report --targets --write` with jax {jax.__version__}:",
+        "compiled, not run. Columns are those of compile_report.md.",
+        "",
+        "| target | tiles, products | program | registers | spilled bytes | shared memory, KiB | CTAs |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for target in targets.TARGETS.values():
+        for r in run([str(p) for p in targets_programs()], target.capability):
+            how = f"{target.fetch}, {target.kernel_multiply}"
+            memory, spilled = f"{r.shared_memory_bytes / 1024:.1f}", r.spill_bytes + r.stack_bytes
+            cells = target.architecture, how, r.program, r.registers, spilled, memory, r.ctas_per_core
+            lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join([*lines, ""])
 
 

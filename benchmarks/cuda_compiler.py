@@ -150,22 +150,29 @@ def topology(num_devices: int = 1, capability: str = "9.0") -> Any:
     )
 
 
+def abstract_mesh(capability: str) -> Any:
+    """Return a mesh of one GPU as Mosaic asks for it, which takes one without a capability for Hopper."""
+    from jax.sharding import AbstractDevice, AbstractMesh
+
+    @dataclasses.dataclass(frozen=True)
+    class Device(AbstractDevice):
+        """A device with the field that Mosaic reads."""
+
+        compute_capability: str = capability
+
+    device = Device(device_kind="NVIDIA H200", num_cores=132, platform="cuda")
+    return AbstractMesh((1,), ("x",), abstract_device=device)
+
+
 def compiled(operation: Callable[..., Any], *arguments: Any, capability: str = "9.0") -> Any:
     """Compile an operation for one GPU, an H200 by default, for arguments of these shapes."""
     import jax
     import numpy as np
-    from jax.sharding import AbstractDevice, AbstractMesh, Mesh, NamedSharding, PartitionSpec
-
-    @dataclasses.dataclass(frozen=True)
-    class Device(AbstractDevice):
-        """A device as Mosaic asks for it: one without a capability is taken for Hopper."""
-
-        compute_capability: str = capability
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
     place = NamedSharding(Mesh(np.array(topology(1, capability).devices), ("x",)), PartitionSpec())
-    device = Device(device_kind="NVIDIA H200", num_cores=132, platform="cuda")
     jitted = jax.jit(lambda *args: operation(*args), in_shardings=place, out_shardings=place)
-    with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device)):
+    with jax.sharding.use_abstract_mesh(abstract_mesh(capability)):
         lowered = jitted.trace(*arguments).lower(lowering_platforms=("cuda",))
     return lowered.compile()
 

@@ -131,7 +131,7 @@ def measured(found: device.Times, num_bytes: int, bandwidth: float) -> dict[str,
     return {
         **found.line,
         "gb_per_s": round(num_bytes / found.median / 1e9, 1),
-        "share_of_4.8_tb_per_s": round(num_bytes / found.median / device.PEAK_BYTES, 4),
+        **device.peak().share_of_bytes(num_bytes / found.median),
         "share_of_measured_read": round(num_bytes / found.median / bandwidth, 4),
     }
 

@@ -4,7 +4,7 @@
     python -m benchmarks.decode_shapes --smoke                        tiny shapes, anywhere
 
 JSON lines on stdout, one a model and batch: tokens/s, beside the most that reading weights, K and V once
-allows at the H200's 4.8 TB/s (`floor_tokens_per_s`), and the shares of that and of the same at the bandwidth
+allows at the card's bandwidth (`floor_tokens_per_s`), and the shares of that and of the same at the bandwidth
 measured here. The engine's own `loop.run` decodes `--context` tokens and more a row, ragged, with prefix
 caching; `graph` is as in `benchmarks.step_overhead`. Weights, K and V are random and the answers nonsense;
 the work is the real one.
@@ -135,8 +135,8 @@ def measure(model: Decoder, batch: int, context_len: int, repeats: int, bandwidt
         "tokens_per_s": round(batch / median, 1),
         "weight_bytes": weight_bytes,
         "kv_bytes": round(num_seen * per_token),
-        "floor_tokens_per_s": round(batch * device.PEAK_BYTES / num_bytes, 1),
-        "share_of_4.8_tb_per_s": round(num_bytes / median / device.PEAK_BYTES, 4),
+        "floor_tokens_per_s": round(batch * (device.peak().num_bytes or bandwidth) / num_bytes, 1),
+        **device.peak().share_of_bytes(num_bytes / median),
         "share_of_measured_read": round(num_bytes / median / bandwidth, 4),
         "seconds_to_start": round(seconds_to_start, 1),
     }

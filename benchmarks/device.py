@@ -1,6 +1,7 @@
 """The GPU under a benchmark: whether JAX uses it, what it can do, and how long its kernels take.
 
-    python -m benchmarks.device       one JSON line of what it is; fails unless JAX uses a Hopper GPU
+    python -m benchmarks.device            one JSON line of what it is; fails unless our kernels serve it
+    python -m benchmarks.device products   likewise for kernels of products
 
 Kernels are timed by a trace of the device (CUPTI's), ours and others' alike: the sum of what a call's kernels
 take, without the gaps in between and whatever the host does. Where there is no trace, as on a CPU, the host's
@@ -19,41 +20,77 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks import record
-from pallas_kernels.gpu import ptxas
-from pallas_kernels.ops import choice
+from pallas_kernels.gpu import ptxas, targets
+from pallas_kernels.gpu.targets import Operation
 
-PEAK_BYTES = 4.8e12  # a second, of an H200's memory by its datasheet
-PEAK_FLOPS = 790e12  # a second, of a large product in bfloat16 of random numbers on an H200
+H200_FLOPS = 790e12  # a second, of a large product in bfloat16 of random numbers
+
+
+class Peak(NamedTuple):
+    """The most that a card can do in a second; None: unknown."""
+
+    num_bytes: float | None  # of memory, by its datasheet
+    flops: float | None  # of bfloat16, by its datasheet, or as measured
+
+    def share_of_bytes(self, rate: float) -> dict[str, float]:
+        """Return a result line's entry about bytes a second."""
+        peak = self.num_bytes
+        return {f"share_of_{peak / 1e12:g}_tb_per_s": round(rate / peak, 4)} if peak else {}
+
+    def share_of_flops(self, rate: float) -> dict[str, float]:
+        """Return a result line's entry about operations a second."""
+        peak = self.flops
+        return {f"share_of_{peak / 1e12:g}_tflops": round(rate / peak, 4)} if peak else {}
+
+    def floor_s(self, num_bytes: float, flops: float = 0) -> float | None:
+        """Return the seconds that bytes and operations take at least."""
+        return max(num_bytes / self.num_bytes, flops / self.flops) if self.num_bytes and self.flops else None
+
+
+def peak() -> Peak:
+    """Return the peak of the default device; an H200's on a CPU, for smoke runs."""
+    used = jax.devices()[0]
+    card = targets.card_of("NVIDIA H200" if used.platform == "cpu" else used.device_kind)
+    if card is None:
+        return Peak(None, None)
+    return Peak(card.bandwidth, H200_FLOPS if card.name.startswith("H200") else card.flops)
 
 
 def main() -> None:
     """Run as a module."""
-    print(json.dumps(require_hopper()), flush=True)
+    operation: Any = sys.argv[1] if len(sys.argv) > 1 else "prompts"
+    print(json.dumps(require_gpu(operation)), flush=True)
 
 
 def described(smoke: bool) -> dict[str, Any]:
-    """Return a result line's entries about the device: a CPU for a smoke run, else a Hopper GPU."""
-    return {"device": "cpu"} if smoke else require_hopper()
+    """Return a result line's entries about the device: a CPU for a smoke run, else a GPU."""
+    return {"device": "cpu"} if smoke else require_gpu()
 
 
-def require_hopper() -> dict[str, Any]:
-    """Return what GPU and compiler there are. End the process with one line where JAX uses no Hopper GPU."""
+def require_gpu(operation: Operation = "prompts") -> dict[str, Any]:
+    """Return what GPU and compiler there are. End the process with one line where our kernels do not compute
+    the operation on the GPU that JAX uses.
+    """
     try:
-        used, is_hopper = jax.devices()[0].device_kind, choice.default_implementation() == "mosaic_gpu"
+        device = jax.devices()[0]
+        used, target = device.device_kind, targets.target_of(device)
     except RuntimeError as error:  # a backend that was asked for does not start
-        used, is_hopper = f"nothing ({str(error).splitlines()[0]})", False
-    if not is_hopper:
+        used, target = f"nothing ({str(error).splitlines()[0]})", None
+    if target is None:
         there = f"nvidia-smi lists {names}, but " if (names := record.gpu("name")) else ""
         sys.exit(
-            f"nothing is measured: {there}JAX uses {used}, which is not a Hopper GPU: install jax[cuda12] or "
-            "jax[cuda13], and see JAX_PLATFORMS and CUDA_VISIBLE_DEVICES (--smoke runs anywhere)"
+            f"nothing is measured: {there}JAX uses {used}, which is no NVIDIA GPU since Ampere: install "
+            "jax[cuda12] or jax[cuda13]; see JAX_PLATFORMS and CUDA_VISIBLE_DEVICES (--smoke runs anywhere)"
         )
+    if operation not in target.serves:
+        sys.exit(f"nothing is measured: {used} has no kernels of {operation}: {target}")
     version = ptxas.version()
     if version is None:
         sys.exit(
             "nothing is measured: there is no ptxas to compile kernels with: set CUDA_ROOT to CUDA's folder"
         )
-    return {"device": used, "gpu": record.gpu(), "ptxas": ".".join(map(str, version))}
+    found = {"device": used, "target": target.architecture, "gpu": record.gpu()}
+    return found | {"ptxas": ".".join(map(str, version))}
 
 
 class Times(NamedTuple):

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Everything that needs a Hopper GPU, in four commands that each end within nine minutes, with a table.
+# Everything that needs a GPU, one of Ampere or later, in four commands that each end within nine minutes, with a table.
 #
 #   sh benchmarks/gpu.sh [FOLDER] [--sweep]     decode attention: is it right on this chip, then how fast; its peers
 #   sh benchmarks/gpu.sh [FOLDER] --prefill     attention of prompts, likewise
@@ -18,7 +18,9 @@
 #
 # Results go to FOLDER, or $OUT, or out: a JSON line each, as soon as it is there, so a run that is stopped keeps
 # what it has. A step that fails does not keep the next from running, but the command fails in the end; without
-# --smoke it fails at once where JAX does not use a Hopper GPU.
+# --smoke it fails at once where JAX uses no GPU that our kernels serve; --products asks for a Hopper GPU. Lines say
+# what share is reached of what the card's datasheet says (pallas_kernels/gpu/targets.py), or of reading alone.
+# Cases and peers that do not serve the GPU are named with the reason.
 #
 # It needs jax with CUDA, numpy, jaxtyping and absl-py, and flax for the engine. Of these, what is not installed may
 # lie in a folder that PYTHONPATH names (pip install --target FOLDER absl-py), and so may FlashInfer and
@@ -126,7 +128,9 @@ import nvidia
 sys.exit(not any(file for place in nvidia.__path__ for file in pathlib.Path(place).glob("*/bin/ptxas")))' 2>&- ||
         export CUDA_ROOT=/usr/local/cuda
 fi
-"$python" -m benchmarks.device || exit 1
+operation=prompts
+[ "$mode" = --products ] && operation=products
+"$python" -m benchmarks.device $operation || exit 1
 case "$mode" in
 --prefill) prefill && table "$folder/prefill.jsonl" ;;
 --engine) engine && table "$folder/engine.jsonl" ;;

@@ -65,7 +65,8 @@ def measure(num_outputs: int, num_inputs: int, num_rows: int) -> list[dict[str, 
         raise RuntimeError(f"{error=} of {num_rows} rows by {num_outputs} x {num_inputs} is not right")
     moved = num_bytes + num_rows * (2 * num_inputs + 4 * num_outputs)
     operations = 2 * num_rows * num_outputs * num_inputs
-    floor = max(moved / device.PEAK_BYTES, operations / device.PEAK_FLOPS)
+    peak = device.peak()
+    floor = peak.floor_s(moved, operations)
     found = []
     for what, run, arguments in (("kernel", by_kernel, told), ("cublas", by_xla, own)):
         took = device.times(run, arguments, _REPEATS.value)
@@ -75,9 +76,9 @@ def measure(num_outputs: int, num_inputs: int, num_rows: int) -> list[dict[str, 
                 "shape": [num_outputs, num_inputs],
                 "num_rows": num_rows,
                 **took.line,
-                "floor_us": round(floor * 1e6, 2),
-                "share_of_4.8_tb_per_s": round(moved / took.median / device.PEAK_BYTES, 4),
-                "share_of_790_tflops": round(operations / took.median / device.PEAK_FLOPS, 4),
+                "floor_us": floor and round(floor * 1e6, 2),
+                **peak.share_of_bytes(moved / took.median),
+                **peak.share_of_flops(operations / took.median),
             }
         )
     return found

@@ -109,7 +109,7 @@ def measured(took: device.Times, pool: Pool, prompt: Prompt) -> dict[str, Any]:
     return {
         **took.line,
         "tflops": round(flops / took.median / 1e12, 2),
-        "share_of_790_tflops": round(flops / took.median / device.PEAK_FLOPS, 4),
+        **device.peak().share_of_flops(flops / took.median),
     }
 
 

@@ -49,7 +49,7 @@ _LENGTHS = flags.DEFINE_multi_integer("max_model_len", [], "Tokens of a row; may
 _GROUPS = flags.DEFINE_multi_integer(
     "num_groups", [], "Groups of layers; may be given several times.", lower_bound=1, upper_bound=MOST_GROUPS
 )
-_GPU = flags.DEFINE_boolean("gpu", False, "Fail where JAX does not use a Hopper GPU.")
+_GPU = flags.DEFINE_boolean("gpu", False, "Fail where JAX uses no GPU that our kernels serve.")
 _SMOKE = flags.DEFINE_boolean("smoke", False, "Tiny sizes, two repeats.")
 _OUT = flags.DEFINE_string("out", None, "Append the lines to this file as well.")
 
@@ -66,7 +66,7 @@ def main(argv: list[str]) -> None:
     record.start(argv)
     gpu_flags.set_defaults()
     is_gpu = _GPU.value and not _SMOKE.value
-    found = device.require_hopper() if is_gpu else {"device": jax.devices()[0].device_kind}
+    found = device.require_gpu() if is_gpu else {"device": jax.devices()[0].device_kind}
     results = record.Results("step_overhead", _OUT.value, graph=decode_loop.has_flags(), **found)
     platform = jax.devices()[0].platform
     repeats = 2 if _SMOKE.value else _REPEATS.value

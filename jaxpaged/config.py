@@ -246,12 +246,12 @@ class EngineConfig:
         short="-sc",
     )
     # Whether requests may have `SamplingParams.trace_decode_token_ids`. The loop then looks for them.
-    enable_trace_replay: bool = option(
-        False, checked_bool, flag=yes_or_no("let requests replay given answers")
-    )
+    enable_trace_replay: bool = option(False, checked_bool, flag=yes_or_no("let requests replay answers"))
     # Whether answers tell what tokens were chosen from. Each row takes 4 bytes a token of the vocabulary.
-    return_sampling_mask: bool = option(
-        False, checked_bool, flag=yes_or_no("tell what tokens were chosen from")
+    return_sampling_mask: bool = option(False, checked_bool, flag=yes_or_no("tell what was chosen from"))
+    # Tokens in a line of `prompt_logprob_token_ids` at most. A row takes 4 bytes for each at each position.
+    max_prompt_logprob_token_ids: int = option(
+        0, whole("an int in [0, 4096]", 0, 4096), flag=count("candidates for a prompt's token (default 0)")
     )
     # Adapters kept in host memory. None: all that were used.
     max_cpu_loras: int | None = option(None, flag=count("adapters kept in host memory (default: all)"))

@@ -8,7 +8,7 @@ from jaxpaged.checks import check
 __all__ = ["PromptType", "TextPrompt", "TokensPrompt", "check_prompt_keys"]
 
 # What a prompt that is a mapping may say, beside fields of vLLM's for inputs that are not text.
-KEYS = ("prompt", "prompt_token_ids", "cache_salt", "continue_from")
+KEYS = ("prompt", "prompt_token_ids", "cache_salt", "kv_cache_ttl", "continue_from")
 NOT_TEXT = ("multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs", "prompt_embeds", "token_type_ids")
 
 
@@ -17,10 +17,14 @@ type Continued = Sequence[int] | Sequence[Sequence[int] | None]
 
 
 class TextPrompt(TypedDict):
-    """A prompt as text. Only prompts of the same `cache_salt` share blocks."""
+    """A prompt as text. Only prompts of the same `cache_salt` share blocks.
+
+    Tiers below the device keep its blocks for `kv_cache_ttl` seconds.
+    """
 
     prompt: str
     cache_salt: NotRequired[str | None]
+    kv_cache_ttl: NotRequired[float | None]
     continue_from: NotRequired[Continued | None]
 
 
@@ -30,6 +34,7 @@ class TokensPrompt(TypedDict):
     prompt_token_ids: list[int]
     prompt: NotRequired[str | None]
     cache_salt: NotRequired[str | None]
+    kv_cache_ttl: NotRequired[float | None]
     continue_from: NotRequired[Continued | None]
 
 

@@ -20,6 +20,7 @@ def option(
     *,
     flag: Mapping[str, Any] | None = None,
     short: str | None = None,
+    compare: bool = True,
     **more: Any,
 ) -> Any:
     """Declare an option as a field of a dataclass.
@@ -27,10 +28,11 @@ def option(
     check: None where the value depends on other options: the class checks it.
     flag: what `add_argument` takes for the flag of this name; None: there is no flag.
     short: another name of the flag.
+    compare: whether tables with other values are different.
     more: what else one table says of its options.
     """
     metadata = {"check": check, "flag": flag, "short": short, **more}
-    return dataclasses.field(default=default, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata, compare=compare)
 
 
 def checks_of(table: Any) -> dict[str, Check]:

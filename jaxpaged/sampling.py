@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key, Num, UInt32
 
+from jaxpaged import row_sums
 from jaxpaged.arithmetic import cdiv
 from jaxpaged.config import LogprobsMode
 from jaxpaged.sampling_params import MAX_LOGPROBS
@@ -310,7 +311,7 @@ def score(
     """
     num_rows, vocab = logits.shape
     divisor = 1 if temperature is None else temperature[:, None]
-    total = jax.nn.logsumexp(logits / divisor, axis=1, keepdims=True)
+    total = row_sums.logsumexp(logits / divisor)
     if as_they_are is not None:
         total = jnp.where(as_they_are[:, None], 0, total)
     chosen = jnp.take_along_axis(logits, token_ids[:, None], axis=1)
@@ -333,6 +334,15 @@ def score(
         jnp.any(num_top > 0), top, lambda: (nothing.top_ids, nothing.top_logprobs)
     )
     return Scores((chosen / divisor - total)[:, 0], rank, top_ids, top_logprobs)
+
+
+def score_candidates(
+    logits: Float[Array, "rows vocab"], token_ids: Int[Array, "rows n"]
+) -> Float[Array, "rows n"]:
+    """Return the log-probabilities of given tokens of each row, as `score` has them; -inf for token -1."""
+    total = jax.nn.logsumexp(logits, axis=1, keepdims=True)
+    values = jnp.take_along_axis(logits, jnp.maximum(token_ids, 0), axis=1) - total
+    return jnp.where(token_ids < 0, -jnp.inf, values)
 
 
 def first_ranked(logits: Float[Array, "rows vocab"], num: int) -> Int[Array, "rows num"]:

@@ -9,6 +9,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, Self
 
+from jaxpaged import sampling_lists
 from jaxpaged.checks import (
     FLOAT32_MAX,
     InputError,
@@ -17,7 +18,6 @@ from jaxpaged.checks import (
     checked_int,
     checked_number,
     is_int,
-    is_int_type,
     shown,
 )
 from jaxpaged.options import checks_of, choice, number, option, optional, whole
@@ -75,47 +75,6 @@ class RequestOutputKind(enum.Enum):
     CUMULATIVE = 0  # all so far
     DELTA = 1  # what is new
     FINAL_ONLY = 2  # all, in one output at the end
-
-
-def _token_ids(name: str, ids: object) -> tuple[int, ...]:
-    """Return each id once, in the given order. The request checks that the model has them."""
-    if ids is None:
-        return ()
-    # There may be as many as the model has tokens: no loop of Python's own goes over them.
-    ok = (
-        isinstance(ids, tuple | list)
-        and all(map(is_int_type, set(map(type, ids))))
-        and min(ids, default=0) >= 0
-    )
-    check(name, ids, "a list of token ids, ints >= 0", ok)
-    assert isinstance(ids, tuple | list)
-    return tuple(map(int, dict.fromkeys(ids)))
-
-
-def _texts(name: str, texts: object) -> tuple[str, ...]:
-    if texts is None:
-        return ()
-    ok = isinstance(texts, tuple | list) and all(isinstance(text, str) and _is_text(text) for text in texts)
-    check(name, texts, "a list of Unicode texts that are not empty", ok)
-    assert isinstance(texts, tuple | list)
-    return tuple(dict.fromkeys(texts))
-
-
-def _is_text(text: str) -> bool:
-    try:
-        return bool(text.encode())
-    except UnicodeEncodeError:  # half a surrogate pair
-        return False
-
-
-def _allowed(name: str, ids: object) -> tuple[int, ...] | None:
-    allowed = None if ids is None else _token_ids(name, ids)
-    check(name, ids, "None or at least one token id", allowed != ())
-    return allowed
-
-
-def _trace(name: str, ids: Any) -> tuple[int, ...] | None:
-    return _allowed(name, ids) and tuple(map(int, ids))
 
 
 def _output_kind(name: str, kind: object) -> RequestOutputKind:
@@ -255,13 +214,13 @@ class SamplingParams:
     # Added to the logits of these tokens.
     logit_bias: Mapping[int, float] | None = option(None, _logit_bias, field=dict[str, float])
     # Tokens that may be chosen. None: all.
-    allowed_token_ids: tuple[int, ...] | None = option(None, _allowed, field=list[int])
+    allowed_token_ids: tuple[int, ...] | None = option(None, sampling_lists.allowed, field=list[int])
     # Texts that the answer must not contain, as sequences of tokens at a text's start or behind a space.
-    bad_words: tuple[str, ...] | None = option((), _texts, field=list[str])
+    bad_words: tuple[str, ...] | None = option((), sampling_lists.texts, field=list[str])
     # Texts that end the answer and are not part of it.
     stop: str | tuple[str, ...] | None = option(
         (),
-        lambda name, v: _texts(name, (v,) if isinstance(v, str) else v),
+        lambda name, v: sampling_lists.texts(name, (v,) if isinstance(v, str) else v),
         field=str | list[str],
         flag={
             "action": "append",
@@ -271,7 +230,7 @@ class SamplingParams:
         },
     )
     # Tokens that end the answer, like the model's end-of-sequence tokens.
-    stop_token_ids: tuple[int, ...] | None = option((), _token_ids, field=list[int])
+    stop_token_ids: tuple[int, ...] | None = option((), sampling_lists.token_ids, field=list[int])
     # Fewest new tokens: until then no stop token is chosen and no stop string is looked for.
     min_tokens: int = option(
         0,
@@ -292,6 +251,10 @@ class SamplingParams:
     logprobs: int | None = option(None, optional(whole(COUNT_RULE, 0, MAX_LOGPROBS)))
     # Number of likeliest tokens to report with each prompt token's log-probability. None: no report.
     prompt_logprobs: int | None = option(None, optional(whole(COUNT_RULE, 0, MAX_LOGPROBS)))
+    # Tokens whose log-probabilities are told behind places of the prompt: a line of ids for each place from
+    # `prompt_logprob_start` on, but for the last. -1: none.
+    prompt_logprob_token_ids: Any = option(None, sampling_lists.candidates, compare=False)
+    prompt_logprob_start: int | None = option(None, optional(whole("None or an int >= 0", 0)))
     # Tokens to keep of a longer prompt. -1: as many as leave room for one answer token. None: refuse a prompt
     # that is too long.
     truncate_prompt_tokens: int | None = option(None, optional(_num_kept), field=int)
@@ -306,7 +269,7 @@ class SamplingParams:
         None, structured_outputs, field=dict[str, Any]
     )
     # Tokens that the answer is to have, whatever is sampled; what is told of them is the model's. None: none.
-    trace_decode_token_ids: tuple[int, ...] | None = option(None, _trace)
+    trace_decode_token_ids: tuple[int, ...] | None = option(None, sampling_lists.trace)
     # Whether outputs have the answer's text.
     detokenize: bool = option(True, checked_bool)
     # Whether special tokens are left out of the text.
@@ -324,6 +287,9 @@ class SamplingParams:
         rule = f"at most max_tokens={most}"
         check("min_tokens", self.min_tokens, rule, most is None or self.min_tokens <= most)
         check("stop", self.stop, "None with detokenize=False", self.detokenize or not self.stop)
+        if self.prompt_logprob_token_ids is None:
+            start = self.prompt_logprob_start
+            check("prompt_logprob_start", start, "None without prompt_logprob_token_ids", start is None)
         if self.trace_decode_token_ids is not None:
             check("n", self.n, "1 with trace_decode_token_ids", self.n == 1)
             for name in ("stop", "stop_token_ids", "bad_words", "structured_outputs"):
@@ -335,6 +301,11 @@ class SamplingParams:
         if name not in _CHECKS:
             raise AttributeError(f"SamplingParams has no option {name!r}")
         object.__setattr__(self, name, _CHECKS[name](name, value))
+
+    @property
+    def tells_prompt(self) -> bool:
+        """Whether log-probabilities of the prompt are wanted, so that it is computed whole."""
+        return self.prompt_logprobs is not None or self.prompt_logprob_token_ids is not None
 
     @property
     def cuts(self) -> Literal["left", "right"] | None:
@@ -351,9 +322,9 @@ class SamplingParams:
         seed = None if self.seed is None else self.seed + index
         if seed is not None and (seed == -1 or seed >= 2 * INT64):  # go round, past the number for no seed
             seed = seed % (2 * INT64)
-        prompt_logprobs = None if index else self.prompt_logprobs
+        of_prompt = ("prompt_logprobs", "prompt_logprob_token_ids", "prompt_logprob_start") if index else ()
         made = copy.copy(self)  # all is checked already, and there may be many answers
-        for name, value in (("n", 1), ("seed", seed), ("prompt_logprobs", prompt_logprobs)):
+        for name, value in (("n", 1), ("seed", seed), *((name, None) for name in of_prompt)):
             object.__setattr__(made, name, value)
         return made
 

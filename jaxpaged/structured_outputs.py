@@ -19,7 +19,7 @@ class StructuredOutputsParams:
     json: a JSON schema, as a mapping or as JSON text. A pydantic model gives one by `model_json_schema()`.
     regex: a regular expression that the whole answer matches.
     choice: texts, of which the answer is one.
-    grammar: a grammar in Lark's or EBNF notation.
+    grammar: a grammar in Lark's notation or in GBNF; it may be recursive.
     json_object: any JSON object.
     structural_tag: parts of an answer that follow schemas, each between marks; as JSON text.
     disable_any_whitespace: no space between the values of JSON.

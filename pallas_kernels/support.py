@@ -149,6 +149,7 @@ class Served:
     block_sizes: tuple[int, ...] | None
     max_group_size: int | None
     scaled_block_sizes: tuple[int, ...] | None = None  # with a scale for each token
+    scaled_head_dims: tuple[int, ...] | None = None  # likewise; None: as quantised_head_dims
     packed_head_dims: tuple[int, ...] | None = None  # with 4 bits a number
     packed_block_sizes: tuple[int, ...] | None = None  # likewise
     needs_view: bool = False  # whether it reads only what a view shows
@@ -200,21 +201,22 @@ SUPPORT: dict[str, Served] = {
     ),
 }
 
-# Kernels of decode steps where a program has 99 or 163 KiB of shared memory: two stages of longer heads take
-# more.
+# Where a program has 99 or 163 KiB of shared memory, two stages of longer heads take more. With 163 KiB a
+# quantised cache of heads of 192 has the memory, but its prompts not the registers.
 _SHORT_HEADS = dataclasses.replace(
-    SUPPORT["mosaic_gpu"], head_dims=(64, 80, 96, 112, 128), quantised_head_dims=(64, 128)
+    SUPPORT["mosaic_gpu"],
+    head_dims=(64, 80, 96, 112, 128),
+    quantised_head_dims=(64, 128),
+    scaled_head_dims=(64,),
 )
 _LONGER_HEADS = dataclasses.replace(
-    SUPPORT["mosaic_gpu"], head_dims=(64, 80, 96, 112, 128, 192), quantised_head_dims=(64, 128, 192)
+    SUPPORT["mosaic_gpu"], head_dims=(64, 80, 96, 112, 128, 192), quantised_head_dims=(64, 128)
 )
 # What "mosaic_gpu" serves on targets, by ptxas's names, where that is less than SUPPORT says.
 LIMITED: dict[str, Served] = {
     "sm_80": _LONGER_HEADS,
     **dict.fromkeys(("sm_86", "sm_89", "sm_120a", "sm_121a"), _SHORT_HEADS),
 }
-# Have the kernel of decode steps alone.
-ONE_TOKEN = ("sm_80", "sm_86", "sm_89", "sm_100a", "sm_103a", "sm_120a", "sm_121a")
 
 
 def listed(name: str, value: object, allowed: tuple[object, ...] | list[str] | None) -> list[str]:
@@ -247,6 +249,9 @@ def refuse_unserved(
     wrong += listed("k_cache.dtype", jnp.dtype(cache_dtype).name, served.cache_dtypes)
     is_quantised = jnp.dtype(cache_dtype).name in QUANTISED_DTYPES
     head_dims = served.quantised_head_dims if is_quantised else served.head_dims
+    view = options.kv_layout.view()
+    if view is not None and view.k_scale is not None:
+        head_dims = served.scaled_head_dims or head_dims
     if options.kv_layout.packed_view() is not None:
         head_dims = served.packed_head_dims
     wrong += listed("head_dim", head_dim, head_dims)
@@ -289,7 +294,8 @@ def markdown_table() -> str:
         where = ", ".join(name for name, served in LIMITED.items() if served is its)
         lines[f"head_dim on {where}"] = ["any", join(its.head_dims)]
         lines[f"head_dim with an 8-bit cache on {where}"] = ["any", join(its.quantised_head_dims)]
-    lines[f"several new tokens a sequence, and prompts, on {', '.join(ONE_TOKEN)}"] = ["yes", "no"]
+        if its.scaled_head_dims is not None:
+            lines[f"head_dim with a scale a token on {where}"] = ["any", join(its.scaled_head_dims)]
     rows = [["", *(f"`{name}`" for name in SUPPORT)], ["---"] * (len(SUPPORT) + 1)]
     rows += [[name, *cells] for name, cells in lines.items()]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)

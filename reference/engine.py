@@ -55,6 +55,7 @@ class Engine:
     and the first of those running is not preempted and gets on, so that after no more steps than the running
     ones have work, together, the first unfinished one runs. So all n requests that are there finish, if no
     others come, within n times the work of all. New ones of higher priority may hold one back for ever.
+    Steps in which the first one rests do not count.
     """
 
     def __init__(self, config: EngineConfig, next_token: NextToken) -> None:
@@ -207,7 +208,7 @@ class Engine:
         slots = self.config.max_num_seqs - len(self._in_phase(Phase.RUNNING))
         for row in self._in_phase(Phase.RUNNING):
             is_at_end = row.forks_from is None and row.computed == row.num_tokens - 1 >= row.prompt_len
-            if is_at_end and row.drafting is not None:
+            if is_at_end and row.drafting is not None and row.request.rests is None:
                 room = row.request.max_num_tokens - row.num_tokens - 1
                 row.drafts = row.drafting.draft(row.tokens, room)[:slots]
                 slots -= len(row.drafts)
@@ -230,6 +231,7 @@ class Engine:
                 row.phase, row.finish_reason = Phase.FINISHED, "length"
             if not drafts or drafts.pop(0) != token:
                 break
+        row.rests = row.request.rests is not None and row.request.rests(row.tokens)
         return row.tokens[first:]
 
     def _settle(self, row: Row) -> None:
@@ -253,7 +255,7 @@ class Engine:
         tile_len, tiles_left = self.config.tile_len, self.config.num_tiles
         new = {}
         for row in self._in_phase(Phase.RUNNING):
-            new[row] = 1
+            new[row] = int(not row.rests)
             if row.forks_from is not None:
                 new[row] = 0
             elif row.computed < row.prompt_len:

@@ -88,6 +88,7 @@ class Request:
     leader: the arrival of an earlier request with the same prompt, priority and salt.
     next_token: its own, where its options change the engine's.
     next_draft: the same of the model that drafts.
+    rests: whether it rests behind these tokens, until `Row.resume`; None: nowhere, and it may have drafts.
     """
 
     arrival: int
@@ -100,6 +101,7 @@ class Request:
     next_token: NextToken | None = None
     next_draft: NextToken | None = None
     search: Search | None = None
+    rests: Callable[[Sequence[int]], bool] | None = None
 
     @property
     def num_rows(self) -> int:
@@ -157,6 +159,10 @@ class Row:
     group: "Group | None" = None
     drafting: Drafting | None = None
     drafts: list[int] = field(default_factory=list)  # of this step
+    rests: bool = False  # keeps its blocks and its slot, and decodes nothing
+
+    def resume(self) -> None:
+        self.rests = False
 
     @property
     def prompt_len(self) -> int:

@@ -147,6 +147,23 @@ def logprobs(logits: np.ndarray) -> np.ndarray:
     return below - np.log(np.exp(below).sum(axis=-1, keepdims=True))
 
 
+def candidate_logprobs(logits: np.ndarray, candidates: Sequence[Sequence[int]], start: int = 0) -> np.ndarray:
+    """Return the log-probabilities of given candidates for the tokens behind places of a text.
+
+    logits: [places, vocabulary], behind each place.
+    candidates: for each place from `start` on, but for the last, token ids; -1 and what is missing is none.
+
+    Minus infinity stands for none.
+    """
+    found = np.full((len(candidates), max(map(len, candidates))), -np.inf)
+    for row, ids in enumerate(candidates):
+        its = logprobs(logits[start + row])
+        for column, token in enumerate(ids):
+            if token >= 0:
+                found[row, column] = its[token]
+    return found
+
+
 def told(
     logits: np.ndarray,
     changed: np.ndarray,

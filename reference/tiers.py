@@ -27,10 +27,15 @@ def keys(
 
 @dataclass
 class Store:
-    """Store of at most so many bytes, which gives up what was used longest ago."""
+    """Store of at most so many bytes, which gives up what was used longest ago.
+
+    It keeps some blocks until a time. Until then they count as used by then.
+    """
 
     capacity: int
     entries: list[tuple[Key, int, Hashable]] = field(default_factory=list)  # used longest ago first
+    kept: dict[Key, float] = field(default_factory=dict)  # until when
+    now: float = 0.0
 
     def contains(self, key: Key) -> bool:
         """Tell whether a block is here, which is a use of it."""
@@ -49,12 +54,50 @@ class Store:
         self.entries = [entry for entry in self.entries if entry[0] != key]
         if num_bytes <= self.capacity:
             self.entries.append((key, num_bytes, value))
+        self.kept = {each: until for each, until in self.kept.items() if self._size(each) is not None}
+        if sum(self._size(each) or 0 for each in self.kept) > self.capacity // 2:
+            self.kept.pop(key, None)  # it has become larger
         while sum(entry[1] for entry in self.entries) > self.capacity:
-            del self.entries[0]
+            free = [entry for entry in self.entries if entry[0] not in self.kept]
+            self.entries.remove(free[0])
+
+    def keep(self, chain: Sequence[Key], seconds: float) -> None:
+        """Keep the blocks of a chain for so long from now, from the first on, as far as they are here.
+
+        All that is kept has at most half of the capacity. A block is kept until the latest time that was
+        asked for; for 0 seconds it is kept no more.
+        """
+        if seconds == 0:
+            for key in reversed(chain):  # so that its end goes before its beginning
+                if self.kept.pop(key, None) is not None:
+                    self.get(key)
+            return
+        those: list[Key] = []
+        for key in chain:
+            size = self._size(key)
+            others = sum(self._size(other) or 0 for other in {*self.kept, *those} - {key})
+            if size is None or others + size > self.capacity // 2:
+                break
+            those.append(key)
+        for key in reversed(those):
+            if self.now + seconds >= self.kept.get(key, 0.0):
+                self.kept.pop(key, None)
+                self.kept[key] = self.now + seconds
+
+    def wait(self, seconds: float) -> None:
+        """Let time pass. What is kept no longer was used at the end of its time."""
+        self.now += seconds
+        for key, until in sorted(self.kept.items(), key=lambda item: item[1]):
+            if until <= self.now:
+                del self.kept[key]
+                self.get(key)
+
+    def _size(self, key: Key) -> int | None:
+        return next((size for other, size, _ in self.entries if other == key), None)
 
     def clear(self) -> None:
         """Forget everything."""
-        self.entries = []
+        self.entries, self.kept = [], {}
 
 
 def found(stores: Sequence[Store], wanted: Sequence[Key]) -> int:

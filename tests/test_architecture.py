@@ -21,6 +21,7 @@ GROUND = {
     KV_EVENTS_OPTIONS,
     "jaxpaged/lora",
     "jaxpaged/options.py",
+    "jaxpaged/sampling_lists.py",
     "jaxpaged/sampling_params.py",
     "jaxpaged/speculation.py",
     "jaxpaged/structured_outputs.py",
@@ -36,7 +37,14 @@ SAMPLERS = "jaxpaged/contracts/samplers.py"
 LAYER_KINDS = "jaxpaged/contracts/layer_kinds.py"
 BLOCK_STORES = "jaxpaged/contracts/block_stores.py"
 MEMORY = {"pallas_kernels", "jaxpaged/memory", VERSIONS, *GROUND}
-MODELS = {"jaxpaged/models", "jaxpaged/digest.py", "jaxpaged/disk_cache.py", ATTENTIONS, *MEMORY}
+MODELS = {
+    "jaxpaged/models",
+    "jaxpaged/digest.py",
+    "jaxpaged/disk_cache.py",
+    "jaxpaged/row_sums.py",
+    ATTENTIONS,
+    *MEMORY,
+}
 # The compiled part: from here on no thread and no clock.
 STEP = {
     "jaxpaged/step",
@@ -67,6 +75,7 @@ ALLOWED = {
     "reference": set(),
     "pallas_kernels": set(),
     "jaxpaged/arithmetic.py": set(),
+    "jaxpaged/row_sums.py": set(),
     "jaxpaged/text/limits.py": {"jaxpaged/checks.py"},
     "jaxpaged/checks.py": set(),
     "jaxpaged/status.py": set(),
@@ -84,9 +93,11 @@ ALLOWED = {
     "jaxpaged/sampling_params.py": {
         "jaxpaged/checks.py",
         "jaxpaged/options.py",
+        "jaxpaged/sampling_lists.py",
         "jaxpaged/structured_outputs.py",
         "jaxpaged/vllm_names",
     },
+    "jaxpaged/sampling_lists.py": {"jaxpaged/checks.py"},
     "jaxpaged/structured_outputs.py": {"jaxpaged/checks.py"},
     "jaxpaged/vllm_names": {"jaxpaged/checks.py"},
     "jaxpaged/lora": {"jaxpaged/checks.py"},
@@ -98,6 +109,7 @@ ALLOWED = {
     "jaxpaged/sampling.py": {
         "jaxpaged/arithmetic.py",
         "jaxpaged/config.py",
+        "jaxpaged/row_sums.py",
         "jaxpaged/sampling_params.py",
         "jaxpaged/sampling_state.py",
     },
@@ -170,9 +182,9 @@ ALLOWED = {
 # Packages beside the standard library; None: any that pyproject.toml names.
 THIRD_PARTY = {"reference": {"numpy"}, "pallas_kernels": {"jax", "jaxtyping", "numpy"}}
 # Parts whose packages an extra of another name brings; others' extras have their own.
-EXTRAS = {"batch": "ray", "integrations": "tunix", "kv_events": "events"}
+EXTRAS = {"batch": "ray", "grammar": "structured", "integrations": "tunix", "kv_events": "events"}
 # Packages that are seldom installed, and whose distributions have other names.
-DISTRIBUTIONS = {"tunix": "google-tunix"}
+DISTRIBUTIONS = {"tunix": "google-tunix", "zmq": "pyzmq"}
 PACKAGES = ("jaxpaged", "pallas_kernels", "reference")
 OURS = ("jaxpaged", "pallas_kernels", "reference", "benchmarks", "tests")
 

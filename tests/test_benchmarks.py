@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -78,7 +79,34 @@ def test_a_gpu_that_jax_does_not_use_is_a_failure(mode, tmp_path):
     done = gpu_sh(tmp_path / "out", *filter(None, [mode]), PATH=f"{tmp_path}:{os.environ['PATH']}")
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
-    assert "nvidia-smi lists NVIDIA H200, but JAX uses cpu, which is not a Hopper GPU" in line
+    assert "nvidia-smi lists NVIDIA H200, but JAX uses cpu, which is no NVIDIA GPU since Ampere" in line
+
+
+def test_a_card_is_measured_by_its_own_peak(monkeypatch):
+    def found(kind, capability, operation="prompts"):
+        used = SimpleNamespace(platform="gpu", device_kind=kind, compute_capability=capability)
+        monkeypatch.setattr(jax, "devices", lambda: [used])
+        monkeypatch.setattr(device.ptxas, "version", lambda: (12, 9, 86))
+        peak = device.peak()
+        return device.require_gpu(operation)["target"], peak.share_of_bytes(1e12), peak.share_of_flops(1e14)
+
+    for kind, capability, bandwidth, flops in (
+        (
+            "NVIDIA A100-SXM4-80GB",
+            "8.0",
+            {"share_of_2.039_tb_per_s": 0.4904},
+            {"share_of_312_tflops": 0.3205},
+        ),
+        ("NVIDIA A100-SXM4-40GB", "8.0", {}, {}),
+        ("NVIDIA L4", "8.9", {"share_of_0.3_tb_per_s": 3.3333}, {"share_of_121_tflops": 0.8264}),
+        ("NVIDIA L40S", "8.9", {}, {}),
+        ("NVIDIA H200", "9.0", {"share_of_4.8_tb_per_s": 0.2083}, {"share_of_790_tflops": 0.1266}),
+    ):
+        assert found(kind, capability)[1:] == (bandwidth, flops)
+    with pytest.raises(SystemExit, match="NVIDIA L4 has no kernels of products: sm_89"):
+        found("NVIDIA L4", "8.9", "products")
+    with pytest.raises(SystemExit, match="JAX uses Tesla T4, which is no NVIDIA GPU since Ampere"):
+        found("Tesla T4", "7.5")
 
 
 def test_a_repeat_is_timed_by_its_kernels_alone():
@@ -176,6 +204,8 @@ def test_a_wrong_kernel_is_not_ok(monkeypatch):
     lines = check_kernels.check(("around_a_block", "one_token"), interpret=False)
     assert [line["ok"] for line in lines] == 2 * [True, False, False, False]
     assert len(traced) == 1
+    refused = NotImplementedError("mosaic_gpu paged attention on sm_89 does not serve head_dim=256")
+    assert check_kernels.failure(refused) == {"skipped": str(refused)}
 
 
 def test_the_cases_are_served():

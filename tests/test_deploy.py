@@ -111,7 +111,7 @@ def test_what_compose_and_the_image_name_is_there():
     lines = DOCKERFILE.read_text().replace("\\\n", " ").splitlines()
     copied = [line.split()[1:-1] for line in lines if line.startswith("COPY")]
     assert all((DOCKERFILE.parents[1] / path).exists() for paths in copied for path in paths)
-    assert {"serve", "cuda12"} <= {*EXTRAS}
+    assert {"serve", "structured", "cuda12"} <= {*EXTRAS}
     [entry] = [
         json.loads(line.removeprefix("ENTRYPOINT ")) for line in lines if line.startswith("ENTRYPOINT")
     ]

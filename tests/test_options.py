@@ -15,7 +15,7 @@ from jaxpaged.sampling_state import LogitRules, RowOptions, SamplingState, neutr
 
 ROOT = Path(__file__).parents[1]
 VOCAB_SIZE = 40
-MORE = {"jaxpaged/contracts/samplers.py", "jaxpaged/serve/responses.py"}
+MORE = {f"jaxpaged/{name}.py" for name in ("contracts/samplers", "serve/responses", "integrations/tunix")}
 
 
 def files_that_name(option):
@@ -29,7 +29,7 @@ def files_that_name(option):
 @pytest.mark.parametrize("option", ["min_p", "top_p", "presence_penalty", "frequency_penalty"])
 def test_a_sampling_option_is_in_few_files(option):
     """The files are its table, the device's table, its use, the contract of others' samplers and, for a few,
-    the fields of OpenAI's answers.
+    the fields of OpenAI's answers and those of Tunix's rollouts.
     """
     table = {f"jaxpaged/{name}.py" for name in ("sampling", "sampling_params", "sampling_state")}
     assert table <= files_that_name(option) <= {*table, *MORE}

@@ -213,7 +213,7 @@ def test_a_line_of_json_tells_the_template_an_effort():
         ),
         ("EmbeddingRequest", {"truncation_side": "right"}, "truncation_side='right', an option of vLLM's"),
         ("RerankRequest", {"max_tokens_per_doc": 5}, "max_tokens_per_doc=5, .* use truncate_prompt_tokens"),
-        ("LoadLoRAAdapterRequest", {"load_inplace": True}, "load_inplace=True, an option of vLLM's"),
+        ("LoadLoRAAdapterRequest", {"is_3d_lora_weight": True}, "is_3d_lora_weight=True, an option of"),
         ("TokenizeRequest", {"chat_template": "{{ x }}"}, "chat_template='{{ x }}', .* use --chat-template"),
     ],
 )

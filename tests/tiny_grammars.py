@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import random
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -18,9 +19,9 @@ VOCAB = tiny.CONFIG.vocab_size
 END = 0  # the end-of-sequence token of drivers that `with_grammars` returns
 
 
-def with_grammars(driver: Driver) -> Driver:
+def with_grammars(driver: Driver, compile_: Callable[[StructuredOutputsParams], Any] | None = None) -> Driver:
     """Let a driver's requests have grammars, and token 0 for their end. It needs `structured_outputs_mib`."""
-    grammars = Grammars(compiled, VOCAB, driver.config.arena_words)
+    grammars = Grammars(compile_ or compiled, VOCAB, driver.config.arena_words)
     model_config = dataclasses.replace(driver.door.model_config, eos_token_ids=(END,))
     driver.door = dataclasses.replace(driver.door, grammars=grammars, model_config=model_config)
     return driver

@@ -210,6 +210,10 @@ class AsyncLLM:
         """Read an adapter now: see `LLM.add_lora`."""
         return await asyncio.to_thread(self.llm.add_lora, lora_request)
 
+    async def update_lora(self, lora_request: LoRARequest, adapter: Any) -> None:
+        """Put a trained adapter in the place of one: see `LLM.update_lora`."""
+        await asyncio.to_thread(self.llm.update_lora, lora_request, adapter)
+
     async def remove_lora(self, lora_int_id: int) -> bool:
         """Forget an adapter: see `LLM.remove_lora`."""
         return self.llm.remove_lora(lora_int_id)

@@ -130,9 +130,26 @@ class LoadedModel(RolloutMethods, PoolingMethods):
         return Learner(self.config, *self._described)
 
     def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Read an adapter now, not when it is first asked for; `InputError` if it is not for the model."""
-        self._adapters.get(lora_request)
+        """Read an adapter now, not when it is first asked for; `InputError` if it is not for the model.
+
+        With `load_inplace` it is read anew, and takes the place of what its id had.
+        """
+        if getattr(lora_request, "load_inplace", False):
+            self._adapters.renew(lora_request)
+        else:
+            self._adapters.get(lora_request)
         return True
+
+    def update_lora(self, lora_request: LoRARequest, adapter: Any) -> None:
+        """Put a trained adapter in the place of the one with its id; nothing is read, and nothing compiled.
+
+        adapter: by role, a and b of all layers, as `Learner.adapter` gives them. They are copied.
+
+        Requests that come later have it; those under way keep what they have, in an adapter slot of its own.
+        An id that is not there yet is added. Raises `InputError`, and changes nothing, for other roles,
+        shapes or dtypes than the engine's.
+        """
+        self._adapters.renew(lora_request, adapter)
 
     def remove_lora(self, lora_int_id: int) -> bool:
         """Forget an adapter; False if it is not there. Requests under way keep it to their end."""
@@ -211,9 +228,11 @@ class LoadedModel(RolloutMethods, PoolingMethods):
         check("continue_from", begun, "left out here", begun is None or may_continue)
         if token_ids is None:
             token_ids = self.tokenize(str(text), cuts=cuts, **tokenization(tokenization_kwargs))
-        if begun is None:
-            return text, admit(token_ids, cache_salt=salt)
-        return text, admit(token_ids, cache_salt=salt, continue_from=begun)
+        more = {} if begun is None else {"continue_from": begun}
+        if isinstance(prompt, Mapping) and (seconds := prompt.get("kv_cache_ttl")) is not None:
+            check("kv_cache_ttl", seconds, "left out here", may_continue)
+            more["kv_cache_ttl"] = seconds
+        return text, admit(token_ids, cache_salt=salt, **more)
 
     def tokenize(self, text: str, *, add_special_tokens: bool = True, cuts: str | None = None) -> list[int]:
         """Return the token ids of a prompt. Raises `InputError`.

@@ -88,6 +88,8 @@ class RequestOutput:
     metrics: RequestMetrics | None = None
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
     lora_request: LoRARequest | None = None  # the adapter it was answered with
+    # Log-probabilities of `SamplingParams.prompt_logprob_token_ids`, float32 [lines, ids]; -inf for -1.
+    prompt_token_id_logprobs: np.ndarray | None = dataclasses.field(default=None, compare=False)
 
 
 def request_output(
@@ -125,6 +127,9 @@ def request_output(
         metrics=_of_all(metrics),
         num_cached_tokens=max((a.num_hit_tokens for a in answers if a.index == 0), default=0),
         lora_request=request.adapter.request if request.adapter else None,
+        prompt_token_id_logprobs=next(
+            (its for a in answers if (its := a.candidate_logprobs) is not None), None
+        ),
     )
 
 

@@ -1,6 +1,6 @@
 """Scores of given completions: the log-probabilities that the engine gives each token of them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +48,8 @@ def scored(
     asked, pairs = [], []
     for i, (prompt, ending) in enumerate(zip(many, endings, strict=True)):
         text, token_ids, salt = split_prompt(prompt)
+        seconds = prompt.get("kv_cache_ttl") if isinstance(prompt, Mapping) else None
+        check("kv_cache_ttl", seconds, "left out here", seconds is None)
         first = list(tokenize(str(text)) if token_ids is None else token_ids)
         answer, ids, _ = split_prompt(ending)
         rest = list(tokenize(str(answer), add_special_tokens=False) if ids is None else ids)

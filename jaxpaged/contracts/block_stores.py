@@ -45,6 +45,9 @@ class BlockStore(Protocol):
 
     `contains`, `put` and `clear` are called in the engine's thread and must not wait. `get` is called in a
     thread of its own. What goes wrong inside is the store's to log: no method raises.
+
+    A store may also have `keep(keys, seconds)`, called as `put` is: to give up none of a chain's blocks
+    for so long, if it can; 0: no longer. The first ones matter most.
     """
 
     def contains(self, key: BlockKey) -> bool:

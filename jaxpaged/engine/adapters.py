@@ -9,7 +9,8 @@ import collections
 import dataclasses
 import itertools
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from flax import nnx
@@ -27,11 +28,13 @@ from jaxpaged.parallel.mesh import repeated
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Adapter:
-    """An adapter that was read: a new object each time."""
+    """An adapter that was read or given: a new object each time."""
 
     request: LoRARequest
     number: int  # rises from one to the next, from 1 on: what was computed with one is no other's
     arrays: Arrays
+    known_as: frozenset[tuple[str, str]]  # names and paths by which it is asked for, former ones too
+    is_given: bool = False  # no file has it: it must not be forgotten
 
 
 class Adapters:
@@ -58,13 +61,55 @@ class Adapters:
         check("lora_request", request, "None or a LoRARequest", isinstance(request, LoRARequest))
         if (known := self._known(request)) is not None:
             return known
-        arrays = self._read(request)  # without the lock: others need not wait for the disk
+        return self._keep(request, self._read(request))
+
+    def renew(self, request: LoRARequest, arrays: Any = None) -> None:
+        """Put an adapter in the place of the one that has its id, if there is one, which its requests keep.
+
+        arrays: a and b by role, as the engine has them, JAX's or NumPy's; None: they are read.
+
+        Raises `InputError`, and changes nothing, if it is not for the model.
+        """
+        check("lora_request", request, "a LoRARequest", isinstance(request, LoRARequest))
+        is_given = arrays is not None
+        made = self._copied(arrays) if is_given else self._read(request)
+        self._keep(request, made, anew=True, is_given=is_given)
+
+    def _keep(
+        self, request: LoRARequest, arrays: Arrays, *, anew: bool = False, is_given: bool = False
+    ) -> Adapter:
+        """Keep an adapter under its id: `anew`, or if there is none yet. Return the one that is there.
+
+        It was read without the lock: others need not wait for the disk.
+        """
         with self._lock:
-            made = Adapter(request, next(self._numbers), arrays)
+            said = frozenset({_said(request)})
+            if anew and (old := self._loaded.pop(request.lora_int_id, None)) is not None:
+                said |= old.known_as
+            made = Adapter(request, next(self._numbers), arrays, said, is_given)
             made = self._loaded.setdefault(request.lora_int_id, made)
-            while self._most is not None and len(self._loaded) > self._most:
-                self._loaded.popitem(last=False)
+            read = [number for number, its in self._loaded.items() if not its.is_given]
+            for number in read[: max(len(self._loaded) - (self._most or len(self._loaded)), 0)]:
+                del self._loaded[number]
             return made
+
+    def _copied(self, arrays: Any) -> Arrays:
+        """Return copies on the host. Raises `InputError` for roles, shapes or types of others."""
+        is_mapping = isinstance(arrays, Mapping) and arrays.keys() == self.nothing.keys()
+        if not is_mapping or not all(isinstance(its, tuple) and len(its) == 2 for its in arrays.values()):
+            raise InputError(
+                f"adapter must be a mapping of {', '.join(self.nothing)} to pairs of a and b, as "
+                "Learner.adapter gives it"
+            )
+        for role, likes in self.nothing.items():
+            for side, its, like in zip("ab", arrays[role], likes, strict=True):
+                found = getattr(its, "shape", None), getattr(its, "dtype", None)
+                if found != (like.shape, like.dtype):
+                    raise InputError(
+                        f"adapter: {side} of {role} has shape and dtype {found}, must have "
+                        f"{(like.shape, like.dtype)}"
+                    )
+        return {role: (np.array(a), np.array(b)) for role, (a, b) in arrays.items()}
 
     def _known(self, request: LoRARequest) -> Adapter | None:
         with self._lock:
@@ -72,8 +117,8 @@ class Adapters:
             if known is None:
                 return None
             self._loaded.move_to_end(request.lora_int_id)
-        its = known.request.lora_name, known.request.lora_path
-        if its != (request.lora_name, request.lora_path):
+        if _said(request) not in known.known_as:
+            its = _said(known.request)
             raise InputError(
                 f"lora_int_id={request.lora_int_id} must be another for {request.lora_name!r}: it is that of "
                 f"{its[0]!r} from {its[1]!r}"
@@ -128,6 +173,11 @@ def _joined(each: Sequence[Arrays]) -> Arrays:
         role: (np.concatenate([its[role][0] for its in each]), np.concatenate([its[role][1] for its in each]))
         for role in each[0]
     }
+
+
+def _said(request: LoRARequest) -> tuple[str, str]:
+    """Return what tells adapters of one id apart."""
+    return request.lora_name, str(request.lora_path)
 
 
 class OnDevice:

@@ -12,20 +12,33 @@ from typing import Any
 
 import numpy as np
 
-from jaxpaged.step.automata import BLOCK_WORDS, FREE, WAITS, state_behind
+from jaxpaged.engine.by_host import Follower, Language
+from jaxpaged.step.automata import BLOCK_WORDS, FREE, RESTS, WAITS, state_behind
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Grammar:
-    """A compiled constraint: a new object each time."""
+    """A compiled constraint: a new object each time.
 
-    automaton: Any  # `step.automata.Automaton`
+    One that the host follows has a place in the arena for each request, and not for all together.
+    """
+
+    automaton: Any  # `step.automata.Automaton`; None where the host follows the grammar
     words: np.ndarray  # the automaton as the arena has it
+    language: Language | None = None  # what the host follows
 
     @property
     def num_blocks(self) -> int:
         """Blocks that it takes in the arena."""
         return len(self.words) // BLOCK_WORDS
+
+    def for_one(self) -> "Grammar":
+        """Return the grammar of one request."""
+        return self if self.language is None else dataclasses.replace(self)
+
+    def follower(self, opens: int | None) -> Follower | None:
+        """Return what follows an answer, which begins; None where the device does."""
+        return None if self.language is None else Follower(self.language, opens)
 
     def chunks(self, size: int) -> Iterator[tuple[np.ndarray, int]]:
         """Yield its blocks, `size` at a time, [size, BLOCK_WORDS], and how many of them are its own."""
@@ -55,9 +68,16 @@ class Arena:
         """
         if grammar is None:
             return {"first": 0, "state": FREE, "opens": 0}
-        state = state_behind(grammar.automaton, answer, opens)
-        first = self._first[grammar] * BLOCK_WORDS
+        if grammar.language is not None:  # its mask will be written
+            state = RESTS if opens is None or opens in answer else WAITS
+        else:
+            state = state_behind(grammar.automaton, answer, opens)
+        first = self.first_word(grammar)
         return {"first": first, "state": state, "opens": opens if opens is not None else WAITS}
+
+    def first_word(self, grammar: Grammar) -> int:
+        """Return the word at which a grammar begins, which has a place."""
+        return self._first[grammar] * BLOCK_WORDS
 
     def has_room(self, grammar: Grammar, in_use: Collection[Grammar | None]) -> bool:
         """Check whether `find` would give the grammar a place."""
@@ -71,7 +91,10 @@ class Arena:
         """
         if grammar in self._first:
             self._first.move_to_end(grammar)
-            return self._first[grammar] * BLOCK_WORDS, False
+            return self.first_word(grammar), False
+        # Those of requests that have ended are of no use to others.
+        for its in [its for its in self._first if its.language is not None and its not in in_use]:
+            del self._first[its]
         if not self.has_room(grammar, in_use):
             return None, False
         unused = iter([its for its in self._first if its not in in_use])

@@ -22,6 +22,8 @@ def continued(requests: Sequence[Request], begun: Any, vocab_size: int, tokenize
     entries = _each(begun, len(requests))
     prompt_logprobs = requests[0].params.prompt_logprobs
     check("prompt_logprobs", prompt_logprobs, "None with continue_from", prompt_logprobs is None)
+    candidates = requests[0].params.prompt_logprob_token_ids
+    check("prompt_logprob_token_ids", candidates, "None with continue_from", candidates is None)
     rule = f"a token id, an int in [0, {vocab_size})"
     made = []
     for request, entry in zip(requests, entries, strict=True):

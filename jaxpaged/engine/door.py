@@ -11,10 +11,20 @@ from typing import Any, TypedDict, TypeGuard, Unpack
 
 import numpy as np
 
-from jaxpaged.checks import InputError, check, check_salt, checked_int, is_int, is_int_type, shown
+from jaxpaged.checks import (
+    InputError,
+    check,
+    check_salt,
+    checked_int,
+    checked_number,
+    is_int,
+    is_int_type,
+    shown,
+)
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine.adapters import Adapter, Adapters
 from jaxpaged.engine.arena import Grammar
+from jaxpaged.engine.candidates import check_candidates
 from jaxpaged.engine.continued import check_replay, continued
 from jaxpaged.engine.dead_ends import dead_end
 from jaxpaged.engine.grammars import Grammars
@@ -29,7 +39,6 @@ from jaxpaged.sampling_state import (
     LogitRules,
     RowOptions,
     SamplingState,
-    count_or_none,
     row_values,
 )
 from jaxpaged.step.config import StepConfig
@@ -45,6 +54,7 @@ class RequestOptions(TypedDict, total=False):
     priority: int  # lower is served first, with scheduling_policy="priority"
     cache_salt: str | None  # requests share cached blocks only if their salts are equal
     lora_request: LoRARequest | None  # the adapter; None: the model alone
+    kv_cache_ttl: float | None  # seconds for which tiers keep the prompt's blocks; 0: no longer
 
 
 class Salts:
@@ -120,7 +130,7 @@ class Door:
         first = self._first(prompt_token_ids, params, **options)
         self._check_blocks(first)
         others = range(1, params.n)
-        made = [first, *(dataclasses.replace(first, params=params.of_answer(i), index=i) for i in others)]
+        made = [first, *(_another(first, params, i) for i in others)]
         return (
             made
             if continue_from is None
@@ -146,6 +156,9 @@ class Door:
             structured_outputs=params.structured_outputs,
         )
         first = self._first(prompt_token_ids, as_sampled, **options)
+        followed = first.grammar is not None and first.grammar.language is not None
+        rule = "one that is not recursive for a beam search: the host follows it, in one row"
+        check("structured_outputs", params.structured_outputs, rule, not followed)
         first = dataclasses.replace(first, beams=params)
         self._check_blocks(first)
         return [dataclasses.replace(first, index=i) for i in range(first.group_size)]
@@ -157,9 +170,12 @@ class Door:
         priority: int = 0,
         cache_salt: str | None = None,
         lora_request: LoRARequest | None = None,
+        kv_cache_ttl: float | None = None,
     ) -> Request:
         """Check a prompt and what is asked for with it. Return the request for its first answer."""
         prompt = self._prompt(self._cut(prompt_token_ids, params))
+        most_told = self.config.max_prompt_logprob_token_ids
+        check_candidates(params, len(prompt), self.model_config.vocab_size, most_told)
         max_num_tokens, trace = self.max_model_len, params.trace_decode_token_ids
         for most in (params.max_tokens, None if trace is None else len(trace)):
             if most is not None:
@@ -176,6 +192,10 @@ class Door:
         if self.config.scheduling_policy == "fcfs":
             check("priority", priority, "0 unless scheduling_policy is 'priority'", priority == 0)
         check_salt("cache_salt", cache_salt)
+        if kv_cache_ttl is not None:
+            kept = kv_cache_ttl if self.config.kv_offloading_size is None else None
+            check("kv_cache_ttl", kept, "None without kv_offloading_size", kept is None)
+            kv_cache_ttl = checked_number("kv_cache_ttl", kv_cache_ttl, "a number >= 0", 0, float("inf"))
         adapter = self._adapter(lora_request)
         eos = () if params.ignore_eos or trace is not None else self.model_config.eos_token_ids
         edits = self._edits(params)
@@ -192,6 +212,7 @@ class Door:
             max_num_tokens=max_num_tokens,
             adapter=adapter,
             cache_salt=cache_salt,
+            kv_cache_ttl=kv_cache_ttl,
             grammar=self.compile_grammar(params),
             grammar_opens=self._opens(params),
         )
@@ -226,7 +247,7 @@ class Door:
         rule = "None without structured_outputs_mib, the device's memory for them, and a tokenizer"
         check("structured_outputs", params.structured_outputs, rule, self.grammars is not None)
         assert self.grammars is not None
-        return self.grammars.get(params.structured_outputs)
+        return self.grammars.get(params.structured_outputs).for_one()
 
     def _opens(self, params: SamplingParams) -> int | None:
         asked = params.structured_outputs
@@ -267,7 +288,7 @@ class Door:
             "prompt_lens": prompt_len,
             "num_tokens": num_tokens,
             "max_num_tokens": request.max_num_tokens,
-            "num_prompt_logprobs": count_or_none(params.prompt_logprobs),
+            "num_prompt_logprobs": params.prompt_logprobs or 0 if params.tells_prompt else -1,
             "sampling": row_values(SamplingState, options),
             "rules": row_values(LogitRules, options),
             "beams": {
@@ -381,6 +402,12 @@ class Door:
             return seed_bits(request.params.seed)
         seeds = self.config.seed % 2**64, request.request_id
         return int(np.random.SeedSequence(seeds).generate_state(1)[0])
+
+
+def _another(first: Request, params: SamplingParams, index: int) -> Request:
+    """Return the request for another answer to the prompt of the first one."""
+    grammar = None if first.grammar is None else first.grammar.for_one()
+    return dataclasses.replace(first, params=params.of_answer(index), index=index, grammar=grammar)
 
 
 @functools.lru_cache(maxsize=16)  # of a request with many prompts, once for all

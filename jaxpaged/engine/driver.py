@@ -19,6 +19,8 @@ from jaxpaged.checks import check
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine import capacity, drafted, machine, start
 from jaxpaged.engine.adapters import beside
+from jaxpaged.engine.arena_writer import ArenaWriter
+from jaxpaged.engine.candidates import candidates_of
 from jaxpaged.engine.continued import with_replayed
 from jaxpaged.engine.door import Door, filled
 from jaxpaged.engine.drafted import Draft, shapes_beside
@@ -66,7 +68,7 @@ class Run:
     began: float  # when it was dispatched, by `time.perf_counter`
 
 
-class Driver(Offloading):
+class Driver(Offloading, ArenaWriter):
     """The owner of model and state. One `turn` dispatches the next run and reads the one before."""
 
     def __init__(
@@ -96,7 +98,7 @@ class Driver(Offloading):
         for implementation, count in quantised.implementations(nnx.state(model)).items():
             logging.info("products with quantised weights: %s for %d of them", implementation, count)
         adapters = beside(model, adapter_names, setup)
-        self._rooms = Rooms(config, self._put_adapter, self._write_automaton)
+        self._rooms = Rooms(config, self._put_adapter, self.write_automaton)
         self.graphdef, self.params = nnx.split(model)
         self.kept_run: Callable[..., tuple[EngineState, Report]] | None = None
         if size is None:
@@ -118,7 +120,8 @@ class Driver(Offloading):
         sizes = SUBMIT_LINES, 0, setup.model_config.vocab_size
         more = {"lora": config.enable_lora, "grammars": config.arena_words > 0}
         more["replays"] = config.enable_trace_replay
-        self._empty_lines = empty_rows(*sizes, **more, most_drafts=config.most_drafts)
+        drafts, most = config.most_drafts, config.max_prompt_logprob_token_ids
+        self._empty_lines = empty_rows(*sizes, **more, most_drafts=drafts, candidates=most)
         self.first_run: list[int] = []  # requests that the last report was the first to see run
         self._unread: Run | None = None
         self.pace = Pace()
@@ -169,10 +172,12 @@ class Driver(Offloading):
         choose.
         """
         self.first_run = []
-        deltas = self.settle() if self.must_keep else []  # before others take the blocks of a prompt
+        # Before others take the blocks of a prompt; and where nobody would run meanwhile.
+        deltas = self.settle() if self.must_keep or self.rows.are_all_followed else []
         self.release_arrivals(is_idle=not (self.queue or self.rows.has_any))
         self._recall_less_urgent()
         self.fill_rows()
+        self.write_masks()
         dispatched = None
         if self.rows.has_any:
             began, stays = time.perf_counter(), self.rows.stays
@@ -211,16 +216,15 @@ class Driver(Offloading):
     def snapshot(self) -> Snapshot:
         """Copy the state of this engine to the host, and change nothing. Waits for the run under way.
 
-        Raises `InputError` with several replicas, room for structured outputs, drafts, replays, or masks.
+        Raises `InputError` with several replicas, and with what a snapshot lacks: drafts, structured outputs.
         """
         check("data_parallel_size", self._replicas.size, "1 for a snapshot", self._replicas.size == 1)
-        arena = self.config.structured_outputs_mib
-        check("structured_outputs_mib", arena, "0 for a snapshot", arena == 0)
         drafts = self.config.speculative_config
         check("speculative_config", drafts, "None for a snapshot", drafts is None)
-        for name in ("enable_trace_replay", "return_sampling_mask"):
+        sizes = "structured_outputs_mib", "max_prompt_logprob_token_ids"
+        for name in (*sizes, "enable_trace_replay", "return_sampling_mask"):
             asked = getattr(self.config, name)
-            check(name, asked, "False for a snapshot", not asked)
+            check(name, asked, f"{0 if name in sizes else False} for a snapshot", not asked)
         values = jax.device_get(without_kv(self._state))
         queue = tuple(self.queue)
         return Snapshot(values, self.step_config, self.door.model_config.vocab_size, queue)
@@ -273,15 +277,20 @@ class Driver(Offloading):
         if self.door.adapters is not None:
             self._put_adapter(self.door.adapters.nothing, 1)
         if self.config.arena_words:
-            self._write_automaton(np.zeros((WRITTEN_BLOCKS, BLOCK_WORDS), np.uint32), 0, 0)
+            self.write_automaton(np.zeros((WRITTEN_BLOCKS, BLOCK_WORDS), np.uint32), 0, 0)
+            self.send_masks([])
         self._submit([])
         self._abort_arrivals(np.zeros(len(self.rows), np.int32))
         scores = loop.recent_scores(self._state, mesh=self._mesh)
         jax.block_until_ready((self._run(max_steps=0), scores))
 
     def _run(self, max_steps: int | None = None) -> Report:
-        pace = self.pace
-        limits = loop.limits(pace.max_steps, pace.max_passes) if max_steps is None else loop.limits(max_steps)
+        if max_steps is None:
+            pace = self.pace
+            most = pace.max_steps_beside_followed if self.rows.has_followed else pace.max_steps
+            limits = loop.limits(most, pace.max_passes)
+        else:
+            limits = loop.limits(max_steps)
         return self._dispatch(limits, self.queue.wants_a_row, self.rows.wants_scores)
 
     @CALLS.shared
@@ -368,12 +377,6 @@ class Driver(Offloading):
         written = loop.put_adapter(self.graphdef, adapters, weights, arrays, place, mesh=self._mesh)
         self.params = nnx.merge_state(weights, written)
 
-    @CALLS.shared
-    def _write_automaton(self, blocks: np.ndarray, first: int, count: int) -> None:
-        place, mesh = (np.int32(first), np.int32(count)), self._mesh
-        arena = loop.write_automaton(self._state.arena, blocks, *place, mesh=mesh)
-        self._state = dataclasses.replace(self._state, arena=arena)
-
     def _submit(self, batch: Sequence[tuple[int, int, Queued]]) -> None:
         """Put requests, each with its row and the first row of those that come with it, into the state."""
         rows = np.full(SUBMIT_LINES, len(self.rows), np.int32)  # beyond all: none
@@ -388,14 +391,17 @@ class Driver(Offloading):
             values = self.door.row_values(queued.request, num_tokens)
             values["beams"]["head"] = head % self.config.num_rows  # a row of its replica
             lines.append(values | self._rooms.row_values(queued))
-        self._write_tokens(np.concatenate(tokens, axis=1))
+        self._in_chunks(np.concatenate(tokens, axis=1), self._write_chunk)
+        if most := self.config.max_prompt_logprob_token_ids:
+            given = candidates_of(((row, queued.request) for row, _, queued in batch), most)
+            self._in_chunks(given, self._write_candidates)
         self._place(filled(self._empty_lines, lines), self._replicas.local(rows))
 
     @CALLS.shared
     def _place(self, requests: Rows, rows: np.ndarray) -> None:
         self._state = loop.submit(self._state, requests, rows, mesh=self._mesh)
 
-    def _write_tokens(self, tokens: np.ndarray) -> None:
+    def _in_chunks(self, tokens: np.ndarray, write: Callable[[np.ndarray], None]) -> None:
         """Write tokens, each under its row and position, in chunks of one size: so nothing is compiled
         anew.
         """
@@ -403,13 +409,19 @@ class Driver(Offloading):
             chunk = tokens[:, first : first + SUBMIT_TOKENS]
             padding = ((0, 0), (0, SUBMIT_TOKENS - chunk.shape[1]))
             chunk = np.pad(chunk, padding, constant_values=len(self.rows))  # beyond all rows: none
-            self._write_chunk(self._replicas.with_rows(chunk))
+            write(self._replicas.with_rows(chunk))
 
     @CALLS.shared
     def _write_chunk(self, chunk: np.ndarray) -> None:
         rows = self._state.rows
         token_ids = loop.write_tokens(rows.token_ids, chunk, mesh=self._mesh)
         self._state = dataclasses.replace(self._state, rows=dataclasses.replace(rows, token_ids=token_ids))
+
+    @CALLS.shared
+    def _write_candidates(self, chunk: np.ndarray) -> None:
+        rows = self._state.rows
+        found = loop.write_candidates(rows.candidates, chunk, mesh=self._mesh)
+        self._state = dataclasses.replace(self._state, rows=dataclasses.replace(rows, candidates=found))
 
     def _read(self, run: Run) -> list[Delta]:
         report = self._replicas.merged(jax.device_get(dataclasses.replace(run.report, prompt_scores=None)))

@@ -8,13 +8,15 @@ from typing import Any
 from jaxpaged.checks import InputError
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine.arena import Grammar
+from jaxpaged.engine.by_host import Language
 from jaxpaged.grammar.cache import GrammarCache
 from jaxpaged.models.config import ModelConfig
-from jaxpaged.step.automata import BLOCK_WORDS, NOWHERE, encoded
+from jaxpaged.step.automata import BLOCK_WORDS, NOWHERE, Automaton, encoded, encoded_for_host
 from jaxpaged.structured_outputs import StructuredOutputsParams
 
 # Words of grammars that are kept in the host's memory, in arenas: 4 times what the device has room for.
 KEPT_ARENAS = 4
+MOST_FOLLOWED = 64  # grammars of them that the host follows
 
 
 def grammars_of(config: EngineConfig, model_config: ModelConfig, tokenizer: Any) -> "Grammars | None":
@@ -29,7 +31,7 @@ def grammars_of(config: EngineConfig, model_config: ModelConfig, tokenizer: Any)
 class Grammars:
     """The grammars in the host's memory by their constraints, for any thread.
 
-    compile_: returns the automaton of a constraint; raises `InputError`.
+    compile_: returns the automaton of a constraint, or the language of a recursive one; raises `InputError`.
     num_words: words of the device's arena.
     close: ends what compiles.
     """
@@ -62,6 +64,9 @@ class Grammars:
             most = KEPT_ARENAS * self._num_words
             while len(self._kept) > 1 and sum(len(its.words) for its in self._kept.values()) > most:
                 self._kept.popitem(last=False)
+            followed = [key for key, its in self._kept.items() if its.language is not None]
+            for key in followed[:-MOST_FOLLOWED]:
+                del self._kept[key]
         return made
 
     def has(self, params: StructuredOutputsParams) -> bool:
@@ -71,6 +76,8 @@ class Grammars:
 
     def _made(self, params: StructuredOutputsParams) -> Grammar:
         automaton = self._compile(params)
+        if not isinstance(automaton, Automaton):
+            return self._by_host(params, automaton)
         words = encoded(automaton, self._vocab_size)
         what = f"structured_outputs.{params.kind} makes an automaton of {len(automaton.next_state)} states"
         if words is None:
@@ -82,3 +89,12 @@ class Grammars:
                 f"raise structured_outputs_mib={self._num_words >> 18}"
             )
         return Grammar(automaton, words)
+
+    def _by_host(self, params: StructuredOutputsParams, language: Language) -> Grammar:
+        words = encoded_for_host(self._vocab_size)
+        if len(words) > self._num_words - BLOCK_WORDS:
+            raise InputError(
+                f"structured_outputs.{params.kind} needs {4 * len(words)} bytes for its mask: raise "
+                f"structured_outputs_mib={self._num_words >> 18}"
+            )
+        return Grammar(None, words, language)

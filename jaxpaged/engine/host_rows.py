@@ -1,11 +1,14 @@
 """Rows as the host knows them: which request has which, and what the runs report. For one thread only."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
+from jaxpaged.engine.arena import Grammar
+from jaxpaged.engine.by_host import Follower, Line
+from jaxpaged.engine.candidates import told_candidates
 from jaxpaged.engine.request import Beam, Delta, DraftCounts, Request, Score, arrival_of
 from jaxpaged.sampling import Scores
 from jaxpaged.step.report import Report
@@ -25,7 +28,9 @@ class HostRow:
     is_aborted: bool = False
     # By the first position of a tile.
     prompt_scores: dict[int, list[Score]] = dataclasses.field(default_factory=dict)
+    candidates: dict[int, np.ndarray] = dataclasses.field(default_factory=dict)  # their scores, likewise
     scores: list[Score] = dataclasses.field(default_factory=list)  # of the answer, in a beam search
+    follower: Follower | None = None  # of a grammar that the host follows
 
     @property
     def arrival(self) -> int:
@@ -37,6 +42,10 @@ class HostRow:
         if self.answer or self.request.params.prompt_logprobs is None:
             return None
         return [None, *(score for _, tile in sorted(self.prompt_scores.items()) for score in tile)]
+
+    def scores_of_candidates(self) -> np.ndarray | None:
+        """Return the scores of the prompt's candidates, likewise."""
+        return None if self.answer else told_candidates(self.request.params, self.candidates)
 
 
 # The same of all rows, for NumPy; zeros for a free row.
@@ -53,6 +62,7 @@ COLUMNS = np.dtype(
         # Number of the stay in the row. A request that leaves its row and comes back has the same arrival,
         # but it is another stay.
         ("stay", np.int64),
+        ("is_followed", np.bool_),  # its grammar, by the host
     ]
 )
 
@@ -113,6 +123,32 @@ class HostRows:
         """Whether any request wants log-probabilities of its prompt."""
         return bool(self._columns["wants_prompt_scores"].any())
 
+    @property
+    def has_followed(self) -> bool:
+        """Whether the host follows the grammar of any row."""
+        return bool(self._columns["is_followed"].any())
+
+    @property
+    def are_all_followed(self) -> bool:
+        """Whether there are rows, and all have grammars that the host follows."""
+        taken = self._columns["arrival"] != 0
+        return bool(taken.any() and self._columns["is_followed"][taken].all())
+
+    def masks_due(self, first_word: Callable[[Grammar], int]) -> list[Line]:
+        """Return the masks that are to be written for rows whose grammars the host follows.
+
+        first_word: returns the word of the arena at which a grammar begins.
+        """
+        lines = []
+        for row in np.flatnonzero(self._columns["is_followed"]).tolist():
+            entry = self._rows[row]
+            assert entry is not None
+            assert entry.follower is not None
+            assert entry.request.grammar is not None
+            if (due := entry.follower.due(entry.answer)) is not None:
+                lines.append(Line(row, first_word(entry.request.grammar), *due))
+        return lines
+
     def waiting(self) -> list[tuple[tuple[int, int], int]]:
         """Return order and row of each request that can be recalled without loss: new or preempted, alone."""
         columns = self._columns
@@ -125,14 +161,16 @@ class HostRows:
 
     def take(self, row: int, request: Request, answer: list[int]) -> None:
         """Give a free row to a request, of whose answer so much is known."""
-        entry = self._rows[row] = HostRow(request, answer)
+        grammar = request.grammar
+        follower = None if grammar is None else grammar.follower(request.grammar_opens)
+        entry = self._rows[row] = HostRow(request, answer, follower=follower)
         self._num_stays += 1
         num_tokens = len(request.prompt_token_ids) + len(answer)
-        wants = request.params.logprobs is not None, request.params.prompt_logprobs is not None
+        wants = request.params.logprobs is not None, request.params.tells_prompt
         is_beam, has_run, no_drafts = request.beams is not None, False, (0, 0, 0)
         self._columns[row] = (
             *(entry.arrival, num_tokens, Phase.WAITING, *wants, is_beam, has_run, no_drafts),
-            self._num_stays,
+            *(self._num_stays, follower is not None),
         )
 
     def leave(self, row: int) -> None:
@@ -203,6 +241,7 @@ class HostRows:
                     finish_reason=FinishReason(reason),
                     stop_reason=its_tokens[-1] if its_own else None,
                     prompt_scores=entry.scores_of_prompt() if its_tokens else None,
+                    candidate_logprobs=entry.scores_of_candidates() if its_tokens else None,
                     index=request.index,
                     weight_versions=(weight_version,) * len(its_tokens),
                     support=None if report.new_support is None else _sets(report.new_support[row][new]),
@@ -250,8 +289,10 @@ class HostRows:
                 continue
             request, start = entry.request, int(prompts.start[tile])
             at = tile, slice(len(request.prompt_token_ids) - 1 - start)
-            num_top = request.params.prompt_logprobs or 0
-            entry.prompt_scores[start] = scores_of(prompts.scores, at, num_top)
+            if request.params.prompt_logprobs is not None:
+                entry.prompt_scores[start] = scores_of(prompts.scores, at, request.params.prompt_logprobs)
+            if request.params.prompt_logprob_token_ids is not None and prompts.candidates is not None:
+                entry.candidates[start] = np.array(prompts.candidates[at])
 
 
 def _sets(words: np.ndarray) -> tuple[tuple[int, ...], ...]:

@@ -232,6 +232,8 @@ class Offloading(Passing):
                 self._promoted.pop(delta.request_id, None)
                 if delta.token_ids and KV_CACHE in self.resident:
                     self._store(request)
+                    if request.kv_cache_ttl is not None:
+                        self.tiers.keep(self._keys(request), request.kv_cache_ttl)
             if its := self._fetched.pop(delta.request_id, None):
                 delta = dataclasses.replace(delta, num_fetched_tokens=its)
             told.append(delta)
@@ -270,7 +272,7 @@ class Offloading(Passing):
 
     def _may_hit(self, request: Request) -> bool:
         """Tell whether a request looks for its prompt in caches at all."""
-        return request.params.prompt_logprobs is None
+        return not request.params.tells_prompt
 
     def _locate(self, request: Request) -> exchange.Chain:
         its = request.salt, self.step_config.grouping.specs

@@ -7,6 +7,8 @@ from jaxpaged.step.state import MAX_STEPS
 
 # A run should take about so long: short enough to stream, long enough for its dispatch to cost nothing.
 SECONDS_PER_RUN = 0.1
+# And so long while rows wait for the host behind each token: in every second run they sample one.
+SECONDS_BESIDE_FOLLOWED = 0.02
 
 
 @dataclasses.dataclass
@@ -25,6 +27,11 @@ class Pace:
     def max_steps(self) -> int:
         """Steps of the next run, from 1 to MAX_STEPS."""
         return _times(self.seconds_per_step, MAX_STEPS)
+
+    @property
+    def max_steps_beside_followed(self) -> int:
+        """Steps of the next run, from 1 to MAX_STEPS, while the host follows the grammars of rows."""
+        return _times(self.seconds_per_step, MAX_STEPS, SECONDS_BESIDE_FOLLOWED)
 
     @property
     def max_passes(self) -> int:
@@ -51,8 +58,8 @@ class Pace:
             self.seconds_per_pass = min(self.seconds_per_pass or most / 2, most)
 
 
-def _times(seconds: float | None, most: int) -> int:
+def _times(seconds: float | None, most: int, per_run: float = SECONDS_PER_RUN) -> int:
     """Return how often something that takes so long is done in a run."""
     if seconds is None:
         return 1
-    return int(min(max(SECONDS_PER_RUN / seconds, 1), most)) if seconds > 0 else most
+    return int(min(max(per_run / seconds, 1), most)) if seconds > 0 else most

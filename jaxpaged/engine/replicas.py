@@ -88,7 +88,7 @@ class Replicas:
         return np.where((own >= 0) & (own < self.num_rows), own, self.num_rows).astype(np.int32)
 
     def with_rows(self, tokens: np.ndarray) -> np.ndarray:
-        """Return tokens [3, n], whose first line are rows, with each replica's own row numbers."""
+        """Return [lines, n], whose first line are rows, with each replica's own row numbers."""
         if self.size == 1:
             return tokens
         rows = self.local(tokens[0])

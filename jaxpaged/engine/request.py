@@ -37,6 +37,7 @@ class Request:
     is_continued: bool = False  # whether some answers to the prompt are known in part
     continues: tuple[int, ...] = ()  # the answer's first tokens, which are known already
     cache_salt: str | None = None
+    kv_cache_ttl: float | None = None  # seconds for which tiers keep its prompt's blocks; 0: no longer
     request_id: int = 0  # rises from request to request, from 1 on; given to it when it is queued
 
     @property
@@ -115,6 +116,8 @@ class Delta:
     stop_reason: int | str | None = None
     # Scores of the prompt's tokens, None for the first; with the answer's first token, where asked for.
     prompt_scores: list[Score | None] | None = None
+    # Those of the prompt's candidates, float32 [lines, ids], likewise.
+    candidate_logprobs: np.ndarray | None = dataclasses.field(default=None, compare=False)
     # Whole characters of these tokens and of those held back before. None from an engine without a tokenizer,
     # where no text was wanted, and in the sink of a request without stop strings.
     text: str | None = None

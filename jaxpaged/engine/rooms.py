@@ -82,6 +82,10 @@ class Rooms:
                     first += blocks.size
         return True
 
+    def first_word(self, grammar: Grammar) -> int:
+        """Return the word of the arena at which a grammar begins, which has a place there."""
+        return self._arena.first_word(grammar)
+
     def row_values(self, queued: Queued) -> dict[str, Any]:
         """Return what `Rows` holds of a request's adapter and grammar, which must have room."""
         request, values = queued.request, dict[str, Any]()

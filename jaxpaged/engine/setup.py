@@ -322,8 +322,8 @@ class Setup:
         if wanted == "xla":
             if jax.default_backend() != "cpu":
                 no_native = None
-            return wanted, no_native or "prompts have a kernel on Hopper GPUs alone"
-        return wanted, "a Hopper GPU" if wanted == "mosaic_gpu" else native.instructions()
+            return wanted, no_native or "no kernels serve this GPU"
+        return wanted, "our kernels serve this GPU" if wanted == "mosaic_gpu" else native.instructions()
 
     def _why_not(self, implementation: TiledImplementation) -> str | None:
         """Return why an implementation of attention does not serve this setup; None if it does."""
@@ -341,8 +341,6 @@ class Setup:
             extras = ", ".join(c.attention_extras)
             why_not = native.why_not_cache(self.layout, self.dtype)
             return why_not or (f"the native kernel has no {extras}" if extras else None)
-        if why := choice.why_no_prompts(implementation):
-            return why
         view = self.layout.view()
         numbers = None if view is None else self.layout.arrays(1, 1, 1, 1, self.dtype)[view.k.array].dtype
         try:
@@ -354,6 +352,7 @@ class Setup:
                 block_size=self.config.block_size,
                 group_size=c.num_q_heads // c.num_kv_heads,
                 options=support.Options(scale=1.0, sliding_window=window, kv_layout=self.layout),
+                architecture=choice.architecture(),
             )
         except NotImplementedError as error:
             return str(error)

@@ -193,10 +193,10 @@ class Source:
         # What was handed in is what runs: a program is not found by the name of its parts alone.
         if self.setup.code_digest is None:
             return None
-        prompt_scores = no_prompt_scores(self.step_config, config.num_rows)
         state = self.state
         if num_replicas(self.setup.mesh) > 1:  # of one replica: only the report's structure matters
             state = jax.eval_shape(lambda state: jax.tree.map(lambda x: x[0], state), state)
+        prompt_scores = no_prompt_scores(self.step_config, state.rows)
         report = jax.eval_shape(loop.report, state, prompt_scores, state.rows.order)
         what = "run by host" if self.by_host else "run"
         model_config = dataclasses.replace(self.setup.model_config, eos_token_ids=())  # rows have theirs
@@ -300,6 +300,7 @@ def _created(
         most_drafts=config.most_drafts,
         replays=config.enable_trace_replay,
         masks=config.return_sampling_mask,
+        candidates=config.max_prompt_logprob_token_ids,
         mesh=mesh,
     )
 

@@ -1,5 +1,6 @@
-"""Cache of compiled constraints for one vocabulary: on disk, and else made by a worker."""
+"""Cache of compiled constraints for one vocabulary: automata on disk, and else made by a worker."""
 
+import importlib.metadata
 import json
 import threading
 import weakref
@@ -10,9 +11,10 @@ from typing import Any, Protocol
 from absl import logging
 
 from jaxpaged import disk_cache
-from jaxpaged.grammar import files
+from jaxpaged.grammar import files, recursive
 from jaxpaged.grammar.automaton import TokenAutomaton
 from jaxpaged.grammar.nodes import GrammarError, Limits
+from jaxpaged.grammar.recursive import Language
 from jaxpaged.grammar.vocabulary import TokenBytes, token_bytes
 from jaxpaged.grammar.worker import Worker
 from jaxpaged.text.vocabulary import Vocabulary
@@ -29,9 +31,10 @@ class Constraint(Protocol):
 
 
 class GrammarCache:
-    """Automata of constraints. Any thread may ask; one process compiles, one constraint after another.
+    """Automata of constraints, and languages of recursive ones. Any thread may ask.
 
-    What is done is kept on disk alone: who asked keeps it in memory.
+    One process compiles, one constraint after another. Automata are kept on disk alone: who asked keeps them
+    in memory.
     """
 
     def __init__(
@@ -39,15 +42,15 @@ class GrammarCache:
     ) -> None:
         self._made_from = tokenizer, vocab_size, tuple(eos_ids)
         self._limits = limits or Limits()
-        self._under_way: dict[str, Future[TokenAutomaton]] = {}
+        self._under_way: dict[str, Future[TokenAutomaton | Language]] = {}
         self._lock = threading.Lock()
         self._thread = ThreadPoolExecutor(1, "grammars")
         self._tokens: TokenBytes | None = None
         self._worker: Worker | None = None
         self._finalizer = weakref.finalize(self, _end, self._thread, self.__dict__)
 
-    def get(self, constraint: Constraint) -> Future[TokenAutomaton]:
-        """Return the automaton to come of a constraint: one for all who ask before it is done.
+    def get(self, constraint: Constraint) -> Future[TokenAutomaton | Language]:
+        """Return the automaton to come of a constraint, or its language: one for all who ask before that.
 
         The future raises `GrammarError` for one that cannot be met, is too large or is not supported. Raises
         `GrammarError` when the cache is closed.
@@ -65,17 +68,21 @@ class GrammarCache:
         """End the thread and the process. Nothing can be asked any more."""
         self._finalizer()
 
-    def _make(self, key: str) -> TokenAutomaton:
+    def _make(self, key: str) -> TokenAutomaton | Language:
         if self._tokens is None:
             tokenizer, vocab_size, eos_ids = self._made_from
             self._tokens = token_bytes(Vocabulary(tokenizer), vocab_size, eos_ids)
-        made_from = ("grammar", files.VERSION, key, self._tokens.digest, self._limits)
+        made_from: tuple[object, ...] = ("grammar", files.VERSION, key, self._tokens.digest, self._limits)
+        if recursive.is_installed():  # which a schema that refers to itself depends on
+            made_from = (*made_from, "llguidance", importlib.metadata.version("llguidance"))
         path = disk_cache.path_of(made_from, SUFFIX)
         if path is not None and (found := self._read(path)) is not None:
             return found
         if self._worker is None:
             self._worker = Worker(self._tokens, self._limits)
         made = self._worker.compile(json.loads(key))
+        if isinstance(made, str):
+            return Language(made, self._tokens)
         if path is not None:
             try:
                 disk_cache.write_file(path, files.to_bytes(made))

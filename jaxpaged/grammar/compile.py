@@ -9,9 +9,11 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from jaxpaged.checks import shown
+from jaxpaged.grammar import recursive
 from jaxpaged.grammar.automaton import TokenAutomaton
 from jaxpaged.grammar.machine import byte_machine
 from jaxpaged.grammar.nodes import Either, GrammarError, Limits, Node, NotRegularError, text
+from jaxpaged.grammar.recursive_schema import schema_source
 from jaxpaged.grammar.regex import parse_regex
 from jaxpaged.grammar.schema import Style, read_schema, schema_node
 from jaxpaged.grammar.structural_tag import structural_tag_node
@@ -40,6 +42,24 @@ def compile_constraint(fields: Mapping[str, Any], tokens: TokenBytes, limits: Li
     raise problem
 
 
+def recursive_source(fields: Mapping[str, Any], limits: Limits) -> str | None:
+    """Return the source of a constraint that llguidance is to follow; None for one that gets an automaton.
+
+    A `grammar` goes to llguidance, and so does a JSON schema that refers to itself, where llguidance is
+    installed and reads it as we do. Raises `GrammarError` for a `grammar` that cannot go there, and for such
+    a schema that cannot be met.
+    """
+    if (grammar := fields.get("grammar")) is not None:
+        _check_length("grammar", grammar, limits)
+        return recursive.lark_source(grammar)
+    if (schema := fields.get("json")) is None or not recursive.is_installed():
+        return None
+    read = read_schema(schema if isinstance(schema, str) else json.dumps(schema), limits)
+    if (source := schema_source(read, fields)) is not None:
+        schema_node(read, _style(fields), 1)  # if any value is valid, one is in which nothing comes again
+    return source
+
+
 def nodes_of(fields: Mapping[str, Any], limits: Limits) -> Iterator[Node]:
     """Yield the texts of a constraint: exactly, or for what is recursive, to fewer and fewer levels.
 
@@ -63,8 +83,7 @@ def nodes_of(fields: Mapping[str, Any], limits: Limits) -> Iterator[Node]:
             fields,
         )
     else:
-        grammar = shown(fields.get("grammar"))
-        raise NotRegularError(f"structured_outputs.grammar={grammar} is not supported: use regex or json")
+        raise NotRegularError(f"structured_outputs.grammar={shown(fields.get('grammar'))} has no automaton")
 
 
 def _schema_nodes(schema: Any, fields: Mapping[str, Any]) -> Iterator[Node]:
@@ -73,12 +92,7 @@ def _schema_nodes(schema: Any, fields: Mapping[str, Any]) -> Iterator[Node]:
 
 def _at_levels(node_of: Callable[[Style, int], Node], fields: Mapping[str, Any]) -> Iterator[Node]:
     """Yield what is made exactly, or if it is recursive, at fewer and fewer levels."""
-    space = fields.get("whitespace_pattern")
-    style = Style(
-        is_compact=bool(fields.get("disable_any_whitespace")),
-        space=None if space is None else parse_regex(space),
-        only_declared=bool(fields.get("disable_additional_properties")),
-    )
+    style = _style(fields)
     try:
         yield node_of(style, 0)
         return
@@ -87,6 +101,15 @@ def _at_levels(node_of: Callable[[Style, int], Node], fields: Mapping[str, Any])
             raise
     for levels in LEVELS:
         yield node_of(style, levels)
+
+
+def _style(fields: Mapping[str, Any]) -> Style:
+    space = fields.get("whitespace_pattern")
+    return Style(
+        is_compact=bool(fields.get("disable_any_whitespace")),
+        space=None if space is None else parse_regex(space),
+        only_declared=bool(fields.get("disable_additional_properties")),
+    )
 
 
 def _check_length(name: str, value: str, limits: Limits) -> None:

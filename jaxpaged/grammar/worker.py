@@ -1,7 +1,8 @@
 """Process that compiles constraints, stopped by the system where one takes too much time or memory.
 
-`python -m jaxpaged.grammar.worker` reads a vocabulary, then constraints, and answers each with an automaton
-or a sentence. A message is four bytes of length and its content. `Worker` is its other end.
+`python -m jaxpaged.grammar.worker` reads a vocabulary, then constraints, and answers each with an automaton,
+with the source of a recursive grammar, or with a sentence. A message is four bytes of length and its content.
+`Worker` is its other end.
 """
 
 import contextlib
@@ -10,19 +11,24 @@ import os
 import resource
 import subprocess
 import sys
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
 from jaxpaged.grammar import files
 from jaxpaged.grammar.automaton import TokenAutomaton
-from jaxpaged.grammar.compile import compile_constraint
+from jaxpaged.grammar.compile import compile_constraint, recursive_source
 from jaxpaged.grammar.nodes import GrammarError, Limits
+from jaxpaged.grammar.recursive import Language
 from jaxpaged.grammar.vocabulary import TokenBytes
 
-AUTOMATON, ERROR = b"A", b"E"
+AUTOMATON, SOURCE, ERROR = b"A", b"S", b"E"
 MAX_DEPTH = 5000  # of Python's calls, for nodes inside nodes
+# Of the thread that llguidance reads a source in: less than threads of the engine's process have.
+STACK_BYTES = 4 << 20
 
 
 class Worker:
@@ -32,8 +38,11 @@ class Worker:
         self._tokens, self._limits = tokens, limits
         self._process: subprocess.Popen[bytes] | None = None
 
-    def compile(self, fields: Mapping[str, Any]) -> TokenAutomaton:
-        """Return the automaton of a constraint. Raises `GrammarError`. One thread at a time may call this."""
+    def compile(self, fields: Mapping[str, Any]) -> TokenAutomaton | str:
+        """Return the automaton of a constraint, or the source of a recursive one, for a `Language`.
+
+        Raises `GrammarError`. One thread at a time may call this.
+        """
         try:
             if self._process is None or self._process.poll() is not None:
                 self._start()
@@ -52,6 +61,8 @@ class Worker:
             ) from None
         if answer[:1] == ERROR:
             raise GrammarError(**json.loads(answer[1:]))
+        if answer[:1] == SOURCE:
+            return answer[1:].decode()
         made = files.from_bytes(answer[1:], len(self._tokens.raw), self._limits)
         assert made is not None
         return made
@@ -103,13 +114,35 @@ def answers(source: IO[bytes], target: IO[bytes]) -> None:
         seconds = int(used.ru_utime + used.ru_stime) + limits.cpu_seconds
         resource.setrlimit(resource.RLIMIT_CPU, (seconds, hard))
         try:
-            answer = AUTOMATON + files.to_bytes(compile_constraint(fields, tokens, limits))
+            answer = _answer(fields, tokens, limits)
         except MemoryError:
             _write(target, too_much)
             return  # what is left of the memory is in pieces
         except GrammarError as problem:
             answer = ERROR + json.dumps({"sentence": str(problem), "path": problem.path}).encode()
         _write(target, answer)
+
+
+def _answer(fields: Mapping[str, Any], tokens: TokenBytes, limits: Limits) -> bytes:
+    """Return the answer to one constraint: what `recursive_source` says, or an automaton.
+
+    A schema that llguidance refuses gets an automaton. Raises `GrammarError`.
+    """
+    if (source := recursive_source(fields, limits)) is not None:
+        try:
+            _in_small_stack(lambda: Language(source, tokens).matcher().allowed())
+            return SOURCE + source.encode()
+        except GrammarError:
+            if fields.get("grammar") is not None:
+                raise
+    return AUTOMATON + files.to_bytes(compile_constraint(fields, tokens, limits))
+
+
+def _in_small_stack(read: Callable[[], Any]) -> None:
+    """Read a source as the engine will, in a thread with less room. Raises what it raises."""
+    threading.stack_size(STACK_BYTES)
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(read).result()
 
 
 def _write(pipe: IO[bytes], content: bytes) -> None:

@@ -3,7 +3,7 @@
 import dataclasses
 import os
 
-from jaxpaged.checks import check, checked_int
+from jaxpaged.checks import check, checked_bool, checked_int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -12,13 +12,14 @@ class LoRARequest:
 
     Adapters are told apart by `lora_int_id`, from 1 on; the name is for people, and so is `base_model_name`,
     the model that the adapter was made for. What was read under an id is used until that is removed
-    (`LLM.remove_lora`). Raises `InputError`.
+    (`LLM.remove_lora`), or until `LLM.add_lora` reads it anew, with `load_inplace`. Raises `InputError`.
     """
 
     lora_name: str
     lora_int_id: int
     lora_path: str | os.PathLike[str]
     base_model_name: str | None = None
+    load_inplace: bool = False
 
     def __post_init__(self) -> None:
         is_name = isinstance(self.lora_name, str) and self.lora_name != ""
@@ -31,6 +32,7 @@ class LoRARequest:
         path = os.fspath(self.lora_path)
         check("lora_path", path, "the name of a directory", isinstance(path, str) and "\0" not in path)
         object.__setattr__(self, "lora_path", path)
+        checked_bool("load_inplace", self.load_inplace)
         base = self.base_model_name
         check("base_model_name", base, "None or a string", base is None or isinstance(base, str))
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from jaxpaged import row_sums
 from jaxpaged.models import layers
 from jaxpaged.models.change import Change
 from jaxpaged.models.feed_forward import linear, stack
@@ -25,8 +26,8 @@ def _as_large(
 ) -> Float[Array, "num_tokens hidden"]:
     """Return x with the root mean square of `like`."""
     wide, goal = x.astype(jnp.float32), like.astype(jnp.float32)
-    wanted = jnp.sqrt(jnp.mean(goal * goal, axis=-1, keepdims=True))
-    found = jnp.sqrt(jnp.maximum(jnp.mean(wide * wide, axis=-1, keepdims=True), SMALLEST))
+    wanted = jnp.sqrt(row_sums.mean(goal * goal))
+    found = jnp.sqrt(jnp.maximum(row_sums.mean(wide * wide), SMALLEST))
     return (wide * wanted / found).astype(x.dtype)
 
 

@@ -8,6 +8,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jaxpaged import row_sums
 from jaxpaged.memory import kv_cache
 from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.models import layers
@@ -386,7 +387,7 @@ class Attention(nnx.Module):
         self, x: Float[Array, "num_tokens heads head_dim"], layer: layers.Layer
     ) -> Float[Array, "num_tokens heads head_dim"]:
         """Return each head normed without weights."""
-        mean_square = self._mean(layer)(jnp.mean(x * x, axis=-1, keepdims=True))
+        mean_square = self._mean(layer)(row_sums.mean(x * x))
         return x * lax.rsqrt(mean_square + self.config.norm_eps)
 
     def _mean(self, layer: layers.Layer) -> Callable[[Array], Array]:

@@ -8,6 +8,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxpaged import row_sums
 from jaxpaged.models import layers
 from jaxpaged.models.config import Experts
 from jaxpaged.models.feed_forward import MLP, linear, stack
@@ -123,18 +124,18 @@ class ExpertsMLP(nnx.Module):
         elif c.scoring == "softmax" and self.correction is None and c.num_groups == 1:
             best, experts = lax.top_k(logits, c.num_chosen)
             if c.renormalise:
-                share = jax.nn.softmax(best, axis=-1)
+                share = row_sums.softmax(best)
             else:
-                share = jnp.exp(best - jax.nn.logsumexp(logits, axis=-1, keepdims=True))
+                share = jnp.exp(best - row_sums.logsumexp(logits))
         else:
-            scores = jax.nn.sigmoid(logits) if c.scoring == "sigmoid" else jax.nn.softmax(logits, axis=-1)
+            scores = jax.nn.sigmoid(logits) if c.scoring == "sigmoid" else row_sums.softmax(logits)
             ranked = scores
             if self.correction is not None:
                 ranked = scores + self.correction[layer].astype(jnp.float32)
             _, experts = lax.top_k(self._in_chosen_groups(ranked), c.num_chosen)
             share = jnp.take_along_axis(scores, experts, axis=-1)
             if c.renormalise:
-                share = share / (jnp.sum(share, axis=-1, keepdims=True) + 1e-20)
+                share = share / (row_sums.total(share) + 1e-20)
         if c.scale != 1.0:
             share = share * c.scale
         rows = jnp.arange(x.shape[0])[:, None]
@@ -212,7 +213,7 @@ def sparse_mixer(
         best = jnp.max(left, axis=-1, keepdims=True)
         expert = jnp.argmax(left, axis=-1)
         is_far = (best - scores) / jnp.maximum(jnp.abs(scores), best) > 2 * jitter
-        shares = jax.nn.softmax(jnp.where(is_far, -jnp.inf, left), axis=-1)
+        shares = row_sums.softmax(jnp.where(is_far, -jnp.inf, left))
         found.append((expert, jnp.take_along_axis(shares, expert[:, None], axis=-1)[:, 0]))
         left = jnp.where(jnp.arange(scores.shape[-1]) == expert[:, None], -jnp.inf, left)
     experts, weights = (jnp.stack(each, axis=-1) for each in zip(*found, strict=True))

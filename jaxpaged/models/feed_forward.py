@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxpaged import row_sums
 from jaxpaged.models import layers
 from jaxpaged.models.weights import Weights
 
@@ -49,8 +50,8 @@ class MLP(nnx.Module):
             return x
         deviations = [statistics.NormalDist().inv_cdf(share) if share else 0.0 for share in shares]
         mean_of = (lambda its: its) if self.shards is None else self.shards.mean
-        mean = mean_of(jnp.mean(x, axis=-1, keepdims=True))
-        variance = mean_of(jnp.mean(jnp.square(x - mean), axis=-1, keepdims=True))
+        mean = mean_of(row_sums.mean(x))
+        variance = mean_of(row_sums.mean(jnp.square(x - mean)))
         count = deviations[layer] if isinstance(layer, int) else jnp.asarray(deviations)[layer]
         is_sparse = shares[layer] > 0 if isinstance(layer, int) else jnp.asarray(shares)[layer] > 0
         return jnp.where(is_sparse, jax.nn.relu(x - mean - jnp.sqrt(variance) * count), x)

@@ -12,6 +12,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int, Num
 
+from jaxpaged import row_sums
 from jaxpaged.models.change import Change, StackChange
 from jaxpaged.models.host_arrays import aligned, placed, put
 from jaxpaged.models.layer_form import LayerForm, form_of
@@ -264,7 +265,7 @@ class RMSNorm(nnx.Module):
         mean: Callable[[Array], Array] = lambda its: its,  # mean over all shards of the features
     ) -> Float[Array, "*num_tokens features"]:
         wide = x.astype(jnp.float32)
-        mean_square = mean(jnp.mean(wide * wide, axis=-1, keepdims=True))
+        mean_square = mean(row_sums.mean(wide * wide))
         normed = wide * lax.rsqrt(mean_square + self.eps)
         if self.offset:
             return (normed * (self.offset + self.weight[layer].astype(jnp.float32))).astype(x.dtype)
@@ -281,8 +282,8 @@ class LayerNorm(nnx.Module):
         self, x: Float[Array, "*num_tokens features"], layer: Layer = 0
     ) -> Float[Array, "*num_tokens features"]:
         wide = x.astype(jnp.float32)
-        wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
-        variance = jnp.mean(wide * wide, axis=-1, keepdims=True)
+        wide = wide - row_sums.mean(wide)
+        variance = row_sums.mean(wide * wide)
         weight = self.weight[layer].astype(jnp.float32)
         if self.offset:
             weight = self.offset + weight

@@ -12,8 +12,11 @@ router = APIRouter(route_class=JsonRoute)
 
 @router.post("/v1/load_lora_adapter")
 async def load_lora_adapter(body: LoadAdapterRequest, request: Request) -> Response:
-    """Load an adapter: from now on requests can name it as their model."""
-    await service_of(request).load_adapter(body.lora_name, body.lora_path)
+    """Load an adapter: from now on requests can name it as their model.
+
+    With `load_inplace` it takes the place of what has its name. Requests under way keep what they have.
+    """
+    await service_of(request).load_adapter(body.lora_name, body.lora_path, anew=bool(body.load_inplace))
     return PlainTextResponse(f"the adapter {body.lora_name!r} is loaded")
 
 

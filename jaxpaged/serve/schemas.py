@@ -53,6 +53,7 @@ class QueuedRequest(ModelRequest):
 
     priority: int = 0
     cache_salt: str | None = None
+    kv_cache_ttl: float | None = None
 
 
 class StreamOptions(Body):
@@ -214,6 +215,7 @@ class UnloadAdapterRequest(Body):
 
 class LoadAdapterRequest(UnloadAdapterRequest):
     lora_path: Annotated[str, Field(min_length=1)]
+    load_inplace: bool | None = None
 
 
 class TokenizeRequest(ModelRequest):

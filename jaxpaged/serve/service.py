@@ -60,8 +60,19 @@ class Service:
             raise ApiError(404, f"the model {shown(name)} does not exist", param="model")
         return name or self.model_names[0]
 
-    async def load_adapter(self, name: str, path: str) -> None:
-        """Let clients ask for an adapter by its name. Raises `InputError`, or `ApiError` for a taken name."""
+    async def load_adapter(self, name: str, path: str, *, anew: bool = False) -> None:
+        """Let clients ask for an adapter by its name. Raises `InputError`, or `ApiError` for a taken name.
+
+        anew: read one that is loaded once more, perhaps from elsewhere.
+        """
+        if anew and (known := self.adapters.get(name)) is not None:
+            request = LoRARequest(name, known.lora_int_id, path, load_inplace=True)
+            await self.llm.add_lora(request)
+            if name in self.adapters:
+                self.adapters[name] = request
+            else:  # unloaded meanwhile
+                await self.llm.remove_lora(request.lora_int_id)
+            return
         self._check_is_free(name)
         request = LoRARequest(name, self._unused_id(), path)
         await self.llm.add_lora(request)
@@ -115,7 +126,7 @@ class Service:
         salt = {} if its_salt is None else {"cache_salt": its_salt}
         admitted = []
         for each in prompts:
-            prompt, order = _mapping(each) | salt, body.priority
+            prompt, order = _mapping(each) | salt | {"kv_cache_ttl": body.kv_cache_ttl}, body.priority
             admitted.append(await self.llm.admit(prompt, params, priority=order, lora_request=adapter))
             await asyncio.sleep(0)  # others need not wait until all of many prompts are read
         self._check_room(num_answers)  # others may have come while this one was read

@@ -3,6 +3,9 @@
 All automata lie in one array of 32-bit words, the arena, each in a range of its own. An automaton has a
 header, and behind it tables of 16-bit numbers and masks. A row knows where its automaton begins, and its
 state. Masks and moves are gathers at these places: rows with different automata are one computation.
+
+A grammar that the host follows has one state, a mask. Behind each token its row rests, and samples nothing,
+until the host has written the next mask in its place.
 """
 
 from dataclasses import dataclass
@@ -19,9 +22,12 @@ from jaxpaged.arithmetic import cdiv
 # States of rows that are no states of their automata.
 FREE = -1  # nothing is barred: the row has no automaton, or has come to its end
 WAITS = -2  # nothing is barred until the token that opens the constrained part
+RESTS = -3  # nothing is sampled until the host has written the mask behind the last token
 # Words of a header: number of classes, the first state, and where each table begins behind the header.
 NUM_CLASSES, START, CLASSES, NEXT, MASK_OF, MASKS = range(6)
+BY_HOST = 6  # 1 where the host follows the grammar
 HEADER = 8
+MASK_BY_HOST = HEADER + 1  # word of the mask of a grammar that the host follows
 NOWHERE = 2**16 - 1  # in place of a next state: there is none
 # The arena is dealt out in blocks of so many words; the first block is no automaton's.
 BLOCK_WORDS = 1024
@@ -111,7 +117,14 @@ def moved(
     cell = jnp.maximum(state, 0) * _at(arena, first, NUM_CLASSES) + its_class
     reached = _number(arena, first + _at(arena, first, NEXT), cell)
     state = jnp.where(follows, jnp.where(reached == NOWHERE, FREE, reached), state)
-    return GrammarRows(first, jnp.where(opens, _at(arena, first, START), state), grammars.opens)
+    state = jnp.where(opens, _at(arena, first, START), state)
+    state = jnp.where((follows | opens) & by_host(grammars, arena), RESTS, state)
+    return GrammarRows(first, state, grammars.opens)
+
+
+def by_host(grammars: GrammarRows, arena: UInt32[Array, " words"]) -> Bool[Array, " rows"]:
+    """Return which rows have a grammar that the host follows."""
+    return (grammars.first > 0) & (_at(arena, grammars.first, BY_HOST) > 0)
 
 
 def _at(arena: UInt32[Array, " words"], first: Int[Array, " rows"], what: int) -> Int[Array, " rows"]:
@@ -160,6 +173,18 @@ def encoded(automaton: Automaton, vocab_size: int) -> np.ndarray | None:
     return np.pad(words, (0, -len(words) % BLOCK_WORDS))
 
 
+def encoded_for_host(vocab_size: int) -> np.ndarray:
+    """Return a grammar that the host follows as the arena has it: one state, whose mask is to be written."""
+    words = np.zeros(MASK_BY_HOST + cdiv(vocab_size, 32), np.uint32)
+    words[[MASK_OF, MASKS, BY_HOST]] = HEADER, MASK_BY_HOST, 1
+    return np.pad(words, (0, -len(words) % BLOCK_WORDS))
+
+
+def mask_words(allowed: np.ndarray, vocab_size: int) -> np.ndarray:
+    """Return a mask, bool [vocab or less], as the arena has it. Tokens that it does not have are barred."""
+    return _words(allowed[None, :vocab_size], vocab_size)[0]
+
+
 def _halves(numbers: np.ndarray) -> np.ndarray:
     """Return 16-bit numbers, two a word, the first in the lower half."""
     return np.pad(numbers.astype("<u2"), (0, len(numbers) % 2)).view("<u4")
@@ -171,11 +196,9 @@ def _words(masks: np.ndarray, vocab_size: int) -> np.ndarray:
     Tokens that a mask does not have are barred.
     """
     num_words = cdiv(vocab_size, 32)
-    bits = np.pad(masks, ((0, 0), (0, 32 * num_words - masks.shape[1]))).reshape(-1, 32, num_words)
-    words = np.zeros((len(masks), num_words), np.uint32)
-    for bit in range(32):
-        words |= bits[:, bit].astype(np.uint32) << np.uint32(bit)
-    return words
+    bits = np.pad(masks, ((0, 0), (0, 32 * num_words - masks.shape[1]))).reshape(-1, 4, 8, num_words)
+    octets = np.packbits(bits, axis=2, bitorder="little")[:, :, 0]
+    return np.ascontiguousarray(octets.swapaxes(1, 2)).view("<u4")[:, :, 0].astype(np.uint32)
 
 
 def state_behind(automaton: Any, token_ids: list[int], opens: int | None = None) -> int:

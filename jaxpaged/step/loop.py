@@ -60,6 +60,7 @@ def create(
     most_drafts: Static[int] = 0,
     replays: Static[bool] = False,
     masks: Static[bool] = False,
+    candidates: Static[int] = 0,
 ) -> PerReplica[EngineState]:
     """Create a state without requests, with zeros for K and V of the shapes in `kv_cache`.
 
@@ -87,6 +88,7 @@ def create(
         most_drafts=most_drafts,
         replays=replays,
         masks=masks,
+        candidates=candidates,
     )
 
 
@@ -142,7 +144,7 @@ type Carry = tuple[EngineState, Progress, PromptScores, Int[Array, " rows"]]
 
 def _before(state: EngineState, config: StepConfig) -> Carry:
     """Return what the loop carries before its first step."""
-    nothing = no_prompt_scores(config, state.tables.max_seqs)
+    nothing = no_prompt_scores(config, state.rows)
     own_row = jnp.arange(state.tables.max_seqs, dtype=jnp.int32)
     num_tokens = None if config.lookup is None else jnp.int32(0)
     progress = Progress(jnp.int32(0), state.counters[Counter.NUM_PROMPT_PASSES], num_tokens)
@@ -338,6 +340,20 @@ def write_tokens(
     return token_ids.at[row, position].set(token, mode="drop")
 
 
+@program(donate="candidates", results=lambda specs: ON_EACH)
+def write_candidates(
+    candidates: PerReplica[Int[Array, "rows max_model_len num_candidates"]],
+    given: PerReplica[Int[Array, "row_and_place_and_ids n"]],
+) -> PerReplica[Int[Array, "rows max_model_len num_candidates"]]:
+    """Write tokens to be scored into rows, and return those of all rows.
+
+    given: for each place its row (one beyond all rows: the place is dropped), its number, and its tokens.
+
+    The old ones are donated.
+    """
+    return candidates.at[given[0], given[1]].set(given[2:].T, mode="drop")
+
+
 @program(donate="arena", results=lambda specs: ON_EACH)
 def write_automaton(
     arena: PerReplica[UInt32[Array, " words"]],
@@ -354,6 +370,28 @@ def write_automaton(
         return lax.dynamic_update_slice(arena, blocks[i], (first + i * blocks.shape[1],))
 
     return lax.fori_loop(0, num_blocks, write_block, arena)
+
+
+@program(donate="places", results=lambda specs: ON_EACH)
+def write_masks(
+    places: PerReplica[tuple[UInt32[Array, " words"], Int[Array, " rows"]]],
+    masks: UInt32[Array, "n mask_words"],
+    firsts: Int[Array, " n"],
+    rows: PerReplica[Int[Array, "2 n"]],
+) -> PerReplica[tuple[UInt32[Array, " words"], Int[Array, " rows"]]]:
+    """Write the next masks of rows whose grammars the host follows, and let the rows sample again.
+
+    places: the arena, and `GrammarRows.state`; both are donated.
+    firsts: word of the arena at which each mask begins; 0: there is none.
+    rows: for each mask its row (one beyond all rows: none), and the state that the row gets.
+    """
+
+    def write(i: Int[Array, ""], arena: UInt32[Array, " words"]) -> UInt32[Array, " words"]:
+        return lax.dynamic_update_slice(arena, masks[i], (firsts[i],))
+
+    arena, state = places
+    arena = lax.fori_loop(0, jnp.sum(firsts > 0), write, arena)
+    return arena, state.at[rows[0]].set(rows[1], mode="drop")
 
 
 @program(donate="adapters", results=lambda specs: BY_SHARD)

@@ -51,7 +51,7 @@ class DecodeSlots:
 
 def plan(state: EngineState, config: StepConfig) -> Plan:
     """Deal out the step's tiles to the unfinished prompts, in order; every other running row decodes one
-    token.
+    token, unless it rests.
     """
     rows, computed = state.rows, state.tables.seq_lens
     in_prompt = rows.running & (computed < rows.prompt_lens)
@@ -60,7 +60,8 @@ def plan(state: EngineState, config: StepConfig) -> Plan:
     gets = jnp.zeros_like(wants).at[rows.order].set(dealt(wants[rows.order], config.num_tiles))
     end = jnp.minimum(rows.prompt_lens, (first + gets) * PREFILL_TILE)
     prompt_tokens = jnp.where(gets > 0, end - computed, 0)
-    return Plan(gets, jnp.where(in_prompt, prompt_tokens, rows.running.astype(jnp.int32)))
+    decodes = rows.running if rows.grammars is None else rows.running & ~rows.resting
+    return Plan(gets, jnp.where(in_prompt, prompt_tokens, decodes.astype(jnp.int32)))
 
 
 def prompt_tiles(state: EngineState, plan: Plan, num_tiles: int) -> Tiles:

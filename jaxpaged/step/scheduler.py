@@ -7,7 +7,7 @@ beside those of the running rows, and some to grow into; no request overtakes an
 row in order always goes on, and every request has its turn. First come, first served: a request has finished
 after as many steps as it and the unfinished requests before it have work, where a request's work is a step
 for each tile of its prompt and for each token of its answer but the first. `reference/engine.py` has the
-proof.
+proof. A row that rests for the host keeps its place meanwhile.
 
 A follower is one of several answers to a prompt. It waits while the leader's prompt is computed, and runs
 from the step that completes it: it takes over the blocks. A follower that finds no room then is a request
@@ -79,8 +79,11 @@ def _beams_fork(state: EngineState, plan: Plan) -> Bool[Array, " rows"]:
 
 
 def any_work(rows: Rows) -> Bool[Array, ""]:
-    """Return whether any row runs or waits."""
-    return jnp.any(rows.running | rows.waiting)
+    """Return whether any row runs or waits; beside rows that rest, whether another runs."""
+    if rows.grammars is None:
+        return jnp.any(rows.running | rows.waiting)
+    rests = rows.resting
+    return jnp.any(rows.running & ~rests) | (jnp.any(rows.waiting) & ~jnp.any(rests))
 
 
 def abort(state: EngineState, arrivals: Int[Array, " n"]) -> EngineState:

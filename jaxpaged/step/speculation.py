@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Int, UInt32
 from jaxpaged.memory import block_table, copy_on_write
 from jaxpaged.memory.entries import dealt, number_through
 from jaxpaged.sampling import is_among
-from jaxpaged.step.automata import GrammarRows, moved
+from jaxpaged.step.automata import GrammarRows, by_host, moved
 from jaxpaged.step.config import AnyLookup, ByModel
 from jaxpaged.step.followers import look_up
 from jaxpaged.step.plan import DecodeSlots, Plan
@@ -55,6 +55,8 @@ def draft(
     drafting = rows.drafting
     assert drafting is not None
     may &= drafting.wait == 0
+    if state.arena is not None and rows.grammars is not None:
+        may &= ~by_host(rows.grammars, state.arena)  # which has one mask, for the next token
 
     def look() -> tuple[Int[Array, " rows"], Int[Array, "rows most"]]:
         if isinstance(lookup, ByModel):

@@ -18,7 +18,7 @@ from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.memory.policies import LRU, Policy, sized
 from jaxpaged.sampling import Scores, no_scores
 from jaxpaged.sampling_state import LogitRules, SamplingState, neutral_rows
-from jaxpaged.step.automata import GrammarRows, no_grammars
+from jaxpaged.step.automata import RESTS, GrammarRows, no_grammars
 
 # Maximum of steps in one run of the loop, and so of tokens per row in one report.
 MAX_STEPS = 32
@@ -101,6 +101,8 @@ class Rows:
     drafting: DraftRows | None  # None: nothing is drafted
     # Length up to which `token_ids` has the answer already, to be replayed; 0: nowhere. None: nothing is.
     replay_lens: Int[Array, " rows"] | None
+    # Tokens to be scored behind each place of the prompt; -1: none. None: nobody asks.
+    candidates: Int[Array, "rows max_model_len num_candidates"] | None
 
     @property
     def free(self) -> Bool[Array, " rows"]:
@@ -110,6 +112,13 @@ class Rows:
     @property
     def running(self) -> Bool[Array, " rows"]:
         return self.phase == Phase.RUNNING
+
+    @property
+    def resting(self) -> Bool[Array, " rows"]:
+        """Rows that run, but sample nothing until the host has written what may come next."""
+        if self.grammars is None:
+            return jnp.zeros_like(self.phase, bool)
+        return self.running & (self.grammars.state == RESTS)
 
     @property
     def forking(self) -> Bool[Array, " rows"]:
@@ -228,6 +237,7 @@ def empty_rows(
     grammars: bool = False,
     most_drafts: int = 0,
     replays: bool = False,
+    candidates: int = 0,
 ) -> Rows:
     """Return rows without requests as NumPy arrays, which the host fills in to submit requests.
 
@@ -235,6 +245,7 @@ def empty_rows(
     grammars: requests may have automata of structured outputs.
     most_drafts: drafts of a row in one step; 0: there are none.
     replays: requests may have answers that are given.
+    candidates: tokens to be scored behind each place of a prompt at most.
     """
 
     def zeros(*shape: int, dtype: type = np.int32) -> Any:
@@ -270,6 +281,7 @@ def empty_rows(
         if most_drafts
         else None,
         replay_lens=zeros() if replays else None,
+        candidates=zeros(max_model_len, candidates) if candidates else None,
     )
 
 
@@ -302,6 +314,7 @@ def create_state(
     most_drafts: int = 0,
     replays: bool = False,
     masks: bool = False,
+    candidates: int = 0,
 ) -> EngineState:
     """Create a state without requests over empty tables and an empty cache.
 
@@ -309,10 +322,19 @@ def create_state(
     most_drafts: drafts of a row in one step; 0: there are none.
     replays: requests may have answers that are given.
     masks: the tokens that each was chosen from are told.
+    candidates: tokens to be scored behind each place of a prompt at most.
     """
     words = -(-vocab_size // 32)
-    more = {"lora": lora, "grammars": arena_words > 0, "replays": replays}
-    rows = empty_rows(tables.max_seqs, max_model_len, vocab_size, **more, most_drafts=most_drafts)
+    rows = empty_rows(
+        tables.max_seqs,
+        max_model_len,
+        vocab_size,
+        lora=lora,
+        grammars=arena_words > 0,
+        most_drafts=most_drafts,
+        replays=replays,
+        candidates=candidates,
+    )
     return EngineState(
         rows=jax.tree.map(jnp.asarray, rows),
         scores=no_scores(tables.max_seqs, MAX_STEPS),

@@ -16,7 +16,7 @@ from jaxpaged.memory.block_table import BlockTables
 from jaxpaged.memory.entries import dealt
 from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.models.attention import PassBatch
-from jaxpaged.sampling import Scores, no_scores, score
+from jaxpaged.sampling import Scores, no_scores, score, score_candidates
 from jaxpaged.status import Status
 from jaxpaged.step import admission, beams, drafting, scheduler, speculation
 from jaxpaged.step.answer import answer
@@ -35,18 +35,24 @@ class PromptScores:
     row: Int[Array, " num_tiles"]  # row of each tile; past all rows for a tile without scores
     start: Int[Array, " num_tiles"]  # the tile's first position
     scores: Scores  # [num_tiles, tile_len]; of places before the prompt's last
+    # Log-probabilities of the row's candidates there; None: nobody asks.
+    candidates: Float[Array, "num_tiles tile_len num_candidates"] | None = None
 
 
-def no_prompt_scores(config: StepConfig, num_rows: int) -> PromptScores:
+def no_prompt_scores(config: StepConfig, rows: Rows) -> PromptScores:
     """Return empty scores, of the shape that a step fills in."""
     num_tiles = cdiv(config.num_tiles, config.tiles_per_pass) * config.tiles_per_pass
-    beyond_all = jnp.full(num_tiles, num_rows, jnp.int32)
-    return PromptScores(beyond_all, jnp.zeros_like(beyond_all), no_scores(num_tiles, PREFILL_TILE))
+    beyond_all = jnp.full(num_tiles, rows.phase.shape[-1], jnp.int32)
+    nothing = PromptScores(beyond_all, jnp.zeros_like(beyond_all), no_scores(num_tiles, PREFILL_TILE))
+    if rows.candidates is None:
+        return nothing
+    shape = num_tiles, PREFILL_TILE, rows.candidates.shape[-1]
+    return replace(nothing, candidates=jnp.zeros(shape, jnp.float32))
 
 
 def step(model: Model, state: EngineState, config: StepConfig) -> tuple[EngineState, Decision]:
     """Make a step, and return the next state and what was decided; without scores of prompts."""
-    return advance(model, state, config, no_prompt_scores(config, state.tables.max_seqs))[:2]
+    return advance(model, state, config, no_prompt_scores(config, state.rows))[:2]
 
 
 def advance(
@@ -221,11 +227,15 @@ def score_prompts(
         position = start + jnp.arange(tiles.tile_len, dtype=jnp.int32)
         behind = rows.token_ids.at[row, position + 1].get(mode="clip")
         num_top = jnp.broadcast_to(rows.num_prompt_logprobs[row], position.shape)
-        new = score(model.logits(out[k]), behind, num_top)
+        logits = model.logits(out[k])
+        new = score(logits, behind, num_top)
         scores = jax.tree.map(lambda all_, its: all_.at[first + k].set(its), prompt_scores.scores, new)
-        return PromptScores(
-            prompt_scores.row.at[first + k].set(row), prompt_scores.start.at[first + k].set(start), scores
-        )
+        candidates = prompt_scores.candidates
+        if candidates is not None and rows.candidates is not None:
+            its = score_candidates(logits, rows.candidates.at[row, position].get(mode="clip"))
+            candidates = candidates.at[first + k].set(its)
+        rows_, starts = prompt_scores.row.at[first + k].set(row), prompt_scores.start.at[first + k].set(start)
+        return PromptScores(rows_, starts, scores, candidates)
 
     return lax.fori_loop(0, jnp.sum(wants), score_tile, prompt_scores)
 

@@ -7,6 +7,7 @@ whole. What comes while too much waits for it is dropped. The file used longest 
 """
 
 import contextlib
+import dataclasses
 import hashlib
 import hmac
 import json
@@ -16,7 +17,7 @@ import secrets
 import stat
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from safetensors.numpy import load, save
 from jaxpaged import disk_cache
 from jaxpaged.checks import InputError, check
 from jaxpaged.contracts.block_stores import BlockKey, StoredBlock
+from jaxpaged.tiers.host import KEPT_SHARE
 from jaxpaged.untrusted import dtype_named, read_json
 from pallas_kernels.compilation_cache import why_untrusted
 
@@ -37,11 +39,21 @@ MOST_WAITING_BYTES = 2**28  # of blocks that wait to be written
 CLOSE_SECONDS = 30.0  # how long a closing engine waits for a disk
 LIST_SECONDS = 1.0  # between two looks for what other engines have written
 LEFT = 0.95  # of the limit, after files were removed
+MOST_SECONDS = 1e9  # that a block is kept
 
 
-# For the thread: a block to write, and when it was put, in nanoseconds; a space to clear; what is to be set
-# when all before is done; or the end.
-type Job = tuple[BlockKey, StoredBlock, int] | bytes | threading.Event | None
+# For the thread: a block to write, and when it was put, in nanoseconds; blocks to keep; a space to clear; an
+# event to be set when all before is done; or the end.
+type Job = tuple[BlockKey, StoredBlock, int] | Keep | bytes | threading.Event | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Keep:
+    """Order of some time to keep the blocks of a chain until a later one, in nanoseconds; 0: no more."""
+
+    paths: Sequence[Path]
+    until: int
+    now: int
 
 
 class DiskStore:
@@ -66,6 +78,8 @@ class DiskStore:
         self._bad: set[Path] = set()  # files that are not used
         self._said: set[str] = set()
         self._used: dict[Path, int] = {}  # times of last use that are not written down, in nanoseconds
+        self._kept: dict[Path, int] = {}  # until when these are kept, in nanoseconds
+        self._released: set[Path] = set()  # of those whose times are to be written down
         self._lock = threading.Lock()
         self._listed = -np.inf
         self._waiting_bytes = 0
@@ -89,7 +103,7 @@ class DiskStore:
         with self._lock:
             is_there = path in self._sizes and path not in self._bad
             if is_there:
-                self._used[path] = time.time_ns()
+                self._use(path, time.time_ns())
             return is_there
 
     def get(self, key: BlockKey) -> StoredBlock | None:
@@ -111,7 +125,7 @@ class DiskStore:
             logging.warning("%s is skipped, for it is torn or somebody else's: %s", path, error)
             return None
         with self._lock:
-            self._used[path] = time.time_ns()
+            self._use(path, time.time_ns())
         return block
 
     def put(self, key: BlockKey, block: StoredBlock) -> None:
@@ -126,6 +140,16 @@ class DiskStore:
             self._say("is too slow: blocks are not kept", None)
             return
         self._jobs.put((key, block, time.time_ns()))
+
+    def keep(self, keys: Sequence[BlockKey], seconds: float) -> None:
+        """Keep the blocks of a chain for so long, from the first on, as far as they are here or will be.
+
+        All that this engine keeps has at most a share of the capacity. A block is kept until the latest time
+        that was asked for; for 0 seconds it is kept no more. Times are the files', so others see them.
+        """
+        now = time.time_ns()
+        until = now + int(min(seconds, MOST_SECONDS) * 1e9) if seconds else 0
+        self._jobs.put(Keep([self._path(key) for key in keys], until, now))
 
     def clear(self, space: bytes) -> None:
         """Remove all blocks of a space, those of other engines included."""
@@ -157,6 +181,8 @@ class DiskStore:
                 if isinstance(job, threading.Event):
                     self._note_uses()
                     self._list()
+                elif isinstance(job, Keep):
+                    self._keep(job)
                 elif isinstance(job, bytes):
                     for path in [*self._files(self._folder(job))]:
                         self._remove(path)
@@ -183,25 +209,51 @@ class DiskStore:
                 self._waiting_bytes -= block.num_bytes
         with self._lock:
             self._sizes[path] = len(content)
-            self._used[path] = max(when, self._used.get(path, 0))
+            kept = sum(self._sizes.get(each, 0) for each in self._kept)
+            if path in self._kept and kept > self.capacity // KEPT_SHARE:  # it has become larger
+                del self._kept[path]
+                self._released.add(path)
+            self._use(path, max(when, self._used.get(path, 0)))
         self._bad.discard(path)
         if self.num_bytes > self.capacity:
             self._note_uses()
             self._list()
             self._prune()
 
+    def _use(self, path: Path, when: int) -> None:
+        """Note a use of a file. One that is kept is used by the end of its time."""
+        self._used[path] = max(when, self._kept.get(path, 0))
+
+    def _keep(self, job: Keep) -> None:
+        # What was kept before a restart, or by others, is told by its file.
+        late = {path for path in job.paths if not job.until and _last_use(path) > job.now}
+        with self._lock:
+            self._keep_known(job, late)
+
+    def _keep_known(self, job: Keep, late: Collection[Path]) -> None:
+        now = job.now
+        self._kept = {
+            path: until for path, until in self._kept.items() if until > now and path in self._sizes
+        }
+        room = self.capacity // KEPT_SHARE - sum(self._sizes[path] for path in self._kept)
+        for place, path in zip(range(len(job.paths), 0, -1), job.paths, strict=True):
+            if not job.until:  # times differ, so that the chain's end goes before its beginning
+                if self._kept.pop(path, None) is not None or path in late:
+                    self._released.add(path)
+                    self._used[path] = now + place
+                continue
+            if path not in self._sizes:
+                return
+            if path not in self._kept and (room := room - self._sizes[path]) < 0:
+                return
+            self._kept[path] = max(self._kept.get(path, 0), job.until + place)
+            self._use(path, now)
+
     def _prune(self) -> None:
         """Remove the files used longest ago until there is room again."""
-
-        def last_use(path: Path) -> int:
-            try:
-                return path.stat().st_mtime_ns
-            except OSError:
-                return 0
-
         total = self.num_bytes
         most = int(self.capacity * LEFT) if total > self.capacity else total
-        for path in sorted(self._sizes, key=last_use):
+        for path in sorted(self._sizes, key=_last_use):
             if total <= most:
                 break
             total -= self._sizes.get(path, 0)
@@ -211,8 +263,13 @@ class DiskStore:
         """Write down when files were last used, as the times of their change."""
         with self._lock:
             used, self._used = self._used, {}
+            released, self._released = self._released, set()
+        now = time.time_ns()
         for path, when in used.items():
             with contextlib.suppress(FileNotFoundError):
+                until = path.stat().st_mtime_ns
+                if until > now and path not in released:  # somebody keeps it
+                    when = max(when, until)
                 os.utime(path, ns=(when, when))
 
     def _list(self) -> None:
@@ -247,6 +304,7 @@ class DiskStore:
         with self._lock:
             self._sizes.pop(path, None)
             self._used.pop(path, None)
+            self._kept.pop(path, None)
 
     def _say(self, what: str, error: Exception | None) -> None:
         """Log a kind of trouble once."""
@@ -254,6 +312,14 @@ class DiskStore:
         if text not in self._said:
             self._said.add(text)
             logging.warning("the folder %s %s%s", self.folder, what, "" if error is None else f": {error}")
+
+
+def _last_use(path: Path) -> int:
+    """Return when a file was last used, in nanoseconds; of one that is kept, until when. 0 for none."""
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return 0
 
 
 def _secret_of(folder: Path) -> bytes:

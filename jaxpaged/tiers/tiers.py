@@ -108,6 +108,12 @@ class Tiers:
             self.below.put(key, block)
             self.counts[self.below_name].written_bytes += block.num_bytes
 
+    def keep(self, keys: Sequence[BlockKey], seconds: float) -> None:
+        """Keep the blocks of a chain for so long in all tiers that can, from the first on; 0: no more."""
+        for store in (self.host, self.below):
+            if (keep := getattr(store, "keep", None)) is not None:
+                keep(keys, seconds)
+
     def clear(self, space: bytes) -> None:
         """Forget all blocks of a space, in all tiers."""
         self.host.clear(space)

@@ -327,7 +327,7 @@ REQUEST: dict[str, Verdict] = {
     **_only("an end where the answer repeats itself", "repetition_detection"),
     **_only(
         "log-probabilities of chosen tokens",
-        "logprob_token_ids prompt_logprob_token_ids prompt_logprob_start",
+        "logprob_token_ids",
         use="logprobs",
     ),
     **_only("log-probabilities in another shape", "flat_logprobs"),
@@ -338,7 +338,7 @@ REQUEST: dict[str, Verdict] = {
     ),
     **_only("a template from a client", "chat_template", use="--chat-template"),
     **_only("a conversation that is kept", "previous_input_messages", use="input, sent whole"),
-    **_only("an adapter in another form", "load_inplace is_3d_lora_weight"),
+    **_only("an adapter in another form", "is_3d_lora_weight"),
     **_all("an adapter is unloaded by its name", "lora_int_id"),
 }
 

@@ -1,5 +1,4 @@
-"""Pallas Mosaic GPU kernels for Hopper GPUs: attention of decode steps and of prompts, and products. The one
-of decode steps also serves Ampere, Ada and Blackwell GPUs.
+"""Pallas Mosaic GPU kernels: attention of decode steps and of prompts, since Ampere, and products, on Hopper.
 
 `decode/` and `prompt/` have a kernel each: `attention.py` is the kernel and its launcher, `program.py` the
 static shape and the memory of one program, `fetch.py` the producer, `softmax.py` the consumer. `attention.py`

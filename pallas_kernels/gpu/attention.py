@@ -46,9 +46,10 @@ class AttentionProblem:
     attention_chunk: int | None
     tile_kv: int  # tokens of a tile of K and V
     num_stages: int  # slots of the ring that the products read
-    fetch: str  # what brings tiles, `Target.fetch`
     is_interpreted: bool
     packed: PackedView | None  # of a cache of 4 bits a number
+    fetch: str = "tma"  # what brings tiles, `Target.fetch`
+    multiply: str = "wgmma"  # the instruction of products, or "mma.sync"
 
     # Primitives: Pallas' own, or those of `cp_async` in their place.
 
@@ -63,11 +64,30 @@ class AttentionProblem:
         threads = cp_async.WARP if of_copies else cp_async.WARPGROUP
         return cp_async.barrier(num_arrivals, num_barriers, threads=threads)
 
-    def copier(self, transforms: tuple[Any, ...] = ()) -> Callable[[Any, Any, Any], None]:
-        """Return the function (source, target, barrier) by which a warp copies to memory so transformed."""
+    def copier(
+        self, transforms: tuple[Any, ...] = (), *, by_warp: bool = True
+    ) -> Callable[[Any, Any, Any], None]:
+        """Return the function (source, target, barrier) by which a warp, or a warpgroup, copies to memory so
+        transformed.
+        """
         if self.has_tma:
             return plgpu.copy_gmem_to_smem
-        return functools.partial(cp_async.copy, transforms=transforms)
+        threads = cp_async.WARP if by_warp else cp_async.WARPGROUP
+        return functools.partial(cp_async.copy, transforms=transforms, threads=threads)
+
+    def copy_out(self, source: Any, target: Any, transforms: tuple[Any, ...] = ()) -> None:
+        """Start to copy rows from shared memory, so transformed, to the GPU's."""
+        if self.has_tma:
+            plgpu.copy_smem_to_gmem(source, target)
+        else:
+            cp_async.store_rows(source, target, transforms=transforms)
+
+    def wait_for_copies_out(self, *, wait_read_only: bool = False) -> None:
+        """Wait until `copy_out` has read, or also written, its rows."""
+        if self.has_tma:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=wait_read_only)
+        else:
+            cp_async.commit()
 
     def waiter(self, num_slots: int, *number: jax.Array, is_refill: bool = False) -> Callable[[Any], None]:
         """Return the function that waits for the barrier of a ring's slot.
@@ -90,7 +110,12 @@ class AttentionProblem:
     @property
     def in_ring(self) -> tuple[Any, ...]:
         """The transforms of tiles as copies bring them: those of operands, unless they are to be widened."""
-        return () if self.is_quantised else common.tiled(self.line)
+        return () if self.is_quantised else self.tiled(self.line)
+
+    def tiled(self, width: int) -> tuple[Any, ...]:
+        """Return the transforms of operands in shared memory, of rows of this width."""
+        found: tuple[Any, ...] = common.tiled(width)
+        return found
 
     @property
     def is_bounded(self) -> bool:
@@ -177,9 +202,16 @@ class Ring(NamedTuple):
 
 
 def ring_types(
-    p: AttentionProblem, tiles: Any, num_stages: int, *, writers: int, readers: int, by_array: bool
+    p: AttentionProblem,
+    tiles: Any,
+    num_stages: int,
+    *,
+    writers: int,
+    readers: int,
+    by_array: bool,
+    of_copies: bool = True,
 ) -> Ring:
-    """Return the types of a `Ring` that TMA fills, for plgpu.kernel.
+    """Return the types of a `Ring` that copies fill, or a warpgroup (of_copies False), for plgpu.kernel.
 
     tiles: the type of the slots of K, and of V.
     writers, readers: arrivals at a slot's `full` and `free`.
@@ -190,7 +222,7 @@ def ring_types(
         scales = plgpu.SMEM((num_stages, p.tile_kv), jnp.float32)
     if p.packed is not None:
         packed = int4_cache.scratch_types(num_stages, p.tile_kv, p.head_dim)
-    full = p.barrier(writers, num_stages, of_copies=True)
+    full = p.barrier(writers, num_stages, of_copies=of_copies)
     free = p.barrier(readers, num_stages)
     of_v = (full, free) if by_array else (None, None)
     return Ring(tiles, tiles, full, of_v[0], free, of_v[1], (scales, scales), packed)

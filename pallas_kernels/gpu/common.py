@@ -69,10 +69,20 @@ def array_blocks(extras: Extras, stride: int) -> Callable[[jax.Array], jax.Array
     return lambda block_id: first + block_id * stride
 
 
-def product(a: Any, b: Any, shape: tuple[int, int], multiply: str) -> jax.Array:
+def product(
+    a: Any,
+    b: Any,
+    shape: tuple[int, int],
+    multiply: str,
+    acc: jax.Array | None = None,
+    depth: int | None = None,
+    width: int | None = None,
+) -> jax.Array:
     """Compute a @ b in float32, in registers as `WGMMA`, by the instruction that `Target.multiply` names.
 
     a: [rows, k] in shared memory or registers; b: [k, columns] in shared memory.
+    acc, depth, width: of mma.sync alone: what the product is added to, and how much of k, and how many
+        columns, are in registers at a time.
     """
     if multiply == "wgmma":
 
@@ -82,11 +92,59 @@ def product(a: Any, b: Any, shape: tuple[int, int], multiply: str) -> jax.Array:
 
         return pl.run_scoped(wgmma, plgpu.ACC(shape, jnp.float32))
     is_array = isinstance(a, jax.Array) and not hasattr(a.aval, "inner_aval")
-    lhs = plgpu.Layout.MMA_LHS(a.dtype)
-    a = plgpu.layout_cast(a, lhs) if is_array else plgpu.load(a, layout=lhs, optimized=False)
-    b = plgpu.load(b, layout=plgpu.Layout.MMA_RHS(b.dtype), optimized=False)
-    zeros = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.MMA_ACC(a.dtype))
-    return plgpu.layout_cast(plgpu.mma(zeros, a, b), WGMMA)
+    lhs, rhs = plgpu.Layout.MMA_LHS(a.dtype), plgpu.Layout.MMA_RHS(b.dtype)
+    size, (_, num_columns) = a.shape[1], shape
+    depth, width = depth or size, width or num_columns
+
+    def left(first: int) -> jax.Array:
+        if is_array:
+            return as_left_operand(a if depth == size else a[:, first : first + depth])
+        source = a if depth == size else a.at[:, pl.ds(first, depth)]
+        return plgpu.load(source, layout=lhs, optimized=False)
+
+    pieces, lefts = [], {}
+    for column in range(0, num_columns, width):
+        is_part = width < num_columns
+        total = jnp.zeros((shape[0], width), jnp.float32) if acc is None else acc
+        if acc is not None and is_part:
+            total = acc[:, column : column + width]
+        total = plgpu.layout_cast(total, plgpu.Layout.MMA_ACC(a.dtype))
+        for first in range(0, size, depth):
+            if not (is_array and first in lefts):
+                lefts[first] = left(first)
+            right = b
+            if is_part:
+                right = b.at[pl.ds(first, depth), pl.ds(column, width)]
+            elif depth < size:
+                right = b.at[pl.ds(first, depth)]
+            total = plgpu.mma(total, lefts[first], plgpu.load(right, layout=rhs, optimized=False))
+        pieces.append(plgpu.layout_cast(total, WGMMA))
+    return pieces[0] if len(pieces) == 1 else lax.concatenate(pieces, 1)
+
+
+def as_left_operand(x: jax.Array) -> jax.Array:
+    """Return 16-bit numbers that lie as `WGMMA` as the left operand of an mma: a thread has the same numbers,
+    in the same order.
+
+    Pallas' interpreter knows no layouts, and cannot run this.
+    """
+    lhs = plgpu.Layout.MMA_LHS(x.dtype)
+
+    @plgpu.inline_mgpu(arg_types=(WGMMA,), return_type=plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=lhs))
+    def renamed(_: Any, x: Any) -> Any:
+        from jax._src.lib.mlir import ir
+
+        layout, word = lhs.to_mgpu(), ir.IntegerType.get_signless(32)
+        registers = np.empty(x.registers.size, object)
+        for i, register in enumerate(
+            x.registers.flat
+        ):  # by way of words, or MLIR takes it for the same value
+            registers[i] = utils.bitcast(utils.bitcast(register, word), register.type)
+        registers = registers.reshape(layout.registers_shape(x.shape))
+        return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+
+    operand: jax.Array = renamed(x)
+    return operand
 
 
 def copy_tokens(block_size: int, tile_kv: int) -> int:
@@ -103,12 +161,14 @@ def scale_tokens(block_size: int, tile_kv: int) -> int:
     return min(block_size, tile_kv)
 
 
-def tiled(width: int) -> Any:
+def tiled(width: int, most: int = 64) -> Any:
     """Return the transforms of rows in shared memory as wgmma reads them: tiles of 8 rows and the most
     columns, 64, 32 or 16, that divide the width.
+
+    most: columns; the fewer, the less of a product mma.sync may take into registers at a time.
     """
     transforms: Any = plgpu  # mypy takes the two for abstract
-    columns = next(columns for columns in (64, 32, 16) if width % columns == 0)
+    columns = next(columns for columns in (64, 32, 16) if columns <= most and width % columns == 0)
     return transforms.TilingTransform((8, columns)), transforms.SwizzleTransform(2 * columns)
 
 

@@ -14,8 +14,10 @@ Pallas' interpreter runs a kernel with Pallas' own primitives instead.
 """
 
 import contextlib
+import dataclasses
+import itertools
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -27,57 +29,80 @@ VECTOR_BYTES = 16  # of one cp.async
 WARP, WARPGROUP = 32, 128  # threads
 
 
-class BarrierWords(NamedTuple):
-    """The shared memory of a ring's barriers, before a kernel: its type, and what `initialise` writes."""
+class BarrierType(NamedTuple):
+    """The type of a ring's barriers, before a kernel."""
 
-    words: Any  # [num_barriers, 2] int32
     num_arrivals: int  # of threads, in a phase of each
+    num_barriers: int
 
 
-def barrier(num_arrivals: int, num_barriers: int = 1, *, threads: int = WARPGROUP) -> BarrierWords:
+@dataclasses.dataclass(frozen=True)
+class Barriers:
+    """The barriers of a ring in a kernel: `barriers.at[slot]` has the words of one."""
+
+    words: Any  # [barriers of all rings, 2] int32 in shared memory
+    first: int
+
+    @property
+    def at(self) -> Self:
+        return self
+
+    def __getitem__(self, slot: Any) -> Any:
+        return self.words.at[self.first + slot]
+
+
+def barrier(num_arrivals: int, num_barriers: int = 1, *, threads: int = WARPGROUP) -> BarrierType:
     """Return the type of barriers that each wait for so many arrivals of `threads` threads."""
-    return BarrierWords(plgpu.SMEM((num_barriers, 2), jnp.int32), num_arrivals * threads)
+    return BarrierType(num_arrivals * threads, num_barriers)
 
 
-def is_barrier(type_: Any) -> bool:
-    """Return whether the type of scratch memory is that of `barrier`."""
-    return isinstance(type_, BarrierWords)
+def _is_barrier(type_: Any) -> bool:
+    return isinstance(type_, BarrierType)
+
+
+def _barrier_types(types: Any) -> list[BarrierType]:
+    return [type_ for type_ in jax.tree.leaves(types, is_leaf=_is_barrier) if _is_barrier(type_)]
 
 
 def memory_of(types: Any) -> Any:
-    """Return scratch types for plgpu.kernel, with the words of the barriers among them."""
-    return jax.tree.map(lambda type_: type_.words if is_barrier(type_) else type_, types, is_leaf=is_barrier)
+    """Return scratch types for plgpu.kernel, and the words of all barriers among them in one array."""
+    total = sum(type_.num_barriers for type_ in _barrier_types(types))
+    if not total:
+        return types
+    rest = jax.tree.map(lambda type_: None if _is_barrier(type_) else type_, types, is_leaf=_is_barrier)
+    return rest, plgpu.SMEM((total, 2), jnp.int32)
 
 
-def initialise(types: Any, scratch: Any) -> None:
-    """Make the barriers among a kernel's scratch memory ready. Every thread of the program calls it, first.
+def initialise(types: Any, memory: Any) -> Any:
+    """Make the barriers of a kernel ready. Return its scratch memory with them; all its threads do so, first.
 
-    types: before `memory_of`.
+    types, memory: before and after `memory_of`.
     """
-    counts, words = [], []
-    leaves = jax.tree.leaves(types, is_leaf=is_barrier)
-    refs = jax.tree.leaves(scratch)
-    assert len(leaves) == len(refs)
-    for type_, ref in zip(leaves, refs, strict=True):
-        if is_barrier(type_):
-            counts += [type_.num_arrivals]
-            words += [ref]
+    scratch, words = memory
+    counts = [count for count, number in _barrier_types(types) for _ in range(number)]
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(words))
-    def start(_: Any, *words: Any) -> None:
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
+    def start(_: Any, words: Any) -> None:
         from jax._src.lib.mlir import ir
         from jax._src.lib.mlir.dialects import nvvm
 
         int32 = ir.IntegerType.get_signless(32)
         with utils.single_thread(scope=utils.ThreadSubset.BLOCK):
-            for count, of_ring in zip(counts, words, strict=True):
-                for number in range(ir.MemRefType(of_ring.type).shape[0]):
-                    place = utils.getelementptr(utils.memref_ptr(of_ring), [2 * number], int32)
-                    ptx = f"mbarrier.init.shared.b64 [$0], {count};"
-                    utils.inline_ptx(ptx, place, has_side_effects=True)
+            for number, count in enumerate(counts):
+                place = utils.getelementptr(utils.memref_ptr(words), [2 * number], int32)
+                utils.inline_ptx(f"mbarrier.init.shared.b64 [$0], {count};", place, has_side_effects=True)
         nvvm.barrier0() if hasattr(nvvm, "barrier0") else nvvm.barrier()
 
-    start(*words)
+    start(words)
+    first = itertools.accumulate((type_.num_barriers for type_ in _barrier_types(types)), initial=0)
+    memories = iter(jax.tree.leaves(scratch))
+    leaves, structure = jax.tree.flatten(types, is_leaf=_is_barrier)
+    filled = [Barriers(words, next(first)) if _is_barrier(type_) else next(memories) for type_ in leaves]
+    return jax.tree.unflatten(structure, filled)
+
+
+def _words_of(barrier: Any) -> Any:
+    return barrier.at[0] if isinstance(barrier, Barriers) else barrier
 
 
 def wait(words: Any, parity: jax.Array) -> None:
@@ -91,7 +116,7 @@ def wait(words: Any, parity: jax.Array) -> None:
         )
         utils.inline_ptx(ptx, utils.memref_ptr(words), parity.registers.item(), has_side_effects=True)
 
-    spin(words, parity)
+    spin(_words_of(words), parity)
 
 
 def arrive(words: Any) -> None:
@@ -102,7 +127,7 @@ def arrive(words: Any) -> None:
         ptx = "{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [$0]; }"
         utils.inline_ptx(ptx, utils.memref_ptr(words), has_side_effects=True)
 
-    once(words)
+    once(_words_of(words))
 
 
 def commit() -> None:
@@ -148,7 +173,7 @@ def copy(
         ptx = "cp.async.mbarrier.arrive.noinc.shared.b64 [$0];"
         utils.inline_ptx(ptx, utils.memref_ptr(words), has_side_effects=True)
 
-    start(source, target, words)
+    start(source, target, _words_of(words))
 
 
 def store_rows(source: Any, target: Any, *, transforms: tuple[Any, ...] = ()) -> None:

@@ -6,12 +6,14 @@ printed by `benchmarks/cards.py`. Whether our kernels are a device's default fol
 """
 
 import dataclasses
+import re
 from typing import Any, Literal
 
 Fetch = Literal["tma", "cp.async"]  # what brings a tile into shared memory
 Multiply = Literal["wgmma", "mma.sync", "tcgen05"]  # the fastest that multiplies
 Operation = Literal["decode", "prompts", "products"]
 ALL: tuple[Operation, ...] = ("decode", "prompts", "products")
+ATTENTION: tuple[Operation, ...] = ("decode", "prompts")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,8 +44,8 @@ class Target:
         return self.architecture not in ("sm_80", "sm_86")
 
     @property
-    def decode_multiply(self) -> Multiply:
-        """The instruction of decode products: a decode step is bound by memory, and does without tcgen05."""
+    def kernel_multiply(self) -> Multiply:
+        """The instruction of our kernels' products. They do without tcgen05."""
         return "wgmma" if self.multiply == "wgmma" else "mma.sync"
 
     def __str__(self) -> str:
@@ -51,7 +53,7 @@ class Target:
         if not self.is_served:
             served += f" for {' and '.join(self.serves)}, XLA for the rest"
         return (
-            f"{self.architecture}: tiles by {self.fetch}, products by {self.multiply}, "
+            f"{self.architecture}: tiles by {self.fetch}, products by {self.kernel_multiply}, "
             f"{self.program_bytes // 1024} KiB a program; {served}"
         )
 
@@ -72,14 +74,14 @@ def _target(
 TARGETS = {
     target.capability: target
     for target in (
-        _target("sm_80", "8.0", "cp.async", "mma.sync", 163, 2048, ("decode",)),
-        _target("sm_86", "8.6", "cp.async", "mma.sync", 99, 1536, ("decode",)),
-        _target("sm_89", "8.9", "cp.async", "mma.sync", 99, 1536, ("decode",)),
+        _target("sm_80", "8.0", "cp.async", "mma.sync", 163, 2048, ATTENTION),
+        _target("sm_86", "8.6", "cp.async", "mma.sync", 99, 1536, ATTENTION),
+        _target("sm_89", "8.9", "cp.async", "mma.sync", 99, 1536, ATTENTION),
         _target("sm_90a", "9.0", "tma", "wgmma", 227, 2048, ALL),
-        _target("sm_100a", "10.0", "tma", "tcgen05", 227, 2048, ("decode",)),
-        _target("sm_103a", "10.3", "tma", "tcgen05", 227, 2048, ("decode",)),
-        _target("sm_120a", "12.0", "tma", "mma.sync", 99, 1536, ("decode",)),
-        _target("sm_121a", "12.1", "tma", "mma.sync", 99, 1536, ("decode",)),
+        _target("sm_100a", "10.0", "tma", "tcgen05", 227, 2048, ATTENTION),
+        _target("sm_103a", "10.3", "tma", "tcgen05", 227, 2048, ATTENTION),
+        _target("sm_120a", "12.0", "tma", "mma.sync", 99, 1536, ATTENTION),
+        _target("sm_121a", "12.1", "tma", "mma.sync", 99, 1536, ATTENTION),
     )
 }
 HOPPER = TARGETS["9.0"]
@@ -110,6 +112,11 @@ class Card:
     flops: float  # a second
     source: str
 
+    def is_of(self, device_kind: str) -> bool:
+        """Return whether JAX's name of a device is this card's. A smaller A100 has another bandwidth."""
+        [word] = re.findall(r"[A-Z]+\d+|\d{4}", self.name.partition(" 80GB")[0])
+        return bool(re.search(rf"\b{word}\b", device_kind)) and "40GB" not in device_kind
+
     @property
     def target(self) -> Target:
         """The target that the card's programs are compiled for."""
@@ -125,3 +132,8 @@ CARDS = (
     Card("B200", "10.0", 148, 8.0e12, 2250e12, "NVIDIA HGX B200 datasheet (half of the sparse figure)"),
     Card("RTX 5090", "12.0", 170, 1.792e12, 209.5e12, "NVIDIA RTX Blackwell whitepaper"),
 )
+
+
+def card_of(device_kind: str) -> Card | None:
+    """Return the card of JAX's name of a device; None if it is none of `CARDS`."""
+    return next((card for card in CARDS if card.is_of(device_kind)), None)

@@ -89,8 +89,8 @@ def _bytes_beside_stages(
     in_registers = widens_in_registers(head_dim, cache_dtype, is_scaled=is_scaled, target=target)
     widened *= 1 if in_registers else 2
     queries, output = 3 * columns * head_dim * 2, columns * head_dim * 2
-    # Each array begins at a multiple of 1,024 bytes; barriers are arrays where there is no TMA.
-    weights, rounding = columns * 64 * 2, 4096 if target.fetch == "tma" else 8192
+    # Each array begins at a multiple of 1,024 bytes; barriers are an array where there is no TMA.
+    weights, rounding = columns * 64 * 2, 4096 if target.fetch == "tma" else 5120
     return widened + queries + output + weights + rounding
 
 

@@ -178,8 +178,6 @@ def tiled_paged_attention(
         window, chunk = checked.sliding_window, checked.attention_chunk
         return native.tiled_paged_attention(*arrays, scale=scale, window=window, chunk=chunk)
     chosen = choice.for_attention(implementation, batch, checked, interpret=interpret)
-    if tile_len > 1 and not interpret and (why := choice.why_no_prompts(chosen)):
-        raise NotImplementedError(f"{why}, not {tile_len=}. Use implementation='xla'.")
     group_size = q.shape[2] // pool.sizes.num_kv_heads
     is_prompt = tile_len > 1 and not decode_kernel.serves(tile_len, group_size, q.shape[3])
     if batch.table_rows is not None and (

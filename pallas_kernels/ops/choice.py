@@ -25,10 +25,10 @@ def default_implementation() -> Implementation:
     return "mosaic_gpu" if target is not None and target.is_served else "xla"
 
 
-def default_decode_implementation() -> Implementation:
-    """Return what None stands for in decode attention, which has a kernel on more targets than the rest."""
+def default_attention_implementation() -> Implementation:
+    """Return what None stands for in attention, which has kernels on more targets than products."""
     target = targets.target_of(jax.devices()[0])
-    has_kernel = target is not None and "decode" in target.serves
+    has_kernel = target is not None and "prompts" in target.serves
     return "mosaic_gpu" if has_kernel else default_implementation()
 
 
@@ -36,7 +36,7 @@ def default_tiled_implementation(dtype: jnp.dtype, tile_len: int) -> TiledImplem
     """Return what None stands for in `tiled_paged_attention`: a kernel of this device if one serves."""
     if native.serves(dtype):
         return "native"
-    return default_implementation() if tile_len <= TILE_LENS[-1] else "xla"
+    return default_attention_implementation() if tile_len <= TILE_LENS[-1] else "xla"
 
 
 def for_attention(
@@ -44,16 +44,14 @@ def for_attention(
 ) -> Implementation:
     """Choose the implementation of an attention call; None stands for the default one.
 
-    XLA is the default for what the kernel of decode steps does not serve, on a target where the other
-    operations are XLA's too.
+    XLA is the default for what the kernels do not serve, on a target where products are XLA's too.
 
     Raises: ValueError for an unknown one; NotImplementedError if it does not serve the call.
     """
     is_default = implementation is None and not interpret
     if implementation is None:
-        implementation = "mosaic_gpu" if interpret else default_decode_implementation()
+        implementation = "mosaic_gpu" if interpret else default_attention_implementation()
     is_mosaic(implementation, interpret=interpret)
-    target = None if interpret else targets.target_of(jax.devices()[0])
     pool = batch.pool
     cache, view = pool.sizes, pool.layout.view()
     try:
@@ -65,7 +63,7 @@ def for_attention(
             block_size=cache.block_size,
             group_size=batch.q.shape[1] // cache.num_kv_heads,
             options=options,
-            architecture=None if target is None else target.architecture,
+            architecture=None if interpret else architecture(),
         )
     except NotImplementedError:
         if is_default and default_implementation() == "xla":
@@ -74,14 +72,18 @@ def for_attention(
     return implementation
 
 
-def why_no_prompts(implementation: TiledImplementation) -> str | None:
-    """Return why an implementation computes no tiles of several tokens on the default device; None if it
-    does.
-    """
+def architecture() -> str | None:
+    """Return the default device's target as ptxas names it; None for a CPU, or an unknown GPU."""
     target = targets.target_of(jax.devices()[0])
-    if implementation != "mosaic_gpu" or target is None or "prompts" in target.serves:
+    return None if target is None else target.architecture
+
+
+def why_no_products() -> str | None:
+    """Return why our kernels multiply nothing on the default device; None if they do, or it is unknown."""
+    target = targets.target_of(jax.devices()[0])
+    if target is None or "products" in target.serves:
         return None
-    return f"mosaic_gpu serves one new token a sequence on {target.architecture}"
+    return f"there is none for {target.architecture}, which has no wgmma"
 
 
 def is_mosaic(implementation: Implementation, *, interpret: bool) -> bool:

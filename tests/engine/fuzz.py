@@ -27,13 +27,14 @@ from jaxpaged.engine.drafted import Draft
 from jaxpaged.engine.driver import Driver
 from jaxpaged.engine.handle import collect
 from jaxpaged.engine.request import Delta, Request
+from jaxpaged.grammar import recursive
 from jaxpaged.handover.blocks import Blocks
 from jaxpaged.memory.invariants import check_invariants
 from jaxpaged.models.config import LayerKind
 from jaxpaged.sampling_params import BeamSearchParams, SamplingParams
 from jaxpaged.status import Status
 from jaxpaged.step.state import MAX_STEPS, FinishReason
-from tests import tiny, tiny_lora
+from tests import tiny, tiny_grammars, tiny_lora, tiny_recursive
 
 NUM_ASKS = 40  # different ones a setting; each is answered alone once
 PRIORITY = {"scheduling_policy": "priority"}
@@ -110,19 +111,25 @@ class Ask:
         return tiny.numbered(driver.door.admit(list(self.prompt), self.params, priority=priority, **options))
 
 
-def random_ask(rng: random.Random, seeds: Sequence[int]) -> Ask:
+def random_ask(rng: random.Random, seeds: Sequence[int], *, has_grammars: bool = False) -> Ask:
     """Draw a request whose prompt may begin as others' do."""
     [shared] = tiny.prompts([rng.choice([0, 8, 24, 40])], seed=rng.randrange(2))
     own = [rng.randrange(tiny.CONFIG.vocab_size) for _ in range(rng.choice([1, 2, 7, 8, 20, 33]))]
     seed = rng.choice([None, *seeds]) if seeds else None
     salt = rng.choice([None, None, None, "x"])
     params: SamplingParams | BeamSearchParams
+    grammar: dict[str, Any] = {}
+    if has_grammars and rng.random() < 0.5:
+        automaton, opens = tiny_grammars.asking(rng.randrange(6)), rng.choice([None, None, 7])
+        followed = tiny_recursive.asking(rng.choice([*tiny_recursive.CASES]), after_token_id=opens)
+        grammar = rng.choice([automaton, followed])
     if rng.random() < 0.12:
         params = BeamSearchParams(
             beam_width=rng.choice([1, 2, 3]),
             max_tokens=rng.randint(1, 10),
             ignore_eos=rng.random() < 0.5,
             length_penalty=rng.choice([0.0, 1.0, -0.5]),
+            **grammar,
         )
         return Ask((*shared, *own), params, salt, seed)
 
@@ -147,6 +154,7 @@ def random_ask(rng: random.Random, seeds: Sequence[int]) -> Ask:
         **some(0.1, allowed_token_ids=tokens[6:]),
         **some(0.4, logprobs=rng.randrange(4)),
         **some(0.2, prompt_logprobs=rng.randrange(3)),
+        **grammar,
     )
     return Ask((*shared, *own), params, salt, seed)
 
@@ -160,6 +168,8 @@ class Dice:
     @property
     def max_steps(self) -> int:
         return self._rng.choice([1, 1, 2, 3, 5, 9, MAX_STEPS])
+
+    max_steps_beside_followed = max_steps
 
     @property
     def max_passes(self) -> int:
@@ -178,7 +188,11 @@ class Fuzz:
     def __init__(self, setting: str, folder: Path, asks_of: str | None = None) -> None:
         self.setting, self._folder = setting, folder
         self.driver = driver = SETTINGS[setting](folder)
-        model_config = dataclasses.replace(driver.door.model_config, eos_token_ids=(5, 11, 40, 41))
+        has_grammars = driver.config.arena_words > 0 and recursive.is_installed()
+        if has_grammars:
+            tiny_recursive.with_languages(driver)
+        ends = (tiny_recursive.END,) if has_grammars else ()
+        model_config = dataclasses.replace(driver.door.model_config, eos_token_ids=(*ends, 5, 11, 40, 41))
         driver.door = dataclasses.replace(driver.door, model_config=model_config)
         rng = random.Random(asks_of or setting)
         seeds = range(1 + driver.config.max_loras) if driver.config.enable_lora else ()
@@ -186,10 +200,10 @@ class Fuzz:
         self._alone: list[list[Delta] | None] = [None] * NUM_ASKS
         self._exported: Blocks | None = None
         while len(self._asks) < NUM_ASKS:
-            ask = random_ask(rng, seeds)
+            ask = random_ask(rng, seeds, has_grammars=has_grammars)
             try:
                 ask.requests(driver, folder)
-            except InputError:  # more beams than the engine has rows, or blocks
+            except InputError:  # more beams than rows, or blocks; or with a recursive grammar
                 continue
             self._asks.append(ask)
 

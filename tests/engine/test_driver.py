@@ -308,7 +308,7 @@ def test_a_request_that_could_never_run_is_refused_at_the_door(prompt, max_token
     [
         ({}, 8, "xla", "xla", "JAXPAGED_NATIVE is 0"),
         ({}, 8, "native", "native", "AVX2 with FMA"),
-        ({"dtype": "bfloat16"}, 64, "mosaic_gpu", "mosaic_gpu", "a Hopper GPU"),
+        ({"dtype": "bfloat16"}, 64, "mosaic_gpu", "mosaic_gpu", "our kernels serve this GPU"),
         ({"dtype": "bfloat16"}, 8, "mosaic_gpu", "xla", "does not serve head_dim=8"),
         ({"dtype": "bfloat16", "attention": "xla"}, 64, "mosaic_gpu", "xla", "asked for"),
     ],
@@ -331,15 +331,18 @@ def test_an_attention_that_does_not_serve_the_model_is_refused():
         _ = Setup(EngineConfig(dtype="float16", attention="native"), tiny.CONFIG).attention
 
 
-def test_a_gpu_whose_kernels_compute_no_prompts_is_not_given_them(monkeypatch):
+def test_a_gpu_is_given_the_heads_that_its_kernels_have_memory_for(monkeypatch):
     device = types.SimpleNamespace(platform="gpu", compute_capability="12.0")
-    model = dataclasses.replace(tiny.CONFIG, head_dim=64)
     monkeypatch.setattr(jax, "devices", lambda: [device])
-    rule = (
-        "attention='mosaic_gpu' must serve the model: mosaic_gpu serves one new token a sequence on sm_120a"
-    )
-    with pytest.raises(InputError, match=rule):
-        _ = Setup(EngineConfig(dtype="bfloat16", attention="mosaic_gpu"), model).attention
+    monkeypatch.setattr(native, "serves", lambda *_: False)
+
+    def attention(head_dim, asked="auto"):
+        model = dataclasses.replace(tiny.CONFIG, head_dim=head_dim)
+        return Setup(EngineConfig(dtype="bfloat16", attention=asked), model).attention
+
+    assert (attention(64), attention(256)) == ("mosaic_gpu", "xla")
+    with pytest.raises(InputError, match="must serve the model: .* on sm_120a does not serve head_dim=256"):
+        attention(256, "mosaic_gpu")
 
 
 def test_a_native_target_that_the_processor_is_not_is_refused(monkeypatch):

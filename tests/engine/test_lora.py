@@ -9,6 +9,7 @@ from jaxpaged.checks import InputError
 from jaxpaged.engine.adapters import Adapters
 from jaxpaged.engine.request import Delta
 from jaxpaged.lora import LoRARequest
+from jaxpaged.models import loading, lora
 from jaxpaged.models.families.llama import NAMES
 from jaxpaged.models.weights import by_role
 from jaxpaged.sampling_params import BeamSearchParams, SamplingParams
@@ -200,6 +201,63 @@ def test_without_room_for_adapters_one_is_refused(folder):
     for wrong in ("adapter0", 1):
         with pytest.raises(InputError, match=f"lora_request={wrong!r} must be None or a LoRARequest"):
             Adapters(lambda request: {}).get(wrong)
+
+
+def test_a_given_one_takes_the_place_of_another_and_compiles_nothing(driver, folder):
+    """Who is under way keeps the former one. Prefixes of that are not found, and no file is read."""
+    adapters, request = (
+        driver.door.adapters,
+        LoRARequest("trained", 77, tiny_lora.write(folder / "t", seed=0)),
+    )
+    names = loading.open_checkpoint(folder / "tiny.gguf").module_names
+    given = lora.read(tiny_lora.request(folder, 2), tiny.CONFIG, names, 8, np.dtype("float32"))
+    [prompt] = tiny.prompts([20], seed=8)
+
+    def ask():
+        [made] = tiny.numbered(driver.door.admit(prompt, greedy(8), lora_request=request))
+        driver.add(made)
+        return made.request_id
+
+    before = ask()
+    driver.turn(max_steps=2)
+    compiled = loop.put_adapter.num_compiled(), loop.run.num_compiled()
+    adapters.renew(request, given)
+    given["qkv"][1][:] = 0  # which were copied
+    after = ask()
+    found = tiny.drain(driver)
+    assert found[before].token_ids == tiny_lora.reference_answer(0, prompt, 8)
+    assert found[after].token_ids == tiny_lora.reference_answer(2, prompt, 8)
+    assert found[after].num_hit_tokens == 0
+    assert (loop.put_adapter.num_compiled(), loop.run.num_compiled()) == compiled
+    wide = {role: (a.astype(np.float64), b) for role, (a, b) in given.items()}
+    for wrong, message in (
+        (
+            {"qkv": given["qkv"]},
+            "^adapter must be a mapping of qkv, o, gate_up, down to pairs of a and b, as L",
+        ),
+        (wide, "^adapter: a of qkv has shape and dtype .*float64.*, must have .*float32"),
+    ):
+        with pytest.raises(InputError, match=message):
+            adapters.renew(request, wrong)
+    assert tiny.drain(driver) == {}
+    assert adapters.remove(77)
+
+
+def test_a_given_one_is_never_read_again():
+    read = []
+    adapters = Adapters(lambda request: read.append(request.lora_int_id) or {}, most=1)
+    adapters.renew(LoRARequest("trained", 1, "x"), {})
+    for number in (2, 3, 1, 2):
+        adapters.get(LoRARequest(f"a{number}" if number > 1 else "trained", number, "x"))
+    assert read == [2, 3, 2]
+    adapters.renew(LoRARequest("trained", 1, "y"))
+    first, second = (adapters.get(LoRARequest("trained", 1, path)) for path in "xy")
+    assert first is second
+    assert read == [2, 3, 2, 1]
+    with pytest.raises(
+        InputError, match="^lora_int_id=1 must be another for 'trained': it is that of 'trained'"
+    ):
+        adapters.get(LoRARequest("trained", 1, "z"))
 
 
 def test_the_host_keeps_so_many_and_reads_what_it_forgot_again():

@@ -107,7 +107,7 @@ def test_a_step_takes_the_narrowest_pass_that_holds_all_that_run():
         its_plan = plan(state, config)
         state = step.append(state, its_plan, config.max_blocks_touched(state.tables.block_size))
         slots = slots_of(state.rows.running, config.max_num_seqs)
-        room = step.no_prompt_scores(config, state.tables.max_seqs)
+        room = step.no_prompt_scores(config, state.rows)
         return step.forward(WidthModel(), state, its_plan, slots, config, room)[1][:, 0]
 
     compiled = jax.jit(widths_of)

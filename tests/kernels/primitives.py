@@ -7,9 +7,12 @@ compared.
 
 import contextlib
 import functools
+import linecache
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from types import FrameType
 from typing import Any
 
 import jax
@@ -18,7 +21,7 @@ from jax._src.interpreters import mlir
 from jax._src.pallas.mosaic_gpu import primitives
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.gpu import cp_async, targets
+from pallas_kernels.gpu import common, cp_async, targets
 
 
 def rule(acc: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
@@ -26,12 +29,23 @@ def rule(acc: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
     return acc + jax.lax.dot_general(a, b, (((1,), (0,)), ((), ())), preferred_element_type=acc.dtype)
 
 
-def traced_warp() -> Any:
-    """Return the producer's warp that is being traced, a local variable of the kernel; 0 for none."""
-    frame = sys._getframe(1)
-    while frame is not None and "warp" not in frame.f_locals:
+def traced(name: str, default: Any) -> Any:
+    """Return a local variable of the kernel's function that is being traced."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and name not in frame.f_locals:
         frame = frame.f_back
-    return 0 if frame is None else frame.f_locals["warp"]
+    return default if frame is None else frame.f_locals[name]
+
+
+def barrier_at(depth: int) -> str:
+    """Return a name of the barrier that a line of a kernel waits for, the same each time that it is traced.
+
+    It is the function, what it calls the barrier, and whether of K or V.
+    """
+    frame = sys._getframe(depth)
+    line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+    [name] = re.findall(r"\)\(([\w.]+)\b(?:\.at\[.*)?\)$", line.strip())
+    return f"{frame.f_code.co_name} {name} {traced('array', 0)}"
 
 
 @contextlib.contextmanager
@@ -42,8 +56,9 @@ def interpretable(capability: str) -> Iterator[Counter[str]]:
     than its barrier's.
     """
     used: Counter[str] = Counter()
-    waits: Counter[tuple[int, int, int]] = Counter()
-    barriers: list[Any] = []  # as traced: each is waited for at one place
+    waits: Counter[tuple[Any, ...]] = Counter()
+    axes: list[str] = []  # of the grid, and that of a program's warpgroups
+    kernel = plgpu.kernel
 
     def counting(name: str, function: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -52,16 +67,19 @@ def interpretable(capability: str) -> Iterator[Counter[str]]:
 
         return call
 
-    def check(parity: Any, slot: Any, warp: Any, barrier: int) -> None:
-        place = barrier, int(slot), int(warp)
+    def named_kernel(*args: Any, **kwargs: Any) -> Any:
+        axes[:] = [*kwargs["grid_names"], kwargs["thread_name"]]
+        return kernel(*args, **kwargs)
+
+    def check(parity: Any, *numbers: Any, barrier: str) -> None:
+        place = barrier, *map(int, numbers)
         used["wrong phase"] += int(parity) != waits[place] % 2
         waits[place] += 1
 
     def wait(words: Any, parity: jax.Array) -> None:
-        barrier = len(barriers)
-        barriers.append(words)
-        (slot,) = words.transforms[-1].indices
-        jax.debug.callback(functools.partial(check, barrier=barrier), parity, slot, traced_warp())
+        (slot,) = words.transforms[-1].indices if hasattr(words, "transforms") else (0,)
+        place = [slot, traced("warp", 0), *map(jax.lax.axis_index, axes)]
+        jax.debug.callback(functools.partial(check, barrier=barrier_at(3)), parity, *place)
         plgpu.barrier_wait(words)
 
     def store_rows(source: Any, target: Any, **_: Any) -> None:
@@ -70,7 +88,7 @@ def interpretable(capability: str) -> Iterator[Counter[str]]:
 
     meanings = {
         "barrier": lambda arrivals, slots=1, **_: plgpu.Barrier(num_arrivals=arrivals, num_barriers=slots),
-        "initialise": lambda *_: None,
+        "initialise": lambda _, scratch: scratch,
         "copy": lambda source, target, words, **_: plgpu.copy_gmem_to_smem(source, target, words),
         "arrive": lambda words: plgpu.barrier_arrive(words),
         "commit": lambda: plgpu.commit_smem(),
@@ -84,5 +102,7 @@ def interpretable(capability: str) -> Iterator[Counter[str]]:
             patch.setattr(cp_async, name, counting(name, meaning))
         patch.setattr(plgpu, "mma", counting("mma", plgpu.mma))
         patch.setattr(plgpu, "wgmma", lambda *_: pytest.fail("a wgmma, where there is none"))
+        patch.setattr(plgpu, "kernel", named_kernel)
+        patch.setattr(common, "as_left_operand", lambda x: x)
         yield used
     jax.effects_barrier()

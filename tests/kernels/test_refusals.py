@@ -194,7 +194,7 @@ def test_the_table_for_people_has_a_line_for_everything() -> None:
         "alibi_slopes, sliding_window, attention_chunk, soft_cap, sinks, block_sparse",
         "head_dim on sm_80", "head_dim with an 8-bit cache on sm_80",
         "head_dim on sm_86, sm_89, sm_120a, sm_121a", "head_dim with an 8-bit cache on sm_86, sm_89, sm_120a, sm_121a",
-        "several new tokens a sequence, and prompts, on sm_80, sm_86, sm_89, sm_100a, sm_103a, sm_120a, sm_121a",
+        "head_dim with a scale a token on sm_86, sm_89, sm_120a, sm_121a",
     }  # fmt: skip
 
 
@@ -211,12 +211,12 @@ def test_the_default_on_a_machine_without_a_hopper_gpu_is_xla() -> None:
         (
             "8.9",
             "xla",
-            "sm_89: tiles by cp.async, products by mma.sync, 99 KiB a program; Mosaic kernels for decode, XLA",
+            "sm_89: tiles by cp.async, products by mma.sync, 99 KiB a program; Mosaic kernels for decode and pro",
         ),
         (
             "12.0",
             "xla",
-            "sm_120a: tiles by tma, products by mma.sync, 99 KiB a program; Mosaic kernels for decode, XLA for",
+            "sm_120a: tiles by tma, products by mma.sync, 99 KiB a program; Mosaic kernels for decode and pro",
         ),
         ("7.5", "xla", None),
     ],
@@ -246,14 +246,26 @@ def test_a_target_without_all_kernels_takes_what_it_has(monkeypatch: pytest.Monk
     assert (chosen(), chosen(head_dim=256), chosen(dtype="float32")) == ("mosaic_gpu", "xla", "xla")
     with pytest.raises(NotImplementedError, match=r"on sm_120a does not serve head_dim=256 \(served: 64, 80"):
         chosen("mosaic_gpu", head_dim=256)
-    assert str(choice.why_no_prompts("mosaic_gpu")).endswith("one new token a sequence on sm_120a")
-    assert choice.default_tiled_implementation(jnp.dtype("bfloat16"), 1) in ("xla", "native")
+    assert choice.default_tiled_implementation(jnp.dtype("bfloat16"), 32) in ("mosaic_gpu", "native")
+    assert choice.default_implementation() == "xla"  # of products
     device.compute_capability = "8.0"
     assert (chosen(), chosen(head_dim=192), chosen(head_dim=256)) == ("mosaic_gpu", "mosaic_gpu", "xla")
     with pytest.raises(NotImplementedError, match="on sm_80 does not serve head_dim=256"):
         chosen("mosaic_gpu", head_dim=256)
     device.compute_capability = "7.5"
     assert chosen() == "xla"
+
+
+@pytest.mark.parametrize("capability", ["8.0", "10.0", "12.0"])
+def test_a_target_without_wgmma_multiplies_by_xla(capability: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = types.SimpleNamespace(platform="gpu", compute_capability=capability)
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+    x, weights = array(4, 64), array(2, 64, 128)
+    message = f"mosaic_gpu products: there is none for {targets.target_of(device).architecture}, which has no"
+    with pytest.raises(NotImplementedError, match=message):
+        jax.eval_shape(lambda x, w: ops.product(x, w, 1, implementation="mosaic_gpu"), x, weights)
+    made = jax.make_jaxpr(lambda x, w: ops.product(x, w, 1))(x, weights)
+    assert "mosaic" not in str(made)
 
 
 def test_the_pages_have_the_tables() -> None:

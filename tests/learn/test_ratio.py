@@ -1,11 +1,13 @@
 """Importance ratio of learner and sampler: exactly 1 before the first update, in every company."""
 
+import jax
 import numpy as np
 import pytest
 
 from jaxpaged import LLM, SamplingParams
 from jaxpaged.learn.learner import padded
 from tests import tiny, tiny_lora
+from tests.engine.test_updates import compiling_nothing
 from tests.models.test_decoder import GOLDENS
 from tests.tiny_gguf import write_gguf
 
@@ -22,6 +24,7 @@ NUM_NEW = 20  # tokens of each answer
         pytest.param("families/mixtral", "bfloat16", marks=pytest.mark.slow),
         pytest.param("lora", "float32", marks=pytest.mark.slow),
         pytest.param("gqa_tied", "float32", marks=pytest.mark.nightly),
+        pytest.param("families/qwen3", "float32", marks=pytest.mark.nightly),
         pytest.param("mistral_window", "bfloat16", marks=pytest.mark.nightly),
         pytest.param("families/mixtral", "float32", marks=pytest.mark.nightly),
         pytest.param("lora", "bfloat16", marks=pytest.mark.nightly),
@@ -51,8 +54,20 @@ def test_the_importance_ratio_is_exactly_one(name, dtype, tmp_path):
     if not is_windowed:
         assert llm.engine.stats.num_preemptions > before
     assert all(result.num_cached_tokens >= 24 for result in results)
+    learner = llm.learner()
+    assert_ratios_are_one(llm, learner, results, adapter)
+    if name == "lora":
+        learned = jax.tree.map(lambda its: its * its.dtype.type(1.5), adapter)
+        former = [answer.token_ids for result in results for answer in result.outputs]
+        with compiling_nothing():
+            llm.update_lora(request, learned)
+            results = llm.generate(prompts, params, lora_request=request)
+        assert [answer.token_ids for result in results for answer in result.outputs] != former
+        assert_ratios_are_one(llm, learner, results, learned)
 
-    learner, told, whole = llm.learner(), [], []
+
+def assert_ratios_are_one(llm, learner, results, adapter):
+    told, whole = [], []
     for result in results:
         for answer in result.outputs:
             whole.append([*result.prompt_token_ids, *answer.token_ids])

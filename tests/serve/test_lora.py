@@ -114,6 +114,17 @@ def test_unloaded_under_its_requests_it_answers_them_to_their_end(served, folder
     assert "".join(chunk.choices[0].text for chunk in chunks) == text(served.llm, 2)
 
 
+def test_loaded_in_place_it_answers_as_the_new_one(served, folder):
+    """A trainer may write its adapter after each step. What cannot be read changes nothing."""
+    paths = [str(tiny_lora.request(folder, seed).lora_path) for seed in (1, 2)]
+    for path, status in ((paths[0], 200), ("nowhere", 400), (paths[1], 200)):
+        body = {"lora_name": "trained", "lora_path": path, "load_inplace": True}
+        assert served.http.post("/v1/load_lora_adapter", json=body).status_code == status
+        seed = 2 if path == paths[1] else 1
+        assert complete(served, "trained").choices[0].text == text(served.llm, seed)
+    assert served.http.post("/v1/unload_lora_adapter", json=body).status_code == 200
+
+
 def test_updates_are_off_unless_allowed(llm, folder):
     with serving(llm) as served:
         body = {"lora_name": "x", "lora_path": tiny_lora.request(folder, 0).lora_path}

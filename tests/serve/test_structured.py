@@ -3,6 +3,7 @@
 import json
 import re
 
+import jsonschema
 import pydantic
 import pytest
 
@@ -88,6 +89,44 @@ def test_llm_answers_in_the_form_asked_for(llm):
     assert forced.logprob == 0, "no other token may come"
     [same] = ask(json=json.dumps(SCHEMA))
     assert same.token_ids == answer.token_ids
+
+
+SUM = 'start: term ("+" term)*\nterm: "a" | "(" start ")"\n'
+TREE = {
+    "type": "object",
+    "properties": {"a": {"enum": [1, 22]}, "b": {"type": "array", "items": {"$ref": "#"}, "maxItems": 2}},
+    "required": ["a", "b"],
+}
+
+
+def test_what_is_recursive_is_followed_from_all_doors(llm, served):
+    """A row beside them goes on; each of several answers has a place of its own."""
+    pytest.importorskip("llguidance")
+    bias = {str(llm.tokenizer.encode(each, add_special_tokens=False)[0]): 3.0 for each in ")]}"}
+    asked = {"model": "tiny", "prompt": "ab", "max_tokens": 120, "seed": 3, "n": 3}
+    its = {"structured_outputs": {"grammar": SUM}, "return_token_ids": True}
+    choices = served.openai.completions.create(**asked, logit_bias=bias, extra_body=its).choices
+    assert {choice.finish_reason for choice in choices} == {"stop"}
+    for choice in choices:
+        assert re.fullmatch("[a+()]+", choice.text)
+        eval(choice.text.replace("a", "1"))
+    assert len({choice.text for choice in choices}) > 1
+    params = SamplingParams(
+        **{"max_tokens": 120, "temperature": 1.0, "seed": 3, "n": 3},
+        logit_bias={int(token): value for token, value in bias.items()},
+        structured_outputs=StructuredOutputsParams(grammar=SUM),
+    )
+    free = SamplingParams(max_tokens=30, temperature=0)
+    results = llm.llm.generate(["ab", "ab c"], [params, free], use_tqdm=False)
+    assert [answer.text for answer in results[0].outputs] == [choice.text for choice in choices]
+    [alone] = llm.llm.generate("ab c", free, use_tqdm=False)
+    assert results[1].outputs[0].token_ids == alone.outputs[0].token_ids
+
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": TREE}}
+    asked = {"messages": MESSAGES, "response_format": form, "max_tokens": 120, "seed": 6, "logit_bias": bias}
+    [choice] = served.http.post("/v1/chat/completions", json=asked).json()["choices"]
+    assert choice["finish_reason"] == "stop"
+    jsonschema.validate(json.loads(choice["message"]["content"]), TREE)
 
 
 def test_the_openai_client_parses_what_a_pydantic_model_describes(served):

@@ -1,12 +1,15 @@
 """Automata for the lock-step of engines, over the few tokens of its model."""
 
 import types
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxpaged.step import automata
+from jaxpaged.step.loop import write_masks
 from reference import sampler
 from tests.step.sum_model import VOCAB
 
@@ -35,7 +38,23 @@ def arrays_of(automaton: sampler.TokenAutomaton) -> types.SimpleNamespace:
     )
 
 
-def arena() -> jax.Array:
-    """Return the arena with all automata, a block each, behind an empty one."""
+def arena(num_rows: int) -> jax.Array:
+    """Return the arena with all automata, a block each, behind an empty one; then a mask for each row."""
     blocks = [automata.encoded(arrays_of(each), VOCAB) for each in AUTOMATA]
+    blocks += [automata.encoded_for_host(VOCAB)] * num_rows
     return jnp.array(np.concatenate([np.zeros(automata.BLOCK_WORDS, np.uint32), *blocks]))
+
+
+def written(places: Any, allowed: set[int] | None, first: int, row: int, state: int) -> Any:
+    """Write a row's mask into its block of the arena, and the row's state."""
+    mask = np.zeros(VOCAB, bool)
+    mask[[*(allowed or ())]] = True
+    masks, firsts = automata.mask_words(mask, VOCAB)[None], [first + automata.MASK_BY_HOST]
+    return write_masks(places, masks, np.array(firsts, np.int32), np.array([[row], [state]], np.int32))
+
+
+def follows(automaton: sampler.TokenAutomaton, prompt_len: int, tokens: Sequence[int]) -> bool:
+    """Return whether the last token has moved an automaton that the host follows: then the row rests."""
+    *before, last = tokens[prompt_len:]
+    state = automaton.state(before)
+    return last == automaton.opens if state is None else state >= 0

@@ -39,7 +39,8 @@ from jaxpaged.verify.generations import FREE_PROFILES
 from reference import engine_state as reference
 from reference import speculation
 from reference.engine import Engine
-from tests.step.automata_of_tests import AUTOMATA, arena
+from reference.sampler import TokenAutomaton
+from tests.step.automata_of_tests import AUTOMATA, arena, written
 from tests.step.sum_model import SumDraft, SumModel, next_token
 
 VOCAB_ROOM = 97  # of sets of tokens: that of `tests.tiny`, for one state's steps to be another's
@@ -54,6 +55,11 @@ class Request(reference.Request):
     """Request with changes of its logits: numbers of which float32 and float64 make the same."""
 
     rules: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def is_followed(self) -> bool:
+        """Whether the host follows its automaton."""
+        return self.rests is not None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,11 +181,11 @@ class Setting:
         if self.num_host_blocks:
             host = HostPool(tables(self.num_host_blocks, cached=False), arrays(self.num_host_blocks))
         device = tables(self.num_blocks, cached=self.prefix_caching)
-        words = automata.BLOCK_WORDS * (1 + len(AUTOMATA)) if self.has_arena else 0
+        words = automata.BLOCK_WORDS * (1 + len(AUTOMATA) + NUM_ROWS) if self.has_arena else 0
         sizes = MAX_MODEL_LEN, VOCAB_ROOM
         more = {"arena_words": words, "most_drafts": self.most_drafts}
         state = create_state(device, arrays(self.num_blocks), *sizes, host, **more)
-        state = dataclasses.replace(state, arena=arena()) if words else state
+        state = dataclasses.replace(state, arena=arena(NUM_ROWS)) if words else state
         # Bound to its device, as what a step gives back is: else the second step would be another program.
         return jax.tree.map(lambda x: jax.device_put(x, x.sharding), state)
 
@@ -218,7 +224,17 @@ class LockStep:
         self.state = setting.state()
         self.num_steps = self.num_computed = 0
         self.queue: list[reference.Request] = []  # those without a row
-        kinds = "preempted", "swapped", "hits", "forked", "copied", "constrained", "drafted", "accepted"
+        kinds = (
+            "preempted",
+            "swapped",
+            "hits",
+            "forked",
+            "copied",
+            "constrained",
+            "drafted",
+            "accepted",
+            "rested",
+        )
         self.seen = dict.fromkeys(kinds, 0)
 
     @property
@@ -247,6 +263,7 @@ class LockStep:
                 self.submit(request, row, i, rows[0])
         if event.abort is not None:
             self.abort(event.abort)
+        self.resume_some()
 
     def abort(self, arrival: int) -> None:
         """Give up the request with this arrival; of a beam search all."""
@@ -299,7 +316,8 @@ class LockStep:
                 np.asarray(line.rules.least_num_tokens)[0] = len(request.prompt) + value
             elif name == "automaton":
                 opens = value.opens
-                line.grammars.first[0] = automata.BLOCK_WORDS * (1 + AUTOMATA.index(value))
+                block = len(AUTOMATA) + row if request.is_followed else AUTOMATA.index(value)
+                line.grammars.first[0] = automata.BLOCK_WORDS * (1 + block)
                 line.grammars.state[0] = 0 if opens is None else automata.WAITS
                 line.grammars.opens[0] = automata.WAITS if opens is None else opens
             else:
@@ -307,6 +325,27 @@ class LockStep:
         np.asarray(line.sampling.has_rules)[0] = bool(rules.keys() - {"automaton"})
         np.asarray(line.rules.stop_tokens)[0] = token_bits(request.stop_token_ids, VOCAB_ROOM)
         self.state = compiled_submit(self.state, line, jnp.array([row], jnp.int32))
+        if isinstance(request, Request) and request.is_followed and rules["automaton"].opens is None:
+            self.write_mask(row, rules["automaton"], [])
+
+    def resume_some(self) -> None:
+        """Let some of the rows that rest go on: each step others, so that each rests for a while."""
+        for row in self.oracle.rows:
+            if row is not None and row.rests and (self.num_steps + row.index) % 3 != 1:
+                self.seen["rested"] += 1
+                request = row.request
+                assert isinstance(request, Request)
+                self.write_mask(row.index, request.rules["automaton"], row.tokens[row.prompt_len :])
+                row.resume()
+
+    def write_mask(self, row: int, automaton: TokenAutomaton, answer: list[int]) -> None:
+        """Write what may come behind an answer, as the host does."""
+        block, may = 1 + len(AUTOMATA) + row, automaton.allowed(answer)
+        its = self.state.rows
+        first, state = automata.BLOCK_WORDS * block, automata.FREE if may is None else 0
+        arena, states = written((self.state.arena, its.grammars.state), may, first, row, state)
+        its = dataclasses.replace(its, grammars=dataclasses.replace(its.grammars, state=states))
+        self.state = dataclasses.replace(self.state, arena=arena, rows=its)
 
     def step(self) -> None:
         want = self.oracle.step()
@@ -379,7 +418,10 @@ class LockStep:
             if (automaton := rules.get("automaton")) is not None:
                 behind = automaton.state(row.tokens[row.prompt_len :])
                 self.seen["constrained"] += behind is not None and behind >= 0
-                assert state.rows.grammars.state[index] == (automata.WAITS if behind is None else behind)
+                want = automata.WAITS if behind is None else behind
+                if row.request.is_followed:
+                    want = automata.RESTS if row.rests else min(want, 0)
+                assert state.rows.grammars.state[index] == want
             if row.drafting is not None and row.finish_reason is None:
                 mine = [field[index].tolist() for field in jax.tree.leaves(state.rows.drafting)[:4]]
                 its = row.drafting

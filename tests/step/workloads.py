@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from reference import engine_state as reference
-from tests.step.automata_of_tests import AUTOMATA
+from tests.step.automata_of_tests import AUTOMATA, follows
 from tests.step.lockstep import STOP, Event, Request, Setting
 from tests.step.sum_model import VOCAB, logprobs_of, next_token
 
@@ -57,9 +57,11 @@ def workloads(draw: st.DrawFn, setting: Setting, *, priorities: bool = False) ->
                 continue
             for _ in range(draw(st.sampled_from([1, 1, 1, 2, 4]))):
                 stop = draw(st.sampled_from([(), (), (STOP,)]))
-                rules = draw(st.sampled_from([{}, {}, *RULES]))
+                rules, rests = draw(st.sampled_from([{}, {}, *RULES])), None
                 if setting.has_arena and (automaton := draw(st.sampled_from([None, *AUTOMATA]))):
                     rules = rules | {"automaton": automaton}
+                    if draw(st.booleans()):
+                        rests = functools.partial(follows, automaton, prompt_len)
                 its_next = functools.partial(
                     next_token,
                     setting.reaches,
@@ -78,6 +80,7 @@ def workloads(draw: st.DrawFn, setting: Setting, *, priorities: bool = False) ->
                         priority=priority,
                         salt=salt,
                         leader=None if arrival == first else first,
+                        rests=rests,
                     )
                 )
                 arrival += 1

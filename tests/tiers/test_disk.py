@@ -1,6 +1,7 @@
 """Blocks in a directory: beside the oracle, shared, and with every fault that a disk may have."""
 
 import errno
+import itertools
 import os
 import signal
 import subprocess
@@ -18,7 +19,7 @@ from jaxpaged.contracts.block_stores import StoredBlock
 from jaxpaged.tiers import disk
 from jaxpaged.tiers.disk import DiskStore
 from jaxpaged.untrusted import read_json
-from tests.tiers.test_stores import SPACES, block, history, key_of
+from tests.tiers.test_stores import SPACES, Clock, block, history, key_of
 
 MUCH = 2**30
 
@@ -41,17 +42,44 @@ def files(store):
     return sorted(store.folder.rglob("*.safetensors"))
 
 
-def test_a_directory_is_in_lock_step_with_its_oracle(make, monkeypatch):
+@pytest.mark.parametrize("keeps", [False, True])
+def test_a_directory_is_in_lock_step_with_its_oracle(make, monkeypatch, keeps):
     monkeypatch.setattr(disk, "LEFT", 1.0)
+    clock, count = Clock(), itertools.count()
+    if keeps:  # beyond all times that the file system gives
+        monkeypatch.setattr(time, "time_ns", lambda: (2**31 + clock()) * 10**9 + 1000 * next(count))
 
     def size_of(key, new):
         return len(disk.written(key, new, b"secret"))
 
     capacity = 4 * size_of(key_of(1), block(1, 3))
     store = make(capacity)
-    plain = history(store, capacity, num_steps=150, settle=store.flush, size_of=size_of)
+    more = {"num_steps": 600, "clock": clock} if keeps else {"num_steps": 150}
+    plain = history(store, capacity, settle=store.flush, size_of=size_of, **more)
     assert len(files(store)) == len(plain.entries) > 1
     assert store.num_bytes == sum(entry[1] for entry in plain.entries)
+
+
+def test_what_is_kept_outlives_a_restart_and_others_respect_it(make, monkeypatch):
+    monkeypatch.setattr(disk, "LEFT", 1.0)
+    size = len(disk.written(key_of(1), block(1, 3), b"secret"))
+    first, other = make(6 * size + size // 2), make(6 * size + size // 2)
+    for number in range(6):
+        first.put(key_of(number), block(number, 3))
+    first.keep([key_of(0), key_of(1), key_of(2)], 3600)
+    first.flush()
+    first.close()
+    assert other.get(key_of(1)) is not None  # a use of now, which ends nothing
+    for number in range(6, 12):
+        other.put(key_of(number), block(number, 3))
+        other.flush()
+    assert [other.contains(key_of(number)) for number in range(6)] == [True] * 3 + [False] * 3
+    again = make(6 * size + size // 2)
+    again.keep([key_of(0), key_of(1), key_of(2)], 0)
+    for number in range(12, 17):
+        again.put(key_of(number), block(number, 3))
+        again.flush()
+    assert [again.contains(key_of(number)) for number in range(3)] == [True, False, False]
 
 
 def test_what_was_put_is_found_by_others_and_after_a_restart(make):

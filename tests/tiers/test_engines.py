@@ -7,13 +7,16 @@ import numpy as np
 import pytest
 
 from jaxpaged.api.outputs import request_output
+from jaxpaged.checks import InputError
 from jaxpaged.handover import exchange
 from jaxpaged.models.config import LayerKind
 from jaxpaged.sampling_params import SamplingParams
+from jaxpaged.tiers.host import HostStore
 from jaxpaged.tiers.rule import Rule
 from reference.tiers import Store, TieredCache
 from tests import tiny
 from tests.outsiders.block_store import Kept
+from tests.tiers.test_stores import Clock
 
 SCORED = SamplingParams(max_tokens=4, temperature=0, logprobs=2)
 ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0)
@@ -131,6 +134,33 @@ def test_answers_have_the_bits_of_cold_ones_and_what_is_apart_stays_apart(cold):
     assert driver.reset_prefix_cache()
     assert len(driver.tiers.host) == 0
     assert ask(driver, prompts[0], whole)[1:] == (0, {})
+
+
+def test_a_prompt_is_kept_for_as_long_as_it_asks():
+    """Room for 40 blocks, of which 20 may be kept, and prompts of 12 blocks that push others out."""
+    driver, clock = tiered(40), Clock()
+    driver.tiers.host = HostStore(40 * BLOCK_BYTES, clock)
+    kept, too_much, *others = tiny.prompts([70, 120, *[100] * 8], seed=13)
+
+    def hits(prompt, **options):
+        for other in others:
+            ask(driver, other)
+        return ask(driver, prompt, **options)[1]
+
+    assert hits(kept) == hits(kept) == 0
+    assert hits(kept, kv_cache_ttl=10) == 0
+    assert hits(kept) == 64
+    assert hits(too_much, kv_cache_ttl=float("inf")) == 0
+    assert hits(too_much) == 12 * 8  # as much as there was room for beside the other
+    clock.now += 10
+    assert hits(kept) == 0
+    assert hits(too_much, kv_cache_ttl=0) == 12 * 8
+    assert hits(too_much) == 0
+    assert driver.tiers.host.kept_bytes == 0
+    with pytest.raises(InputError, match="kv_cache_ttl=-1 must be a number >= 0"):
+        driver.door.admit(kept, ONE_TOKEN, kv_cache_ttl=-1)
+    with pytest.raises(InputError, match="kv_cache_ttl=5 must be None without kv_offloading_size"):
+        tiny.driver().door.admit(kept, ONE_TOKEN, kv_cache_ttl=5)
 
 
 def test_the_output_of_a_request_tells_what_was_fetched():

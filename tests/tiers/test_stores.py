@@ -13,6 +13,7 @@ from jaxpaged.tiers import keys
 from jaxpaged.tiers.groups import served
 from jaxpaged.tiers.host import HostStore
 from jaxpaged.tiers.rule import Rule
+from jaxpaged.tiers.tiers import Tiers
 from reference import tiers as oracle
 from reference.engine_state import Reach
 from tests.outsiders.block_store import Kept
@@ -30,13 +31,36 @@ def key_of(number):
     return key
 
 
-def history(store, capacity, num_steps=400, num_keys=9, seed=0, settle=lambda: None, size_of=None):
-    """Run one history of random operations on a store and on the oracle, and compare what they give."""
+class Clock:
+    """Clock that a test moves, in whole seconds."""
+
+    def __init__(self, start=1000):
+        self.now = start
+
+    def __call__(self):
+        return self.now
+
+
+def history(
+    store, capacity, num_steps=400, num_keys=9, seed=0, settle=lambda: None, size_of=None, clock=None
+):
+    """Run one history of random operations on a store and on the oracle, and compare what they give.
+
+    clock: with it blocks are kept, too, and time passes.
+    """
     rng, plain = np.random.default_rng(seed), oracle.Store(capacity)
     for step in range(num_steps):
         number, its = int(rng.integers(num_keys)), rng.random()
         key, name = key_of(number), (number % 2, None, None, (number,))
-        if its < 0.4:
+        if clock is not None and rng.random() < 0.3:
+            others = [int(n) for n in rng.choice(num_keys, 3, replace=False)]
+            seconds = int(rng.choice([0, 1, 5, 20]))
+            store.keep([key_of(n) for n in others], seconds)
+            plain.keep([(n % 2, None, None, (n,)) for n in others], seconds)
+            clock.now += (passed := int(rng.integers(3)))
+            settle()
+            plain.wait(passed)
+        elif its < 0.4:
             num_bytes, value = int(rng.integers(1, 4)), step % 256
             new = block(value, num_bytes)
             store.put(key, new)
@@ -50,15 +74,54 @@ def history(store, capacity, num_steps=400, num_keys=9, seed=0, settle=lambda: N
         else:
             store.clear(SPACES[number % 2])
             plain.entries = [entry for entry in plain.entries if entry[0][0] != number % 2]
+            plain.kept = {name: until for name, until in plain.kept.items() if name[0] != number % 2}
         settle()
     return plain
 
 
-def test_host_memory_is_in_lock_step_with_its_oracle():
-    store = HostStore(11)
-    plain = history(store, 11)
+@pytest.mark.parametrize("keeps", [False, True])
+def test_host_memory_is_in_lock_step_with_its_oracle(keeps):
+    clock = Clock()
+    store = HostStore(11, clock)
+    plain = history(store, 11, num_steps=1980 if keeps else 400, clock=clock if keeps else None)
     assert len(store) == len(plain.entries) > 2
     assert store.num_bytes == sum(entry[1] for entry in plain.entries)
+
+
+def test_a_store_of_ones_own_is_told_what_to_keep_if_it_wants_to_know():
+    class Keeping(Kept):
+        def keep(self, keys, seconds):
+            self.told = keys, seconds
+
+    below = Keeping()
+    for store in (below, Kept()):
+        its = Tiers(HostStore(6), store)
+        its.put(key_of(1), block(1))
+        its.keep([key_of(1)], 5)
+        assert its.host.kept_bytes == 1
+        its.close()
+    assert below.told == ([key_of(1)], 5)
+
+
+@pytest.mark.parametrize("is_told", [False, True])
+def test_of_a_chain_that_was_kept_the_end_goes_first(is_told):
+    clock = Clock()
+    mine, plain, chain = HostStore(6, clock), oracle.Store(6), range(3)
+    for number in chain:
+        mine.put(key_of(number), block(number))
+        plain.put(number, 1, number)
+    mine.keep([key_of(number) for number in chain], 5)
+    plain.keep([*chain], 5)
+    if is_told:
+        mine.keep([key_of(number) for number in chain], 0)
+        plain.keep([*chain], 0)
+    clock.now += 5
+    plain.wait(5)
+    for number in range(3, 7):
+        mine.put(key_of(number), block(number))
+        plain.put(number, 1, number)
+    assert [plain.contains(number) for number in (2, 1, 0)] == [False, True, True]
+    assert [mine.contains(key_of(number)) for number in (2, 1, 0)] == [False, True, True]
 
 
 def test_keys_are_equal_only_where_the_oracles_are():

@@ -1,4 +1,4 @@
-"""Decode attention on Hopper GPUs: one kernel for few long rows, for many short ones, and for all at once.
+"""Decode attention on GPUs since Ampere: one kernel for few long rows, many short ones, and all at once.
 
     out[row, h] = softmax over the row's tokens t of (scale * q[row, h] . k[t]), applied to v[t]
 
@@ -30,7 +30,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.gpu import arrival_counter, common, cp_async, tuning
+from pallas_kernels.gpu import arrival_counter, common, cp_async, targets, tuning
 from pallas_kernels.gpu.attention import Softmax
 from pallas_kernels.gpu.decode import fetch, program, softmax
 from pallas_kernels.gpu.partitioning import MOST_COUNTED, Partitioning, partition_list
@@ -42,6 +42,7 @@ MIN_PARTITION = 512  # tokens
 MAX_PARTITIONS = 64
 MAX_QUERY_LEN = 16  # new tokens of a row
 MAX_COLUMNS = 64  # queries that share a kv head: heads of its group x new tokens
+MAX_MMA_COLUMNS = 16  # likewise, where a thread has them in registers for mma.sync
 MAX_OUTPUTS = 8192  # numbers of a unit's output: 64 registers a thread
 PARTIAL_COLUMNS = 2048  # partitions x kv heads x columns of a row, but at least 8 partitions
 
@@ -61,6 +62,8 @@ def serves(query_len: int, group_size: int, head_dim: int) -> bool:
     registers.
     """
     columns = tuning.num_columns(group_size * query_len)
+    if query_len > 1 and columns > MAX_MMA_COLUMNS and targets.compiled_for().kernel_multiply != "wgmma":
+        return False
     return query_len <= MAX_QUERY_LEN and columns <= MAX_COLUMNS and columns * head_dim <= MAX_OUTPUTS
 
 
@@ -208,7 +211,7 @@ def _kernel(
     """
     p = problem
     if not p.has_tma:
-        cp_async.initialise(program.scratch_types(p), scratch)
+        scratch = cp_async.initialise(program.scratch_types(p), scratch)
     program_id, thread = lax.axis_index("program"), lax.axis_index("thread")
     num_units = plan.num_items[0] * p.num_kv_heads
     num_mine = pl.cdiv(jnp.maximum(num_units - program_id, 0), jnp.int32(num_programs))
@@ -264,8 +267,7 @@ def _kernel(
             return done
 
         lax.fori_loop(0, num_mine, consume, jnp.int32(0))
-        if p.has_tma:
-            plgpu.wait_smem_to_gmem(0)
+        p.wait_for_copies_out()
 
 
 def _store(

@@ -29,7 +29,6 @@ class Problem(AttentionProblem):
     block_sparse: BlockSparse | None
     has_table_rows: bool  # whether items of the plan name the row's row of the block tables
     widens_in_registers: bool  # K of a quantised cache
-    multiply: str  # the instruction of products: "wgmma" or "mma.sync"
 
     @property
     def num_columns(self) -> int:
@@ -75,7 +74,7 @@ def make_problem(
         has_table_rows=arrays.table_rows is not None,
         is_interpreted=is_interpreted,
         fetch=target.fetch,
-        multiply=target.decode_multiply,
+        multiply=target.kernel_multiply,
         widens_in_registers=not is_interpreted
         and tuning.widens_in_registers(head_dim, arrays.k_cache.dtype, is_scaled=is_scaled, target=target),
     )

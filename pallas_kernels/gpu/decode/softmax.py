@@ -29,7 +29,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.gpu import common, cp_async, int4_cache
+from pallas_kernels.gpu import common, int4_cache
 from pallas_kernels.gpu.attention import Softmax, factor_of_output, filled, newest_group
 from pallas_kernels.gpu.common import FLOAT16_MAX, LOG2E, LOWEST, WGMMA, Extras
 from pallas_kernels.gpu.decode.program import NUM_QUERY_SLOTS, Problem, Scratch, WorkUnit, group_heads
@@ -290,10 +290,7 @@ def store_outputs(
     """Start to copy the outputs of a unit of work to the GPU's memory."""
     for i, ((first, size), piece) in enumerate(zip(p.pieces, out, strict=True)):
         # Wait until the unit before has left the buffer. Pieces overlap, and are written in turn.
-        if p.has_tma:
-            plgpu.wait_smem_to_gmem(0, wait_read_only=i == 0)
-        else:
-            p.commit_smem()
+        p.wait_for_copies_out(wait_read_only=i == 0)
         if p.has_tma:
             common.store(out_smem.at[i].T, piece.astype(p.dtype))
         else:
@@ -302,5 +299,4 @@ def store_outputs(
         for token in range(p.query_len):
             heads, columns = group_heads(p, work.kv_head, token)
             target = out_gmem.at[work.row * p.query_len + token, heads, pl.ds(first, size)]
-            copy = plgpu.copy_smem_to_gmem if p.has_tma else cp_async.store_rows
-            copy(out_smem.at[i, columns], target)
+            p.copy_out(out_smem.at[i, columns], target)

@@ -1,4 +1,4 @@
-"""Attention of prompts on Hopper GPUs: tiles of neighbouring query tokens, causal, over a paged cache.
+"""Attention of prompts on GPUs since Ampere: tiles of neighbouring query tokens, causal, over a paged cache.
 
     out[i, h] = softmax over the tokens t of the tile's sequence up to query i of (scale * q[i, h] . k[t]),
                 applied to v[t]
@@ -28,7 +28,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.gpu import arrival_counter, common, ptxas
+from pallas_kernels.gpu import arrival_counter, common, cp_async, ptxas
 from pallas_kernels.gpu.attention import Softmax
 from pallas_kernels.gpu.partitioning import Partitioning, PartitionList
 from pallas_kernels.gpu.prompt import fetch, partitions, program, softmax
@@ -54,6 +54,8 @@ def _kernel(
     Items are taken from the last to the first.
     """
     p = problem
+    if not p.has_tma:
+        scratch = cp_async.initialise(program.scratch_types(p), scratch)
     place, chunk, kv_head, warpgroup = (
         lax.axis_index(name) for name in ("place", "chunk", "kv_head", "warpgroup")
     )
@@ -116,7 +118,7 @@ def _kernel(
                 index = (tile() * p.num_kv_heads + kv_head) * p.num_chunks + chunk
                 counter = counters.at[index * p.num_warpgroups + number]
                 # The queries' memory is free by now.
-                return is_last(counter, scratch.q.at[number], computed.num_partitions, common.tiled(p.line))
+                return is_last(counter, scratch.q.at[number], computed.num_partitions, p.tiled(p.line))
 
             partitions.finish(p, computed, state, write, arrive)
 
@@ -216,7 +218,7 @@ def _kernel_of(p: Problem, sizes: tuple[int, int], interpret: Any) -> Callable[.
         grid_names=("place", "chunk", "kv_head"),
         num_threads=p.num_threads,
         thread_name="warpgroup",
-        scratch_types=[program.scratch_types(p)],
+        scratch_types=[cp_async.memory_of(program.scratch_types(p))],
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=common.interpret_params(interpret),
     )

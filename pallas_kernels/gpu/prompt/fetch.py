@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
@@ -47,7 +46,7 @@ def produce(
         def _fetch_newest() -> None:
             block = last_block(p, gmem.block_tables, row, keys.start, keys.end, extras)
             newest = packed.k_new.at(block, pl.ds(0, int4_cache.GROUP), kv_head)
-            plgpu.copy_gmem_to_smem(extras.packed.k_new.at[newest], scratch.k_new, scratch.new_full)
+            p.copier()(extras.packed.k_new.at[newest], scratch.k_new, scratch.new_full)
 
     def fetch(i: jax.Array, _: None) -> None:
         slot = lax.rem(i, jnp.int32(num_stages))
@@ -56,13 +55,14 @@ def produce(
 
             @pl.when(i >= num_stages)
             def _wait(free: Any = free) -> None:
-                plgpu.barrier_wait(free.at[slot])
+                p.waiter(num_stages, i, is_refill=True)(free.at[slot])
 
             fetch_tile(p, (array,), first_token, find, gmem, extras, ring, slot, full.at[slot], kv_head, warp)
 
     lax.fori_loop(0, keys.num_tiles, fetch, None)
-    for _, _, free in ring.arrays:
-        common.drain(free, num_stages, keys.num_tiles)
+    if p.has_tma or p.is_interpreted:
+        for _, _, free in ring.arrays:
+            common.drain(free, num_stages, keys.num_tiles)
 
 
 def widen(p: Problem, keys: KeyRange, gmem: Any, extras: Extras, row: jax.Array, scratch: Scratch) -> None:
@@ -72,7 +72,7 @@ def widen(p: Problem, keys: KeyRange, gmem: Any, extras: Extras, row: jax.Array,
     newest = jnp.int32(-1)
     if p.packed is not None:
         newest = newest_group(p, gmem.block_tables, row, keys.start, keys.end, extras)
-        plgpu.barrier_wait(scratch.new_full)
+        p.waiter(1, jnp.int32(0))(scratch.new_full)
 
     def widen_tile(i: jax.Array, _: None) -> None:
         slot, raw_slot = lax.rem(i, jnp.int32(p.num_stages)), lax.rem(i, jnp.int32(p.num_raw_stages))
@@ -82,9 +82,9 @@ def widen(p: Problem, keys: KeyRange, gmem: Any, extras: Extras, row: jax.Array,
 
             @pl.when(i >= p.num_stages)
             def _wait_for_readers(free: Any = free) -> None:
-                plgpu.barrier_wait(free.at[slot])
+                p.waiter(p.num_stages, i, is_refill=True)(free.at[slot])
 
-            plgpu.barrier_wait(source_full.at[raw_slot])
+            p.waiter(p.num_raw_stages, i)(source_full.at[raw_slot])
             if raw.packed is None:
                 factors = None if scales is None else scales.at[raw_slot]
                 common.widen(source.at[raw_slot], target.at[slot], factors, is_interpreted=p.is_interpreted)
@@ -93,10 +93,11 @@ def widen(p: Problem, keys: KeyRange, gmem: Any, extras: Extras, row: jax.Array,
                 group = newest - (keys.first + i) * (p.tile_kv // int4_cache.GROUP)
                 new_tokens = () if array else (scratch.k_new, group)
                 int4_cache.widen(source.at[raw_slot], scale, zero, target.at[slot], *new_tokens)
-            plgpu.commit_smem()
-            plgpu.barrier_arrive(full.at[slot])
-            plgpu.barrier_arrive(source_free.at[raw_slot])
+            p.commit_smem()
+            p.barrier_arrive(full.at[slot])
+            p.barrier_arrive(source_free.at[raw_slot])
 
     lax.fori_loop(0, keys.num_tiles, widen_tile, None)
-    for _, _, free in ring.arrays:
-        common.drain(free, p.num_stages, keys.num_tiles)
+    if p.has_tma or p.is_interpreted:
+        for _, _, free in ring.arrays:
+            common.drain(free, p.num_stages, keys.num_tiles)

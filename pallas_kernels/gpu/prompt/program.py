@@ -16,12 +16,13 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.gpu import common, int4_cache
+from pallas_kernels.gpu import common, int4_cache, targets
 from pallas_kernels.gpu.attention import AttentionProblem, Ring, problem_fields, ring_types
 from pallas_kernels.support import Arrays, Options
 
 WARPGROUP_ROWS = 64
 MAX_WARPGROUPS = 2  # consumers of a program
+MMA_COLUMNS = 16  # of an operand of mma.sync: numbers of a query and of K in registers at a time
 TILE_LENS = (8, 16, 32, 64)  # other lengths are padded to the next of these
 
 
@@ -44,6 +45,7 @@ class Problem(AttentionProblem):
     has_slopes: bool
     in_registers: bool  # whether the weights of a tile go from registers into their product
     num_stages: int = 2
+    num_raw_stages: int = 2  # the slots of the ring that a quantised cache comes into: as many as fit
 
     @property
     def warpgroup_heads(self) -> int:
@@ -57,17 +59,24 @@ class Problem(AttentionProblem):
         needs_more = self.has_slopes or self.soft_cap is not None
         needs_more |= self.head_dim == 256 and (self.is_bounded or self.is_quantised)
         needs_more |= self.is_quantised and self.is_bounded
+        # An mma.sync has its operands in registers.
+        needs_more |= self.multiply != "wgmma" and (self.is_quantised or self.head_dim > 128)
         return min(1 if needs_more else MAX_WARPGROUPS, -(-self.group_size // self.warpgroup_heads))
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether two consumers take turns: while one multiplies, the other takes its softmax."""
+        return self.multiply == "wgmma" and self.num_warpgroups == MAX_WARPGROUPS
+
+    def tiled(self, width: int) -> tuple[Any, ...]:
+        """Return the transforms of operands in shared memory, of rows of this width."""
+        found: tuple[Any, ...] = common.tiled(width, 64 if self.multiply == "wgmma" else MMA_COLUMNS)
+        return found
 
     @property
     def num_chunks(self) -> int:
         """The number of programs that share a group's heads."""
         return -(-self.group_size // (self.num_warpgroups * self.warpgroup_heads))
-
-    @property
-    def num_raw_stages(self) -> int:
-        """The slots of the ring that a quantised cache comes into: as many as fit."""
-        return 1 if self.head_dim == 256 or (self.scale_copies and self.head_dim == 128) else 2
 
     @property
     def num_threads(self) -> int:
@@ -77,6 +86,8 @@ class Problem(AttentionProblem):
     @property
     def shares_registers(self) -> bool:
         """Whether consumers take registers from the others, because an equal share is not enough."""
+        if not self.has_tma or (self.multiply != "wgmma" and self.is_interpreted):
+            return False
         return self.in_registers and (self.num_warpgroups == MAX_WARPGROUPS or self.is_quantised)
 
     @property
@@ -92,11 +103,14 @@ def make_problem(
 ) -> Problem:
     """Return the problem of arguments that `ops` has checked, with q of four axes.
 
-    in_registers: None stands for True, except in the interpreter, which knows no product of registers.
+    in_registers: None stands for True, except in the interpreter, which knows no wgmma of registers.
     """
+    target = targets.compiled_for()
     query_len, is_quantised = arrays.q.shape[1], arrays.k_cache.dtype.itemsize == 1
     fields = problem_fields(arrays, options)
-    has_slopes = options.alibi_slopes is not None
+    has_slopes, is_scaled = options.alibi_slopes is not None, options.token_scales is not None
+    by_mma = target.kernel_multiply != "wgmma"
+    is_long = fields["head_dim"] == 256 or (by_mma and fields["head_dim"] > 64)
     # Two stages of the ring, and registers, have room for so many tokens.
     is_narrow = fields["packed"] is not None or (is_quantised and has_slopes) or fields["head_dim"] > 128
     return Problem(
@@ -105,10 +119,12 @@ def make_problem(
         query_len=query_len,
         dtype=jnp.dtype(jnp.float16) if is_quantised else arrays.q.dtype,
         has_slopes=has_slopes,
-        tile_kv=64 if is_narrow else 128,
-        in_registers=not is_interpreted if in_registers is None else in_registers,
+        tile_kv=64 if is_narrow or by_mma else 128,
+        in_registers=(by_mma or not is_interpreted) if in_registers is None else in_registers,
         is_interpreted=is_interpreted,
-        fetch="tma",
+        fetch=target.fetch,
+        multiply=target.kernel_multiply,
+        num_raw_stages=1 if is_long or (is_scaled and fields["head_dim"] == 128) else 2,
     )
 
 
@@ -120,7 +136,7 @@ class Scratch(NamedTuple):
     raw: Ring | None  # of a quantised cache's tiles, as memory has them
     p: Any  # [num_warpgroups, 64, tile_kv] the weights of one tile; None where they stay in registers
     q_full: Any  # [num_warpgroups], an arrival per head
-    turn: Any  # one barrier, by which both consumers take turns
+    turn: Any  # one barrier, by which both consumers take turns, or wait for each other
     k_new: Any  # [16, head_dim] the newest tokens of K, in a cache of 4 bits a number; else None
     new_full: Any  # likewise
 
@@ -129,7 +145,7 @@ def scratch_types(p: Problem) -> Scratch:
     """Return the types of `Scratch`, for plgpu.kernel."""
 
     def rows(count: int, size: int, width: int, tiled: int) -> Any:
-        return plgpu.SMEM((count, size, width), p.dtype, transforms=common.tiled(tiled))
+        return plgpu.SMEM((count, size, width), p.dtype, transforms=p.tiled(tiled))
 
     tiles = rows(p.num_stages, p.tile_kv, p.head_dim, p.line)
     types = functools.partial(ring_types, p, by_array=True)
@@ -139,7 +155,7 @@ def scratch_types(p: Problem) -> Scratch:
         in_memory = plgpu.SMEM((p.num_raw_stages, p.tile_kv, p.line), p.cache_dtype)
         num_copies = p.copies_per_tile + p.scale_copies + p.packed_copies
         raw = types(in_memory, p.num_raw_stages, writers=num_copies, readers=1)
-        ring = types(tiles, p.num_stages, writers=1, readers=p.num_warpgroups)
+        ring = types(tiles, p.num_stages, writers=1, readers=p.num_warpgroups, of_copies=False)
         ring = ring._replace(scales=(None, None), packed=None)  # they are factors of what is widened
     if p.packed is not None:
         k_new = plgpu.SMEM((int4_cache.GROUP, p.head_dim), p.new_dtype)
@@ -148,10 +164,10 @@ def scratch_types(p: Problem) -> Scratch:
         ring=ring,
         raw=raw,
         p=None if p.in_registers else rows(p.num_warpgroups, WARPGROUP_ROWS, p.tile_kv, p.tile_kv),
-        q_full=plgpu.Barrier(num_arrivals=p.warpgroup_heads, num_barriers=p.num_warpgroups),
-        turn=plgpu.Barrier(num_arrivals=MAX_WARPGROUPS),
+        q_full=p.barrier(p.warpgroup_heads, p.num_warpgroups),
+        turn=p.barrier(MAX_WARPGROUPS),
         k_new=k_new,
-        new_full=None if k_new is None else plgpu.Barrier(),
+        new_full=None if k_new is None else p.barrier(1, of_copies=True),
     )
 
 

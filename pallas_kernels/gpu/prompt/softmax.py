@@ -6,6 +6,9 @@ Two consumers take turns: while one multiplies, the other takes its softmax. P g
 registers, and O is added up in place. Pallas' interpreter can do neither: there (`in_registers` False) P goes
 through shared memory and the product is added afterwards. Nothing else differs.
 
+A GPU without wgmma multiplies by mma.sync, a part of a product at a time (`common.product`). Consumers take
+no turns then, and wait for each other at the edge alone, where one zeroes V for both.
+
 Only tiles at the edge of what the queries see are masked: the last ones, and those where a window or a chunk
 begins. There, V outside the tile's tokens is zeroed, for zero times NaN is NaN; of two consumers the first
 zeroes it, before it gives the second its turn.
@@ -23,8 +26,17 @@ from jax import lax
 from pallas_kernels.gpu import common
 from pallas_kernels.gpu.attention import Softmax, factor_of_output, filled
 from pallas_kernels.gpu.common import LOG2E, LOWEST, WGMMA, Extras
-from pallas_kernels.gpu.prompt.program import MAX_WARPGROUPS, WARPGROUP_ROWS, KeyRange, Problem, Scratch
+from pallas_kernels.gpu.prompt.program import (
+    MAX_WARPGROUPS,
+    MMA_COLUMNS,
+    WARPGROUP_ROWS,
+    KeyRange,
+    Problem,
+    Scratch,
+)
 
+# Of V in registers at a time; all outputs where copies are cp.async, for there ptxas then spills less.
+MMA_TOKENS, MMA_OUTPUTS = 16, 16
 PER_ROW, PER_COLUMN = WGMMA.reduce(1), WGMMA.reduce(0)  # one number per row, or column, of a wgmma's result
 
 
@@ -35,8 +47,9 @@ def load_queries(
     for h in range(p.warpgroup_heads):
         head = kv_head * p.group_size + jnp.minimum(first_head + h, p.group_size - 1)
         target = scratch.q.at[warpgroup, pl.ds(h * p.tile_len, p.tile_len)]
-        plgpu.copy_gmem_to_smem(q_gmem.at[:, head], target, scratch.q_full.at[warpgroup])
-    plgpu.barrier_wait(scratch.q_full.at[warpgroup])
+        copy = p.copier(p.tiled(p.line), by_warp=False)
+        copy(q_gmem.at[:, head], target, scratch.q_full.at[warpgroup])
+    p.waiter(1, jnp.int32(0))(scratch.q_full.at[warpgroup])
 
 
 def consume(
@@ -53,7 +66,7 @@ def consume(
     first_head: of the warpgroup, among all query heads.
     """
     k_scale = None if extras.k_scale is None else extras.k_scale[kv_head]
-    takes_turns, ring = p.num_warpgroups == MAX_WARPGROUPS, scratch.ring
+    takes_turns, ring = p.takes_turns, scratch.ring
     slopes = None
     if extras.alibi_slopes is not None:
         slopes = _per_row(p, extras.alibi_slopes, first_head) * LOG2E
@@ -62,10 +75,16 @@ def consume(
         plgpu.barrier_arrive(scratch.turn)
         plgpu.barrier_wait(scratch.turn)
 
+    def meet(i: jax.Array) -> None:
+        """Wait for each other, at a tile at the edge: after those before them, those behind have numbers."""
+        p.barrier_arrive(scratch.turn)
+        past = jnp.where(i < keys.full_from, 0, keys.full_to - keys.full_from)
+        p.waiter(1, i, -past)(scratch.turn)
+
     def take(i: jax.Array, state: Softmax, *, is_edge: bool) -> Softmax:
         slot = lax.rem(i, jnp.int32(p.num_stages))
         first_token = (keys.first + i) * p.tile_kv
-        plgpu.barrier_wait(ring.k_full.at[slot])
+        p.waiter(p.num_stages, i)(ring.k_full.at[slot])
 
         def scores(acc: Any) -> jax.Array:
             plgpu.wgmma(acc, scratch.q.at[warpgroup], ring.k.at[slot].T)
@@ -73,8 +92,14 @@ def consume(
                 give_and_take_turn()
             return acc[...]
 
-        s = pl.run_scoped(scores, plgpu.ACC((WARPGROUP_ROWS, p.tile_kv), jnp.float32))
-        plgpu.barrier_arrive(ring.k_free.at[slot])
+        shape = WARPGROUP_ROWS, p.tile_kv
+        if p.multiply == "wgmma":
+            s = pl.run_scoped(scores, plgpu.ACC(shape, jnp.float32))
+        else:
+            queries, k = scratch.q.at[warpgroup], ring.k.at[slot].T
+            s = common.product(queries, k, shape, p.multiply, depth=MMA_COLUMNS)
+            p.commit_smem()  # warps read K by themselves: all must have, before others come
+        p.barrier_arrive(ring.k_free.at[slot])
         s, factor = _logits(p, keys, s, k_scale, first_token, slopes, is_edge=is_edge)
         largest = jnp.maximum(state.max, s.max(axis=1) * factor)
         rescale = jnp.exp2(state.max - largest)
@@ -86,17 +111,21 @@ def consume(
             # The compiler must not move this work behind the end of the turn.
             out, total, largest, weights = lax.optimization_barrier((out, total, largest, weights))
         if is_edge or not takes_turns:
-            plgpu.barrier_wait(ring.v_full.at[slot])
+            p.waiter(p.num_stages, i)(ring.v_full.at[slot])
         if is_edge:
             is_first = (warpgroup == 0) & ((first_token < keys.start) | (first_token + p.tile_kv > keys.end))
             pl.when(is_first)(lambda: _zero_stale_tokens(p, keys, ring.v.at[slot], first_token))
+            if not takes_turns and p.num_warpgroups == MAX_WARPGROUPS:
+                meet(i)
         if takes_turns:
             plgpu.barrier_arrive(scratch.turn)
             if not is_edge:
                 plgpu.barrier_wait(ring.v_full.at[slot])
             plgpu.barrier_wait(scratch.turn)
         out = _add_weighted(p, out, weights, scratch, slot, warpgroup)
-        plgpu.barrier_arrive(ring.v_free.at[slot])
+        if p.multiply != "wgmma":
+            p.commit_smem()
+        p.barrier_arrive(ring.v_free.at[slot])
         return Softmax(out, largest, total)
 
     if takes_turns:  # the second begins half a turn later
@@ -178,13 +207,16 @@ def _zero_stale_tokens(p: Problem, keys: KeyRange, v: Any, first_token: jax.Arra
             piece = v.at[pl.ds(row, WARPGROUP_ROWS), pl.ds(column, 64)]
             old = piece[...]
             piece[...] = jnp.where((place >= keys.start) & (place < keys.end), old, jnp.zeros_like(old))
-    plgpu.commit_smem()
+    p.commit_smem()
 
 
 def _add_weighted(
     p: Problem, out: jax.Array, weights: jax.Array, scratch: Scratch, slot: jax.Array, warpgroup: jax.Array
 ) -> jax.Array:
     """Return out + weights @ V, for the V of a slot."""
+    if p.multiply != "wgmma":
+        v, width = scratch.ring.v.at[slot], MMA_OUTPUTS if p.has_tma else None
+        return common.product(weights, v, (WARPGROUP_ROWS, p.head_dim), p.multiply, out, MMA_TOKENS, width)
     if p.in_registers:
 
         def add(acc: Any) -> None:
@@ -242,12 +274,13 @@ def store_output(
     for column, piece in pieces:
         out = _normalised(p, piece, extras, kv_head * p.group_size + first_head)
         scratch.q.at[warpgroup, :, pl.ds(column, out.shape[1])][...] = out.astype(p.dtype)
-    plgpu.commit_smem()
+    p.commit_smem()
     for h in range(p.warpgroup_heads):
 
         @pl.when(first_head + h < p.group_size)
         def _copy(h: int = h) -> None:
             source = scratch.q.at[warpgroup, pl.ds(h * p.tile_len, p.tile_len)]
-            plgpu.copy_smem_to_gmem(source, out_gmem.at[:, kv_head * p.group_size + first_head + h])
+            target = out_gmem.at[:, kv_head * p.group_size + first_head + h]
+            p.copy_out(source, target, p.tiled(p.line))
 
-    plgpu.wait_smem_to_gmem(0)
+    p.wait_for_copies_out()

@@ -1,0 +1,81 @@
+"""Recursive grammars that the host follows: the next mask of each row, behind the tokens that were read."""
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from jaxpaged.arithmetic import cdiv
+from jaxpaged.step.automata import FREE, MASK_BY_HOST, mask_words
+
+MASK_LINES = 8  # masks written in one dispatch
+
+
+class Place(Protocol):
+    """Place of an answer in a grammar, as `jaxpaged.grammar.recursive.Matcher` is one."""
+
+    def advance(self, token: int) -> bool: ...
+    def allowed(self) -> np.ndarray: ...
+
+
+class Language(Protocol):
+    """Recursive grammar, as `jaxpaged.grammar.recursive.Language` is one."""
+
+    def matcher(self) -> Place: ...
+
+
+class Follower:
+    """Follower of one answer in its row. For one thread.
+
+    opens: the token behind which the grammar begins; None: at the answer's beginning.
+    """
+
+    def __init__(self, language: Language, opens: int | None) -> None:
+        self._language, self._opens = language, opens
+        self._place = language.matcher() if opens is None else None
+        self._is_lost = False
+        self._num_read = 0  # tokens of the answer
+        self._num_told = -1  # tokens that the last mask was behind
+
+    def due(self, answer: Sequence[int]) -> tuple[int, np.ndarray | None] | None:
+        """Return the state that the row is to get behind its answer, and the mask, if one is to be written.
+
+        FREE, without a mask, behind a token that the grammar bars. None: nothing has come since the last
+        time, the grammar has not begun, or the row is free already.
+        """
+        was_lost = self._is_lost
+        for token in answer[self._num_read :]:
+            if self._place is None:
+                self._place = self._language.matcher() if token == self._opens else None
+            elif not self._is_lost:
+                self._is_lost = not self._place.advance(token)
+        self._num_read = len(answer)
+        if self._place is None or self._num_told == self._num_read or was_lost:
+            return None
+        self._num_told = self._num_read
+        return (FREE, None) if self._is_lost else (0, self._place.allowed())
+
+
+class Line(NamedTuple):
+    """Line of what is written: the next mask of a row."""
+
+    row: int
+    first: int  # word of the arena at which its grammar begins
+    state: int  # of the row from then on
+    allowed: np.ndarray | None  # bool [vocab]; None: none is needed
+
+
+def mask_arrays(
+    lines: Sequence[Line], num_rows: int, vocab_size: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return at most MASK_LINES lines as `loop.write_masks` takes them: masks, their words, rows and
+    states.
+    """
+    masks = np.zeros((MASK_LINES, cdiv(vocab_size, 32)), np.uint32)
+    firsts = np.zeros(MASK_LINES, np.int32)
+    rows = np.full((2, MASK_LINES), num_rows, np.int32)  # beyond all
+    for i, line in enumerate(lines):
+        firsts[i], rows[:, i] = line.first + MASK_BY_HOST, (line.row, line.state)
+        if line.allowed is not None:
+            masks[i] = mask_words(line.allowed, vocab_size)
+    return masks, firsts, rows

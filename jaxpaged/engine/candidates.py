@@ -1,0 +1,58 @@
+"""Candidates: tokens that a request gives to be scored behind places of its prompt."""
+
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+
+from jaxpaged.checks import InputError, check, checked_int
+from jaxpaged.engine.request import Request
+from jaxpaged.sampling_params import SamplingParams
+
+
+def check_candidates(params: SamplingParams, prompt_len: int, vocab_size: int, most: int) -> None:
+    """Raise `InputError` if a request's candidates are not for its prompt, the model or the engine."""
+    ids = params.prompt_logprob_token_ids
+    if ids is None:
+        return
+    rule = "None without max_prompt_logprob_token_ids, the engine's option"
+    check("prompt_logprob_token_ids", ids, rule, most > 0)
+    start, name = params.prompt_logprob_start or 0, "prompt_logprob_token_ids"
+    want = max(prompt_len - 1 - start, 0)
+    if len(ids) != want:
+        raise InputError(
+            f"{name} has {len(ids)} lines, must have {want}, one for each token of the prompt behind place "
+            f"prompt_logprob_start={start}"
+        )
+    rule = f"at most max_prompt_logprob_token_ids={most}"
+    check(f"number of ids in a line of {name}", ids.shape[1], rule, ids.shape[1] <= most)
+    rule = f"-1 or a token id, an int in [0, {vocab_size})"
+    checked_int(f"{name}: token", int(ids.max()), rule, -1, vocab_size - 1)
+
+
+def candidates_of(requests: Iterable[tuple[int, Request]], most: int) -> np.ndarray:
+    """Return what is written into rows for their requests: [2 + most, places].
+
+    Each place has its row, its number, and its tokens.
+    """
+    written = [np.zeros((2 + most, 0), np.int32)]
+    for row, request in requests:
+        ids = request.params.prompt_logprob_token_ids
+        if ids is not None:
+            lines = np.full((2 + most, len(ids)), -1, np.int32)
+            lines[0] = row
+            lines[1] = (request.params.prompt_logprob_start or 0) + np.arange(len(ids))
+            lines[2 : 2 + ids.shape[1]] = ids.T
+            written.append(lines)
+    return np.concatenate(written, axis=1)
+
+
+def told_candidates(params: SamplingParams, tiles: Mapping[int, np.ndarray]) -> np.ndarray | None:
+    """Return the log-probabilities of a request's candidates, float32 [lines, ids]; None if it has none.
+
+    tiles: those of each tile's places, by its first place.
+    """
+    ids = params.prompt_logprob_token_ids
+    if ids is None:
+        return None
+    found = np.concatenate([its for _, its in sorted(tiles.items())])
+    return found[params.prompt_logprob_start or 0 :, : ids.shape[1]]

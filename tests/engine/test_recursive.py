@@ -1,0 +1,138 @@
+"""Grammars that the host follows: the oracle's answers in any company, and others keep their pace."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from jaxpaged.checks import InputError
+from jaxpaged.engine.by_host import Follower
+from jaxpaged.engine.handle import collect
+from jaxpaged.engine.request import Delta
+from jaxpaged.sampling_params import BeamSearchParams, SamplingParams
+from jaxpaged.step.automata import FREE, RESTS, WAITS
+from jaxpaged.step.state import FinishReason, Phase
+from tests import tiny, tiny_grammars, tiny_recursive
+from tests.tiny_recursive import asking
+
+pytest.importorskip("llguidance")
+
+# A program that others have, too.
+OPTIONS = tiny.SWAP | {"scheduling_policy": "priority"}
+
+
+@pytest.fixture(scope="module")
+def driver():
+    return tiny_recursive.with_languages(tiny.driver(**OPTIONS))
+
+
+def add(driver, first_id, prompts, params, priority=0):
+    requests = [
+        dataclasses.replace(each, request_id=first_id + i)
+        for i, each in enumerate(
+            request
+            for prompt, its in zip(prompts, params, strict=True)
+            for request in driver.door.admit(prompt, its, priority=priority)
+        )
+    ]
+    for request in requests:
+        driver.add(request)
+    return requests
+
+
+def test_answers_are_the_oracles_in_any_company(driver):
+    """Rows that the host follows are swapped out, recalled and computed again, and fork; others run on."""
+    greedy = {"temperature": 0, "max_tokens": 50}
+    params = [
+        SamplingParams(**greedy, **asking("sum"), min_tokens=40),
+        SamplingParams(**greedy, **asking("tree"), frequency_penalty=0.5, min_tokens=45),
+        SamplingParams(**greedy, **tiny_grammars.asking(3), min_tokens=40),
+        SamplingParams(**greedy, **asking("lists", after_token_id=96), logit_bias={96: 9.0}, min_tokens=30),
+        SamplingParams(temperature=0.9, max_tokens=30, **asking("sum"), seed=3, n=2, logprobs=2),
+        tiny.greedy(40),
+    ]
+    prompts = tiny.prompts([1, 38, 37, 39, 20, 11])
+    usual = add(driver, 1, prompts, params, priority=1)
+    deltas: dict[int, list[Delta]] = {}
+    gave_way = set[Phase]()  # of rows that rested meanwhile
+
+    def turn(steps):
+        for delta in driver.turn(max_steps=steps):
+            deltas.setdefault(delta.request_id, []).append(delta)
+        rows = jax.device_get(driver.state.rows)
+        stopped = np.isin(rows.phase, [Phase.WAITING, Phase.SWAPPED]) & (rows.num_tokens > rows.prompt_lens)
+        gave_way.update(Phase(p) for p in rows.phase[stopped & (rows.grammars.state == RESTS)].tolist())
+        waiting = [driver.rows[row] for _, row in driver.rows.waiting()]
+        return any(entry.answer and entry.follower for entry in waiting)
+
+    assert any(turn(1) for _ in range(100))
+    urgent = add(driver, 50, [[i] for i in range(12)], [SamplingParams(temperature=0, max_tokens=3)] * 12)
+    turn(1)
+    recalled = [queued for queued in driver.queue if queued.answer and queued.request.grammar]
+    assert any(queued.request.grammar.language for queued in recalled)
+    while driver.has_work:
+        turn(1)
+    assert gave_way
+    answers = {request_id: collect(its) for request_id, its in deltas.items()}
+    oracles = [
+        tiny_recursive.oracle("sum"),
+        tiny_recursive.oracle("tree"),
+        tiny_grammars.oracle(params[2].structured_outputs),
+        tiny_recursive.oracle("lists", opens=96),
+    ]
+    for request, its, prompt, oracle in zip(usual[:4], params[:4], prompts[:4], oracles, strict=True):
+        want = tiny.reference_greedy(prompt, its, oracle)
+        assert answers[request.request_id].token_ids == want, request.request_id
+    assert 96 in answers[usual[3].request_id].token_ids[:-5]
+    assert answers[usual[-1].request_id].token_ids == tiny.reference_answer(tuple(prompts[-1]), 40)
+    assert all(answers[request.request_id].token_ids for request in urgent)
+    for request in usual[4:6]:
+        answer = answers[request.request_id]
+        for place, token in enumerate(answer.token_ids):
+            assert token in oracles[0].allowed(answer.token_ids[:place])
+        alone = dataclasses.replace(request, request_id=request.request_id + 100, index=0)
+        driver.add(alone)
+        assert tiny.drain(driver)[alone.request_id].token_ids == answer.token_ids
+    tiny.assert_nothing_is_held(driver)
+
+
+def test_rows_that_the_host_follows_make_a_step_a_turn_and_others_as_many_as_they_may(driver):
+    followed = SamplingParams(temperature=0, max_tokens=12, **asking("sum"), min_tokens=12)
+    first, other = add(driver, 200, tiny.prompts([5, 6]), [followed, tiny.greedy(40)])
+    told: dict[int, list[int]] = {first.request_id: [], other.request_id: []}
+    while driver.has_work:
+        for delta in driver.turn(max_steps=8):
+            told[delta.request_id].append(len(delta.token_ids))
+    assert max(told[first.request_id]) == 1
+    assert sum(told[first.request_id]) == 12
+    assert told[other.request_id][:5] == [8] * 5
+    alone = dataclasses.replace(first, request_id=300)
+    driver.add(alone)
+    turns = 0
+    while driver.has_work:
+        driver.turn(max_steps=8)
+        turns += 1
+    assert turns <= 14, "alone, each turn samples a token"
+
+
+def test_a_beam_search_with_a_recursive_grammar_is_refused(driver):
+    asked = BeamSearchParams(beam_width=2, max_tokens=4, **asking("sum"))
+    with pytest.raises(InputError, match="one that is not recursive for a beam search"):
+        driver.door.admit_search([1], asked)
+
+
+def test_a_follower_tells_a_mask_once_and_none_before_the_beginning_or_behind_a_barred_token():
+    language, one = tiny_recursive.language("sum"), tiny_recursive.PIECES.index("1") + 1
+    follower = Follower(language, opens=96)
+    assert follower.due([]) is None
+    assert follower.due([one, 5]) is None
+    state, allowed = follower.due([one, 5, 96, one])
+    assert state == 0
+    assert {*allowed.nonzero()[0].tolist()} == tiny_recursive.oracle("sum").allowed([one])
+    assert follower.due([one, 5, 96, one]) is None
+    assert follower.due([one, 5, 96, one, one]) == (FREE, None)
+    assert follower.due([one, 5, 96, one, one, one]) is None
+    assert Follower(language, None).due([])[0] == 0
+    assert len({FREE, WAITS, RESTS}) == 3
+    assert FinishReason.STOP
