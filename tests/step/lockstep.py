@@ -107,7 +107,7 @@ class Setting:
         return StepConfig(
             max_num_seqs=MAX_NUM_SEQS,
             num_tiles=self.num_tiles,
-            tiles_per_pass=2,
+            tiles_per_pass=min(2, self.num_tiles),
             attention="xla",
             watermark_blocks=self.watermark_blocks,
             grouping=Grouping(self.specs, tuple((layer,) for layer in range(len(self.specs)))).of_step,

@@ -178,7 +178,7 @@ def request(arrival: int, prompt_len: int, max_num_tokens: int, priority: int = 
 
 @pytest.mark.slow
 def test_a_model_that_drafts_catches_up_with_answers_that_had_no_drafts():
-    """A full batch makes none; then one row is behind with a tile, and one with two: a pass has two."""
+    """A full batch makes none; then one row is behind with a tile, and one with two: a pass has one."""
     lock = LockStep(BY_MODEL)
     lock.happen(Event((request(1, 32, 60), request(2, 31, 60), request(3, 1, 14))))
     while any(row is None or row.num_tokens < 3 for row in lock.oracle.rows[:3]):
