@@ -21,7 +21,11 @@ from benchmarks.record import Results, in_turns, spread, start
 from jaxpaged import LLM, SamplingParams
 
 BATCHES = flags.DEFINE_list("batches", ["1", "4", "16"], "prompts at once")
-METHOD = flags.DEFINE_enum("method", "ngram", ["ngram", "suffix"], "way to draft")
+METHOD = flags.DEFINE_enum("method", "ngram", ["ngram", "suffix", "draft_model"], "way to draft")
+MODEL = flags.DEFINE_string("model", "smollm2", "model that answers")
+DRAFT = flags.DEFINE_string("draft", "smollm2", "model that drafts, for draft_model")
+QUANTIZATION = flags.DEFINE_string("quantization", None, "form of the answering model's weights")
+DRAFT_QUANTIZATION = flags.DEFINE_string("draft_quantization", None, "form of the drafting model's weights")
 SLOTS = flags.DEFINE_integer("slots", 16, "max_num_seqs")
 ROUNDS = flags.DEFINE_integer("rounds", 3, "counted turns")
 DRAFTS = flags.DEFINE_integer("drafts", 7, "most drafts of a request in one step")
@@ -56,11 +60,19 @@ def main(argv: list[str]) -> None:
         "slots": SLOTS.value,
         "dtype": DTYPE.value,
     }
-    results = Results("speculation", OUT.value, **settings)
     sizes: dict[str, Any] = {"max_model_len": 1024, "max_num_seqs": SLOTS.value, "dtype": DTYPE.value}
-    plain = LLM("smollm2", **sizes, enable_prefix_caching=False)
-    drafts = {"method": METHOD.value, "num_speculative_tokens": DRAFTS.value}
-    drafting = LLM("smollm2", **sizes, enable_prefix_caching=False, speculative_config=drafts)
+    sizes |= {"quantization": QUANTIZATION.value, "enable_prefix_caching": False}
+    plain = LLM(MODEL.value, **sizes)
+    drafts: dict[str, Any] = {"method": METHOD.value, "num_speculative_tokens": DRAFTS.value}
+    if METHOD.value == "draft_model":
+        drafts |= {"model": DRAFT.value, "quantization": DRAFT_QUANTIZATION.value}
+        settings |= {
+            "model": MODEL.value,
+            "draft": DRAFT.value,
+            "draft quantization": DRAFT_QUANTIZATION.value,
+        }
+    drafting = LLM(MODEL.value, **sizes, speculative_config=drafts)
+    results = Results("speculation", OUT.value, **settings)
     sampling = SamplingParams(max_tokens=TOKENS.value, temperature=0, ignore_eos=True)
 
     def answers(llm: LLM, prompts: list[str]) -> list[list[int]]:
@@ -70,7 +82,7 @@ def main(argv: list[str]) -> None:
     for kind, every in (("edits", edits()), ("questions", QUESTIONS)):
         for batch in map(int, BATCHES.value):
             prompts = every[:batch]
-            fitting = LLM("smollm2", **sizes | {"max_num_seqs": batch}, enable_prefix_caching=False)
+            fitting = LLM(MODEL.value, **sizes | {"max_num_seqs": batch})
             answers(fitting, prompts)
             before = drafting.engine.stats
             assert answers(plain, prompts) == answers(drafting, prompts), "drafts change no answer"

@@ -1,9 +1,10 @@
 """Drafting by a second model: its K and V lie beside the model's, in the blocks of the first group.
 
-The second model computes every token that the model computes, so wherever the model's K and V are present,
-its own are, too: behind prefix hits, forks, swaps and roll-backs. Its draft is the token that it would choose
-itself, with the row's options and the noise of (seed, position). The more the two models agree, the more
-drafts are right; the answer is the model's own.
+The second model computes all prompt tokens that the model computes, so its K and V of prompts are present
+wherever the model's are: behind prefix hits and forks, too. Tokens of an answer it computes when it drafts
+behind them. So a row that never drafts costs it no more than its prompt. Its draft is the token that it would
+choose itself, with the row's options and the noise of (seed, position). The more the two models agree, the
+more drafts are right; the answer is the model's own.
 """
 
 from dataclasses import dataclass, replace
@@ -13,8 +14,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxpaged.config import PREFILL_TILE
 from jaxpaged.memory import block_table, kv_cache
 from jaxpaged.memory.block_table import BlockTables
+from jaxpaged.memory.entries import dealt, number_through
 from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.models.attention import PassBatch
 from jaxpaged.sampling import Context, edited, sample
@@ -28,6 +31,9 @@ from jaxpaged.step.plan import DecodeSlots, Tiles
 from jaxpaged.step.speculation import Drafts
 from jaxpaged.step.state import EngineState, Rows
 
+# A row that is behind with more tokens computes them in tiles.
+MOST_BEHIND = 2
+
 
 def of_model(model: Model) -> Drafter:
     """Return the model that drafts for this one."""
@@ -38,9 +44,9 @@ def of_model(model: Model) -> Drafter:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Drafting:
-    """Drafts of a step while they are made, one of each row after the other."""
+    """Drafts of a step while they are made, one token of each row after the other."""
 
-    index: Int[Array, ""]  # drafts of each row that are there
+    index: Int[Array, ""]  # tokens of each row that were computed
     kv_cache: KVCache  # that of the model that drafts
     token_ids: Int[Array, "rows max_model_len"]
     grammars: GrammarRows | None  # behind the drafts; None: there is no arena
@@ -51,41 +57,89 @@ def write_drafts(
 ) -> EngineState:
     """Write as many drafts behind each row's tokens as it is to have.
 
-    The tables must have slots for the row's newest token and all its drafts. A row's drafts are computed in
-    its own decode slot, one pass after the other: as many passes as the row with most drafts has.
+    The tables must have slots for the row's newest token and all its drafts. A row's tokens are computed in
+    its own decode slot, one pass after the other, but for many that it is behind with: those in tiles.
     """
     draft, rows, max_seqs = of_model(model), state.rows, state.tables.max_seqs
-    assert slots.offset is not None
+    assert rows.drafting is not None
+    newest, num = rows.num_tokens - 1, drafts.num
+    followed = jnp.maximum(rows.drafting.followed, rows.prompt_lens)
+    is_far_behind = (num > 0) & (newest - followed > MOST_BEHIND)
+    own, its = kv_cache.parted(state.kv_cache, *draft.cache_sizes)
+    followed, its = catch_up(draft, state, its, followed, jnp.where(is_far_behind, newest, followed), config)
+
     row = jnp.minimum(slots.row, max_seqs - 1)
-    num = jnp.where((slots.row < max_seqs) & (slots.offset == 0), drafts.num[row], 0)
-    options = rows.sampling.take(row, num > 0)
-    most = jnp.max(num)
+    is_own = (slots.row < max_seqs) & (num[row] > 0)
+    if slots.offset is not None:
+        is_own &= slots.offset == 0
+    options = rows.sampling.take(row, is_own)
+    most = jnp.max(jnp.where(num > 0, newest + num - followed, 0))
 
     def goes_on(done: Drafting) -> Bool[Array, ""]:
         return done.index < most
 
-    def draft_one(done: Drafting) -> Drafting:
-        drafts_now = done.index < num
-        position = rows.num_tokens[row] - 1 + done.index
-        start = jnp.where(drafts_now, position, 0)
-        tiles = Tiles(row, start, start, jnp.where(drafts_now, position + 1, 0), tile_len=1)
-        its_rows = replace(rows, token_ids=done.token_ids)
+    def compute_one(done: Drafting) -> Drafting:
+        position = followed + done.index  # of each row
+        computes = (num > 0) & (position < newest + num)
+        runs = is_own & computes[row]
+        start = jnp.where(runs, position[row], 0)
+        tiles = Tiles(row, start, start, jnp.where(runs, start + 1, 0), tile_len=1)
+        its_rows = replace(rows, token_ids=done.token_ids, grammars=done.grammars)
         hidden, cache = compute(draft, its_rows, state.tables, done.kv_cache, tiles, config)
-        grammars, logits = done.grammars, draft.logits(hidden)
-        its_rows = replace(its_rows, grammars=grammars)
-        token_ids = choose(state, its_rows, logits, row, position + 1, options, drafts_now, config)
+        drafts_now = computes & (position >= newest)
+        its_token = choose(state, its_rows, draft.logits(hidden), row, start + 1, options, runs, config)
+        token = its_token[jnp.minimum(slots.of_row, row.shape[0] - 1)]
+        at = jnp.where(drafts_now, jnp.arange(max_seqs), max_seqs), position + 1
+        grammars = done.grammars
         if state.arena is not None and grammars is not None:
-            token = token_ids[jnp.minimum(slots.of_row, row.shape[0] - 1)]
-            grammars = automata.moved(grammars, state.arena, token, done.index < drafts.num)
-        at = jnp.where(drafts_now, row, max_seqs), position + 1
-        return Drafting(done.index + 1, cache, done.token_ids.at[at].set(token_ids, mode="drop"), grammars)
+            grammars = automata.moved(grammars, state.arena, token, drafts_now)
+        return Drafting(done.index + 1, cache, done.token_ids.at[at].set(token, mode="drop"), grammars)
 
-    own, its = kv_cache.parted(state.kv_cache, *draft.cache_sizes)
-    before = Drafting(jnp.int32(0), its, rows.token_ids, rows.grammars)
-    done = lax.while_loop(goes_on, draft_one, before)
+    done = lax.while_loop(goes_on, compute_one, Drafting(jnp.int32(0), its, rows.token_ids, rows.grammars))
+    followed = jnp.where(num > 0, newest + num, rows.drafting.followed)
+    drafting = replace(rows.drafting, followed=followed)
     return replace(
-        state, rows=replace(rows, token_ids=done.token_ids), kv_cache=kv_cache.joined(own, done.kv_cache)
+        state,
+        rows=replace(rows, token_ids=done.token_ids, drafting=drafting),
+        kv_cache=kv_cache.joined(own, done.kv_cache),
     )
+
+
+def catch_up(
+    draft: Drafter,
+    state: EngineState,
+    cache: KVCache,
+    followed: Int[Array, " rows"],
+    end: Int[Array, " rows"],
+    config: StepConfig,
+) -> tuple[Int[Array, " rows"], KVCache]:
+    """Let the model that drafts compute each row's tokens from `followed` to `end`, in passes of tiles.
+
+    Returns the ends, and the model's cache.
+    """
+    type Carry = tuple[Int[Array, " rows"], KVCache]
+
+    def goes_on(carry: Carry) -> Bool[Array, ""]:
+        return jnp.any(carry[0] < end)
+
+    def one_pass(carry: Carry) -> Carry:
+        done, cache = carry
+        first = done // PREFILL_TILE
+        gets = dealt(jnp.where(done < end, (end - 1) // PREFILL_TILE - first + 1, 0), config.tiles_per_pass)
+        row, k, used = number_through(gets, config.tiles_per_pass)
+        start = (first[row] + k) * PREFILL_TILE
+        tiles = Tiles(
+            row=row,
+            start=jnp.where(used, start, 0),
+            first=jnp.maximum(start, done[row]),
+            end=jnp.where(used, jnp.minimum(start + PREFILL_TILE, end[row]), 0),
+            tile_len=PREFILL_TILE,
+        )
+        _, cache = compute(draft, state.rows, state.tables, cache, tiles, config)
+        reached = jnp.minimum((first + gets) * PREFILL_TILE, end)
+        return jnp.where(gets > 0, reached, done), cache
+
+    return lax.while_loop(goes_on, one_pass, (followed, cache))
 
 
 def choose(
@@ -128,17 +182,10 @@ def joined(cache: KVCache, its: KVCache | None) -> KVCache:
 def follow(
     model: Model, rows: Rows, tables: BlockTables, cache: KVCache, tiles: Tiles, config: StepConfig
 ) -> KVCache:
-    """Let the model that drafts compute K and V of these tiles, too."""
+    """Let the model that drafts compute K and V of these prompt tiles, too."""
     draft = of_model(model)
     own, its = kv_cache.parted(cache, *draft.cache_sizes)
     return kv_cache.joined(own, compute(draft, rows, tables, its, tiles, config)[1])
-
-
-def undrafted(tiles: Tiles, slots: DecodeSlots, drafts: Drafts) -> Tiles:
-    """Return decode tiles without those whose tokens were computed to make the drafts."""
-    assert slots.offset is not None
-    is_done = slots.offset[: tiles.row.shape[0]] < drafts.num[tiles.row]
-    return replace(tiles, end=jnp.where(is_done, 0, tiles.end))
 
 
 def compute(

@@ -148,6 +148,9 @@ def settle(
     rows = state.rows
     assert rows.drafting is not None
     drafting = after(rows.drafting, rows.running, drafts.num, num_accepted, lookup)
+    if isinstance(lookup, ByModel):  # of a preempted row nothing is left
+        followed = jnp.minimum(drafting.followed, state.tables.seq_lens)
+        drafting = replace(drafting, followed=followed)
     state = replace(state, rows=replace(rows, drafting=drafting)).count(
         {
             Counter.NUM_DRAFTS: jnp.sum(drafts.num > 0),
@@ -175,4 +178,5 @@ def after(
     longer = jnp.minimum((1 << jnp.minimum(misses, 8)) - 1, LONGEST_WAIT)
     waited = jnp.maximum(drafting.wait - running, 0)
     counts = drafting.counts + jnp.stack([drafted.astype(jnp.int32), num, num_accepted], axis=1)
-    return DraftRows(most, misses, jnp.where(drafted, longer, waited), counts)
+    wait = jnp.where(drafted, longer, waited)
+    return replace(drafting, most=most, misses=misses, wait=wait, counts=counts)

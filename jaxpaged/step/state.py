@@ -68,6 +68,9 @@ class DraftRows:
     misses: Int[Array, " rows"]  # times in turn that no draft was right
     wait: Int[Array, " rows"]  # steps until it drafts again
     counts: Int[Array, "rows 3"]  # its steps with drafts, its drafts, and those that were right
+    followed: Int[
+        Array, " rows"
+    ]  # its first so many tokens are computed by a model that drafts, or its prompt
 
 
 @jax.tree_util.register_dataclass
@@ -274,7 +277,9 @@ def empty_rows(
             rank=zeros(),
         ),
         grammars=no_grammars(num_rows) if grammars else None,
-        drafting=DraftRows(zeros() + most_drafts, zeros(), zeros(), zeros(3)) if most_drafts else None,
+        drafting=DraftRows(zeros() + most_drafts, zeros(), zeros(), zeros(3), zeros())
+        if most_drafts
+        else None,
         replay_lens=zeros() if replays else None,
         candidates=zeros(max_model_len, candidates) if candidates else None,
     )

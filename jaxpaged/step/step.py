@@ -24,7 +24,6 @@ from jaxpaged.step.config import ByModel, StepConfig
 from jaxpaged.step.model import Hidden, Model
 from jaxpaged.step.plan import DecodeSlots, Plan, Tiles, decode_tiles, prompt_tiles, slots_of
 from jaxpaged.step.scheduler import Decision
-from jaxpaged.step.speculation import Drafts
 from jaxpaged.step.state import Counter, EngineState, Phase, Rows
 
 
@@ -80,7 +79,7 @@ def advance(
     if drafts is not None and isinstance(config.lookup, ByModel):
         state = drafting.write_drafts(model, state, slots, drafts, config)
 
-    state, hidden, prompt_scores = forward(model, state, plan, slots, config, prompt_scores, drafts)
+    state, hidden, prompt_scores = forward(model, state, plan, slots, config, prompt_scores)
     state, hidden = start_forks(state, hidden, slots, decision.leader_row)
     # A row whose tokens are all in the cache has the hidden state of its newest token: it samples the next.
     num_cached = jnp.where(forks, state.rows.prompt_lens, state.tables.seq_lens)
@@ -146,10 +145,9 @@ def forward(
     slots: DecodeSlots,
     config: StepConfig,
     prompt_scores: PromptScores,
-    drafts: Drafts | None = None,
 ) -> tuple[EngineState, Hidden, PromptScores]:
     """Compute the plan's tokens: those of prompts in passes of a few tiles, then those of decoding rows
-    in one pass. A model that drafts computes them, too, but for those that it has.
+    in one pass. A model that drafts computes those of prompts, too.
 
     Never both in one pass: there the decoding rows would have another shape in every mix, and other bits.
     Returns the state; for each decode slot the hidden state of its row's newest token, or of its prompt's
@@ -178,9 +176,6 @@ def forward(
             tiles = jax.tree.map(lambda x: x[:width], tiles)
         kv_cache, hidden, prompt_scores = carry
         kv_cache, hidden, _ = compute(model, rows, tables, kv_cache, hidden, tiles, slots, config)
-        if drafts is not None and isinstance(config.lookup, ByModel):
-            tiles = drafting.undrafted(tiles, slots, drafts)
-            kv_cache = drafting.follow(model, rows, tables, kv_cache, tiles, config)
         return kv_cache, hidden, prompt_scores
 
     def skip(carry: Carry) -> Carry:

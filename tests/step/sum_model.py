@@ -54,9 +54,11 @@ class SumModel(nnx.Module):
 
 
 class SumDraft(SumModel):
-    """Model that drafts for one whose first layer sees all: it is right but for some sums."""
+    """Model that drafts: it is right but for some sums."""
 
-    cache_sizes = 1, 1, 2
+    @property
+    def cache_sizes(self) -> tuple[int, int, int]:
+        return len(self.specs), 1, 2
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         return hidden @ jnp.asarray(LOGITS[DRAFTED], jnp.float32)
@@ -88,7 +90,8 @@ def next_token(
     """Return the oracle's next token, or that of `SumDraft`; `rules` are what `reference.sampler.edited`
     takes.
     """
-    total = DRAFTED[total_of(reaches[:1], tokens)] if drafts else total_of(reaches, tokens)
+    total = total_of(reaches, tokens)
+    total = DRAFTED[total] if drafts else total
     logits = sampler.edited(LOGITS[total], tokens[:prompt_len], tokens[prompt_len:], **rules or {})
     return sampler.first_likeliest(logits)
 

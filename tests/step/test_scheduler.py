@@ -30,10 +30,10 @@ SETTINGS = [
     ),
     Setting(
         "drafts by a model",
-        num_blocks=1 + 32,
+        num_blocks=1 + 44,
         num_tiles=1,
         specs=(FULL, SlidingWindow(5)),
-        num_host_blocks=1 + 12,
+        num_host_blocks=1 + 24,
         has_arena=True,
         most_drafts=3,
         by_model=True,
@@ -73,8 +73,9 @@ SETTINGS = [
 # Run every time: rows are swapped out while the host pool has room, and recomputed when it has none.
 QUICK = next(each for each in SETTINGS if each.name == "swap, split")
 GAPS = SETTINGS[-1]
+BY_MODEL = next(each for each in SETTINGS if each.by_model)
 # Each is a program of its own. `test_mixes` has random windows and chunks in one program.
-SLOW = ("drafts, full and windows", "drafts by a model", "answers with gaps")
+SLOW = ("drafts, full and windows", "answers with gaps")
 
 
 def marks(setting):
@@ -169,7 +170,30 @@ def test_a_rejected_row_is_looked_up_again_when_a_group_closes_a_gap():
     lock.run([])
 
 
-def request(arrival: int, prompt_len: int, max_num_tokens: int, priority: int) -> Request:
+def request(arrival: int, prompt_len: int, max_num_tokens: int, priority: int = 0) -> Request:
     return Request(
         arrival, tuple((arrival + i) % VOCAB for i in range(prompt_len)), max_num_tokens, priority=priority
     )
+
+
+@pytest.mark.slow
+def test_a_model_that_drafts_catches_up_with_answers_that_had_no_drafts():
+    """A full batch makes none; then one row is behind with a tile, and one with two: a pass has two."""
+    lock = LockStep(BY_MODEL)
+    lock.happen(Event((request(1, 32, 60), request(2, 31, 60), request(3, 1, 14))))
+    while any(row is None or row.num_tokens < 3 for row in lock.oracle.rows[:3]):
+        lock.step()
+    before = dict(lock.seen)
+    while all(row is not None and row.finish_reason is None for row in lock.oracle.rows[:3]):
+        lock.step()
+    assert lock.seen["drafted"] == before["drafted"]
+    lock.run([])
+    assert lock.seen["accepted"] > before["accepted"]
+
+
+@pytest.mark.slow
+def test_a_swapped_row_has_what_the_drafting_model_knew_of_its_prompt():
+    lock = LockStep(BY_MODEL)
+    lock.run([Event((request(1, 40, 112), request(2, 41, 112)))])
+    assert lock.seen["swapped"]
+    assert lock.seen["accepted"] > 20

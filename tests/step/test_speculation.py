@@ -59,7 +59,7 @@ def test_what_mostly_followed_the_longest_end_is_drafted(monkeypatch, chunk):
 def test_a_row_drafts_more_after_hits_and_waits_after_misses():
     rng = np.random.default_rng(1)
     oracle = reference.Drafting(reference.Lookup(*dataclasses.astuple(LOOKUP)))
-    rows = DraftRows(*(jnp.array([value], jnp.int32) for value in (LOOKUP.most, 0, 0, [0, 0, 0])))
+    rows = DraftRows(*(jnp.array([value], jnp.int32) for value in (LOOKUP.most, 0, 0, [0, 0, 0], 0)))
     seen = set()
     for _ in range(300):
         may = oracle.draft([1, 1, 1, 1, 1, 1, 1, 1], 5)
@@ -68,7 +68,7 @@ def test_a_row_drafts_more_after_hits_and_waits_after_misses():
         arrays = (jnp.array([value], jnp.int32) for value in (num, num_right))
         rows = speculation.after(rows, jnp.ones(1, bool), *arrays, LOOKUP)
         mine = [field[0].tolist() for field in jax.tree.leaves(rows)]
-        assert mine == [oracle.most, oracle.misses, oracle.wait, oracle.counts]
+        assert mine[:4] == [oracle.most, oracle.misses, oracle.wait, oracle.counts]
         seen.add(oracle.wait)
     assert seen >= {0, 1, 3, 7, 15, reference.LONGEST_WAIT}
 
