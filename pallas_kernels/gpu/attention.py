@@ -82,12 +82,10 @@ class AttentionProblem:
         else:
             cp_async.store_rows(source, target, transforms=transforms)
 
-    def wait_for_copies_out(self, *, wait_read_only: bool = False) -> None:
-        """Wait until `copy_out` has read, or also written, its rows."""
-        if self.has_tma:
-            plgpu.wait_smem_to_gmem(0, wait_read_only=wait_read_only)
-        else:
-            cp_async.commit()
+    @property
+    def wait_smem_to_gmem(self) -> Callable[..., None]:
+        """The function that waits until `copy_out` has written its rows, or read them."""
+        return plgpu.wait_smem_to_gmem if self.has_tma else lambda *_, **__: cp_async.commit()
 
     def waiter(self, num_slots: int, *number: jax.Array, is_refill: bool = False) -> Callable[[Any], None]:
         """Return the function that waits for the barrier of a ring's slot.

@@ -267,7 +267,7 @@ def _kernel(
             return done
 
         lax.fori_loop(0, num_mine, consume, jnp.int32(0))
-        p.wait_for_copies_out()
+        p.wait_smem_to_gmem(0)
 
 
 def _store(

@@ -290,7 +290,7 @@ def store_outputs(
     """Start to copy the outputs of a unit of work to the GPU's memory."""
     for i, ((first, size), piece) in enumerate(zip(p.pieces, out, strict=True)):
         # Wait until the unit before has left the buffer. Pieces overlap, and are written in turn.
-        p.wait_for_copies_out(wait_read_only=i == 0)
+        p.wait_smem_to_gmem(0, wait_read_only=i == 0)
         if p.has_tma:
             common.store(out_smem.at[i].T, piece.astype(p.dtype))
         else:

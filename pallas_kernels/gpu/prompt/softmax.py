@@ -283,4 +283,4 @@ def store_output(
             target = out_gmem.at[:, kv_head * p.group_size + first_head + h]
             p.copy_out(source, target, p.tiled(p.line))
 
-    p.wait_for_copies_out()
+    p.wait_smem_to_gmem(0)
