@@ -16,6 +16,7 @@ MOST_DRAFTS = 31
 LONGEST_END = 16
 DEEPEST = 64
 MOST_PER_TOKEN = 31
+MOST_ROWS = 2**31 - 1
 LONGEST_DEFAULT, SHORTEST_DEFAULT, DEPTH_DEFAULT = 4, 2, 24
 # Options of each method, with what stands for None.
 OPTIONS: dict[str, dict[str, int | float | str | None]] = {
@@ -48,6 +49,8 @@ class Speculation:
     suffix_decoding_min_token_prob: float | None = None  # least share of occurrences that have the drafts
     model: str | None = None  # the model that drafts: what `LLM` takes
     quantization: str | None = None  # as `EngineConfig.quantization`, for the model that drafts
+    # Answers that may run together while drafts are made. None: any number, but 1 for a model on a CPU.
+    disable_by_batch_size: int | None = None
 
     def __post_init__(self) -> None:
         """Check the values. Raises `InputError`."""
@@ -56,6 +59,8 @@ class Speculation:
         rule += ": other methods of drafting are not supported" * unknown
         check("speculative_config: method", self.method, rule, self.method in [*OPTIONS])
         self._count("num_speculative_tokens", 1, MOST_DRAFTS)
+        if self.disable_by_batch_size is not None:
+            self._count("disable_by_batch_size", 1, MOST_ROWS)
         for method, names in OPTIONS.items():
             for name in names if method != self.method else ():
                 value = getattr(self, name)

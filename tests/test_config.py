@@ -134,6 +134,10 @@ def test_bad_sampling_params_are_refused(options, message):
             r"speculative_config: num_speculative_tokens=32 must be an int in \[1, 31\]",
         ),
         (
+            {"speculative_config": {"disable_by_batch_size": 0}},
+            r"speculative_config: disable_by_batch_size=0 must be an int in \[1, 2147483647\]",
+        ),
+        (
             {"speculative_config": {"prompt_lookup_max": 3, "prompt_lookup_min": 4}},
             r"speculative_config: prompt_lookup_min=4 must be an int in \[1, prompt_lookup_max=3\]",
         ),

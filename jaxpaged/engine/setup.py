@@ -37,13 +37,14 @@ WATERMARK = 0.01
 
 def lookup_of(drafts: Speculation) -> AnyLookup:
     """Return the compiled step's constants for this way of drafting."""
-    most = drafts.num_speculative_tokens
+    most, most_rows = drafts.num_speculative_tokens, drafts.disable_by_batch_size
     if drafts.method == "ngram":
         assert drafts.prompt_lookup_max is not None
         assert drafts.prompt_lookup_min is not None
-        return Lookup(most, drafts.prompt_lookup_max, drafts.prompt_lookup_min)
+        return Lookup(most, drafts.prompt_lookup_max, drafts.prompt_lookup_min, most_rows)
     if drafts.method == DRAFT_MODEL:
-        return ByModel(most)
+        # A CPU's time grows with each slot, and so a second model's passes cost more than they save.
+        return ByModel(most, 1 if most_rows is None and jax.default_backend() == "cpu" else most_rows)
     assert drafts.suffix_decoding_max_tree_depth is not None
     assert drafts.suffix_decoding_max_spec_factor is not None
     assert drafts.suffix_decoding_min_token_prob is not None
@@ -52,6 +53,7 @@ def lookup_of(drafts: Speculation) -> AnyLookup:
         drafts.suffix_decoding_max_tree_depth,
         drafts.suffix_decoding_max_spec_factor,
         drafts.suffix_decoding_min_token_prob,
+        most_rows,
     )
 
 

@@ -21,6 +21,7 @@ class Lookup:
     most: int  # drafts of a row in one step
     longest: int  # tokens of the longest end that is looked for
     shortest: int
+    most_rows: int | None = None  # rows that run while drafts are made; None: any number
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class SuffixLookup:
     depth: int  # tokens of an end and of `most` drafts behind it
     factor: float  # drafts for each token of the end
     min_prob: float  # least share of the end's occurrences in which all drafts up to one followed
+    most_rows: int | None = None  # rows that run while drafts are made; None: any number
 
     @property
     def longest(self) -> int:
@@ -43,6 +45,7 @@ class ByModel:
     """Drafts by a second model: what it would choose."""
 
     most: int  # drafts of a row in one step
+    most_rows: int | None = None  # rows that run while drafts are made; None: any number
 
 
 type AnyLookup = Lookup | SuffixLookup | ByModel

@@ -42,7 +42,8 @@ class Drafts:
 def draft(
     state: EngineState, plan: Plan, slots: DecodeSlots, lookup: AnyLookup
 ) -> tuple[EngineState, Plan, DecodeSlots, Drafts]:
-    """Draft tokens for rows that decode, as many as there are empty slots and free blocks.
+    """Draft tokens for rows that decode, as many as there are empty slots and free blocks; none while more
+    rows run than may.
 
     Returns the state with the drafts behind the rows' tokens, the plan with a token more for each, the slots
     that are taken now, and the drafts. Where a second model makes the drafts, there are zeros for them.
@@ -70,6 +71,8 @@ def draft(
     num_taken = jnp.sum(slots.row < rows.phase.shape[0], dtype=jnp.int32)
     nothing = jnp.zeros((rows.phase.shape[0], lookup.most), jnp.int32)
     is_worth_it = jnp.any(may) & (num_taken < num_slots)
+    if lookup.most_rows is not None:
+        is_worth_it &= num_taken <= lookup.most_rows
     wanted, tokens = lax.cond(is_worth_it, look, lambda: (nothing[:, 0], nothing))
     num = jnp.zeros_like(wanted).at[rows.order].set(dealt(wanted[rows.order], num_slots - num_taken))
 

@@ -57,7 +57,9 @@ _OTHER = dataclasses.replace(
     tiny.CONFIG, hidden_size=16, num_q_heads=2, num_kv_heads=1, layers=tiny.CONFIG.layers[:1]
 )
 ANOTHER = Draft(_OTHER, functools.partial(tiny.load, config=_OTHER))
-BY_MODEL: dict[str, Any] = {"speculative_config": {"model": "tiny", "num_speculative_tokens": 3}}
+BY_MODEL: dict[str, Any] = {
+    "speculative_config": {"model": "tiny", "num_speculative_tokens": 3, "disable_by_batch_size": 4}
+}
 FULL, WINDOW, CHUNK = LayerKind(), LayerKind(sliding_window=11), LayerKind(attention_chunk=20)
 SETTINGS: dict[str, Callable[[Path], Driver]] = {
     "adapters": lambda folder: tiny_lora.driver(folder, **TIGHT),

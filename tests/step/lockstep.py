@@ -79,6 +79,7 @@ class Setting:
     has_arena: bool = False  # whether answers may have automata
     most_drafts: int = 0
     by_suffix: bool = False  # whether drafts are what mostly followed
+    most_rows: int | None = None  # rows that run while drafts are made
     by_model: bool = False  # whether a second model drafts
 
     @property
@@ -120,8 +121,9 @@ class Setting:
         if not self.most_drafts:
             return None
         if self.by_suffix:
-            return by_suffix(most=self.most_drafts, depth=self.most_drafts + 3, factor=1.5, min_prob=0.6)
-        return by_end(most=self.most_drafts, longest=3, shortest=1)
+            ways = {"depth": self.most_drafts + 3, "factor": 1.5, "min_prob": 0.6}
+            return by_suffix(most=self.most_drafts, **ways, most_rows=self.most_rows)
+        return by_end(most=self.most_drafts, longest=3, shortest=1, most_rows=self.most_rows)
 
     def advance(self, state: EngineState) -> Any:
         """Make a step: the next state and what was decided."""
