@@ -1,10 +1,11 @@
 """Checks of sampling parameters that are lists: of tokens, of texts, of candidates."""
 
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from jaxpaged.checks import check, is_int_type
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 def token_ids(name: str, ids: object) -> tuple[int, ...]:
@@ -51,13 +52,15 @@ def trace(name: str, ids: Any) -> tuple[int, ...] | None:
     return allowed(name, ids) and tuple(map(int, ids))
 
 
-def candidates(name: str, ids: Any) -> np.ndarray | None:
+def candidates(name: str, ids: Any) -> "np.ndarray | None":
     """Return lines of token ids as int32 [lines, most of a line], filled up with -1; or None.
 
     An array is copied. The request checks how many lines there are, and that the model has the tokens.
     """
     if ids is None:
         return None
+    import numpy as np  # not before: commands print their help without it
+
     rule = "None, or lists of token ids or an array of them, [lines, ids], with -1 for none"
     if isinstance(ids, np.ndarray):
         ok = ids.ndim == 2 and ids.size > 0 and ids.dtype.kind in "iu"
