@@ -13,7 +13,7 @@ from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
 from jaxpaged import InputError, sampling
-from jaxpaged.config import LogprobsMode
+from jaxpaged.config import EngineConfig, LogprobsMode
 from jaxpaged.engine.door import Door, filled
 from jaxpaged.engine.request import Request
 from jaxpaged.sampling import Context, first_ranked, likeliest, sample
@@ -107,9 +107,7 @@ class Letters:
 
 
 DOOR = Door(
-    SimpleNamespace(
-        scheduling_policy="fcfs", block_size=8, seed=0, max_logprobs=20, enable_trace_replay=False
-    ),
+    EngineConfig(block_size=8),
     SimpleNamespace(vocab_size=ROOM, eos_token_ids=(3,)),
     LENGTH,
     SimpleNamespace(num_blocks=10**6),
