@@ -191,9 +191,9 @@ def test_bad_engine_options_are_refused(options, message):
 def test_drafts_are_asked_for_in_json_or_python():
     asked = EngineConfig(speculative_config='{"num_speculative_tokens": 3}').speculative_config
     assert asked == EngineConfig(speculative_config=dataclasses.asdict(asked)).speculative_config
-    assert dataclasses.astuple(asked) == ("ngram", 3, 4, 2, *[None] * 6)
+    assert dataclasses.astuple(asked) == ("ngram", 3, 4, 2, *[None] * 7)
     by_suffix = EngineConfig(speculative_config={"method": "suffix"}).speculative_config
-    assert dataclasses.astuple(by_suffix) == ("suffix", 7, None, None, 24, 0, 1.0, 0.1, None, None)
+    assert dataclasses.astuple(by_suffix) == ("suffix", 7, None, None, 24, 0, 1.0, 0.1, *[None] * 3)
     assert by_suffix == EngineConfig(speculative_config=dataclasses.asdict(by_suffix)).speculative_config
     by_model = EngineConfig(speculative_config={"model": "x", "quantization": "int4"}).speculative_config
     assert (by_model.method, by_model.model, by_model.quantization) == ("draft_model", "x", "int4")
