@@ -3,8 +3,9 @@
 Numbers may be NumPy's; what a check gives back is Python's own. Imports nothing heavy.
 """
 
+import json
 import numbers
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 INT32_MAX = 2**31 - 1
@@ -109,6 +110,26 @@ def checked_choice(name: str, value: object, choices: Iterable[str]) -> str:
     ok = isinstance(value, str) and value in choices
     check(name, value, f"one of {', '.join(choices)}", ok)
     return str(value)
+
+
+def parsed_json(name: str, value: object, rule: str) -> Any:
+    """Return what a string says in JSON, and any other value as it is. Raises `InputError`."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        raise InputError(f"{name}={shown(value)} must be {rule}") from None
+
+
+def checked_mapping(name: str, value: object, rule: str, keys: Iterable[str]) -> Mapping[str, Any]:
+    """Return the value if it is a mapping without other keys than these. Raises `InputError`."""
+    check(name, value, rule, isinstance(value, Mapping))
+    assert isinstance(value, Mapping)
+    keys = tuple(keys)
+    for key in value:
+        checked_choice(f"{name}: key", key, keys)
+    return value
 
 
 def check_salt(name: str, value: object) -> None:

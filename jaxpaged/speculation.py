@@ -1,12 +1,10 @@
 """Option `speculative_config`: how tokens are drafted, in vLLM's words."""
 
 import dataclasses
-import json
 import os
-from collections.abc import Mapping
 from typing import Any
 
-from jaxpaged.checks import InputError, check, checked_choice, checked_int, checked_number, shown
+from jaxpaged.checks import INT32_MAX, check, checked_int, checked_mapping, checked_number, parsed_json
 
 # Methods of vLLM's, by what they need.
 OTHER_METHODS = "eagle", "eagle3", "medusa", "mlp_speculator", "mtp", "ngram_gpu"
@@ -16,7 +14,6 @@ MOST_DRAFTS = 31
 LONGEST_END = 16
 DEEPEST = 64
 MOST_PER_TOKEN = 31
-MOST_ROWS = 2**31 - 1
 LONGEST_DEFAULT, SHORTEST_DEFAULT, DEPTH_DEFAULT = 4, 2, 24
 # Options of each method, with what stands for None.
 OPTIONS: dict[str, dict[str, int | float | str | None]] = {
@@ -60,7 +57,7 @@ class Speculation:
         check("speculative_config: method", self.method, rule, self.method in [*OPTIONS])
         self._count("num_speculative_tokens", 1, MOST_DRAFTS)
         if self.disable_by_batch_size is not None:
-            self._count("disable_by_batch_size", 1, MOST_ROWS)
+            self._count("disable_by_batch_size", 1, INT32_MAX)
         for method, names in OPTIONS.items():
             for name in names if method != self.method else ():
                 value = getattr(self, name)
@@ -126,14 +123,6 @@ def speculation(name: str, value: Any) -> Speculation | None:
     if value is None or isinstance(value, Speculation):
         return value
     rule = 'None or a mapping such as {"method": "ngram", "num_speculative_tokens": 7}'
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError):
-            raise InputError(f"{name}={shown(value)} must be {rule}") from None
-    check(name, value, rule, isinstance(value, Mapping))
-    known = [field.name for field in dataclasses.fields(Speculation)]
-    for key in value:
-        checked_choice(f"{name}: key", key, known)
+    value = checked_mapping(name, parsed_json(name, value, rule), rule, Speculation.__dataclass_fields__)
     by_model = {"method": DRAFT_MODEL} if value.get("model") is not None else {}
     return Speculation(**by_model | {**value})

@@ -205,12 +205,12 @@ class Engine:
 
         All of them or none: they must not need more blocks than are free.
         """
-        slots = self.config.max_num_seqs - len(running := self._in_phase(Phase.RUNNING))
+        slots = self.config.draft_slots(len(running := self._in_phase(Phase.RUNNING)))
         for row in running:
             is_at_end = row.forks_from is None and row.computed == row.num_tokens - 1 >= row.prompt_len
             if is_at_end and row.drafting is not None and row.request.rests is None:
                 room = row.request.max_num_tokens - row.num_tokens - 1
-                row.drafts = row.drafting.draft(row.tokens, room, len(running))[:slots]
+                row.drafts = row.drafting.draft(row.tokens, room)[:slots]
                 slots -= len(row.drafts)
         drafted = {row: num + len(row.drafts) for row, num in new.items()}
         if self._num_new_blocks(drafted) > self.pool.get_num_free_blocks():

@@ -68,6 +68,13 @@ class EngineConfig:
     reuse_answers: bool = False  # whether a later prompt may hit blocks with an answer's tokens
     preemption_mode: Literal["recompute", "swap"] = "recompute"
     lookup: Lookup | SuffixLookup | ByModel | None = None  # how tokens are drafted; None: they are not
+    most_drafting: int | None = None  # rows that run while drafts are made; None: any number
+
+    def draft_slots(self, num_running: int) -> int:
+        """Return how many drafts a step may have while so many rows run."""
+        if self.most_drafting is not None and num_running > self.most_drafting:
+            return 0
+        return self.max_num_seqs - num_running
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,11 @@ class Lookup:
     """Drafts by what followed the longest end of a sequence that occurs before.
 
     most: drafts at once. longest, shortest: tokens of an end that is looked for.
-    most_rows: rows that run while drafts are made; None: any number.
     """
 
     most: int
     longest: int
     shortest: int
-    most_rows: int | None = None
 
 
 def followers(tokens: Sequence[int], lookup: Lookup) -> list[int]:
@@ -47,14 +45,12 @@ class SuffixLookup:
     depth: tokens of an end and of most drafts behind it.
     factor: drafts for each token of the end.
     min_prob: the least share of the end's occurrences in which all drafts up to one followed.
-    most_rows: rows that run while drafts are made; None: any number.
     """
 
     most: int
     depth: int
     factor: float
     min_prob: float
-    most_rows: int | None = None
 
 
 def likely_followers(tokens: Sequence[int], lookup: SuffixLookup) -> list[int]:
@@ -92,12 +88,10 @@ class ByModel:
 
     most: drafts at once.
     next_token: returns what the model would choose behind these tokens.
-    most_rows: rows that run while drafts are made; None: any number.
     """
 
     most: int
     next_token: Callable[[list[int]], int]
-    most_rows: int | None = None
 
 
 def chosen_by(next_token: Callable[[list[int]], int], tokens: Sequence[int], num: int) -> list[int]:
@@ -121,10 +115,9 @@ class Drafting:
     def __post_init__(self) -> None:
         self.most = self.lookup.most
 
-    def draft(self, tokens: Sequence[int], room: int, num_running: int = 1) -> list[int]:
-        """Return the drafts behind these tokens, at most `room`; none while more rows run than may."""
-        most_rows = self.lookup.most_rows
-        if self.wait or (most_rows is not None and num_running > most_rows):
+    def draft(self, tokens: Sequence[int], room: int) -> list[int]:
+        """Return the drafts behind these tokens, at most `room`."""
+        if self.wait:
             return []
         if isinstance(self.lookup, ByModel):
             found = chosen_by(self.lookup.next_token, tokens, self.lookup.most)

@@ -315,6 +315,25 @@ def submit(
     return ids
 
 
+def add(
+    driver: Driver,
+    first_id: int,
+    prompts: list[list[int]],
+    params: list[SamplingParams],
+    priority: int = 0,
+) -> list[Request]:
+    """Queue all answers to the prompts with ids from `first_id` on, and return their requests."""
+    made = [
+        each
+        for prompt, its in zip(prompts, params, strict=True)
+        for each in driver.door.admit(prompt, its, priority=priority)
+    ]
+    requests = [dataclasses.replace(each, request_id=first_id + i) for i, each in enumerate(made)]
+    for each in requests:
+        driver.add(each)
+    return requests
+
+
 def generate(
     driver: Driver, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]
 ) -> list[list[int]]:

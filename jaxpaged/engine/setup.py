@@ -37,14 +37,13 @@ WATERMARK = 0.01
 
 def lookup_of(drafts: Speculation) -> AnyLookup:
     """Return the compiled step's constants for this way of drafting."""
-    most, most_rows = drafts.num_speculative_tokens, drafts.disable_by_batch_size
+    most = drafts.num_speculative_tokens
     if drafts.method == "ngram":
         assert drafts.prompt_lookup_max is not None
         assert drafts.prompt_lookup_min is not None
-        return Lookup(most, drafts.prompt_lookup_max, drafts.prompt_lookup_min, most_rows)
+        return Lookup(most, drafts.prompt_lookup_max, drafts.prompt_lookup_min)
     if drafts.method == DRAFT_MODEL:
-        # A CPU's time grows with each slot, and so a second model's passes cost more than they save.
-        return ByModel(most, 1 if most_rows is None and jax.default_backend() == "cpu" else most_rows)
+        return ByModel(most)
     assert drafts.suffix_decoding_max_tree_depth is not None
     assert drafts.suffix_decoding_max_spec_factor is not None
     assert drafts.suffix_decoding_min_token_prob is not None
@@ -53,8 +52,15 @@ def lookup_of(drafts: Speculation) -> AnyLookup:
         drafts.suffix_decoding_max_tree_depth,
         drafts.suffix_decoding_max_spec_factor,
         drafts.suffix_decoding_min_token_prob,
-        most_rows,
     )
+
+
+def most_drafting(drafts: Speculation) -> int | None:
+    """Return how many answers may run while drafts are made; None: any number."""
+    by_model = drafts.method == DRAFT_MODEL
+    if drafts.disable_by_batch_size is None and by_model and jax.default_backend() == "cpu":
+        return 1  # a CPU's time grows with each slot: beside others the second model costs more than it saves
+    return drafts.disable_by_batch_size
 
 
 def resolve_dtype(config: EngineConfig) -> jnp.dtype:
@@ -255,6 +261,7 @@ class Setup:
             reuse_answers=config.reuse_answers,
             decode_widths=config.decode_widths,
             lookup=None if drafts is None else lookup_of(drafts),
+            most_drafting=None if drafts is None else most_drafting(drafts),
             logprobs_mode=config.logprobs_mode,
         )
 

@@ -1,11 +1,9 @@
 """Option `kv_events_config`: who is told what the prefix cache has, in vLLM's words."""
 
 import dataclasses
-import json
-from collections.abc import Mapping
 from typing import Any
 
-from jaxpaged.checks import InputError, check, checked_bool, checked_choice, checked_int, shown
+from jaxpaged.checks import check, checked_bool, checked_choice, checked_int, checked_mapping, parsed_json
 
 PUBLISHERS = ("zmq", "null")
 
@@ -52,15 +50,7 @@ def kv_events(name: str, value: Any) -> KVEvents | None:
     None where no events are asked for. Raises `InputError`.
     """
     rule = 'None or a mapping such as {"enable_kv_cache_events": true, "endpoint": "tcp://*:5557"}'
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError):
-            raise InputError(f"{name}={shown(value)} must be {rule}") from None
+    value = parsed_json(name, value, rule)
     if value is not None and not isinstance(value, KVEvents):
-        check(name, value, rule, isinstance(value, Mapping))
-        known = [field.name for field in dataclasses.fields(KVEvents)]
-        for key in value:
-            checked_choice(f"{name}: key", key, known)
-        value = KVEvents(**value)
+        value = KVEvents(**checked_mapping(name, value, rule, KVEvents.__dataclass_fields__))
     return value if value is not None and value.enable_kv_cache_events else None

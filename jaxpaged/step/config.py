@@ -21,7 +21,6 @@ class Lookup:
     most: int  # drafts of a row in one step
     longest: int  # tokens of the longest end that is looked for
     shortest: int
-    most_rows: int | None = None  # rows that run while drafts are made; None: any number
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,6 @@ class SuffixLookup:
     depth: int  # tokens of an end and of `most` drafts behind it
     factor: float  # drafts for each token of the end
     min_prob: float  # least share of the end's occurrences in which all drafts up to one followed
-    most_rows: int | None = None  # rows that run while drafts are made; None: any number
 
     @property
     def longest(self) -> int:
@@ -45,7 +43,6 @@ class ByModel:
     """Drafts by a second model: what it would choose."""
 
     most: int  # drafts of a row in one step
-    most_rows: int | None = None  # rows that run while drafts are made; None: any number
 
 
 type AnyLookup = Lookup | SuffixLookup | ByModel
@@ -65,6 +62,7 @@ class StepConfig:
     reuse_answers: bool = False  # whether a prompt may hit blocks that were computed as an answer
     decode_widths: tuple[int, ...] = ()  # rows of narrower decode passes, rising; the widest has max_num_seqs
     lookup: AnyLookup | None = None  # how tokens are drafted; None: they are not
+    most_drafting: int | None = None  # rows that run while drafts are made; None: any number
     logprobs_mode: LogprobsMode = "raw_logprobs"  # see `EngineConfig.logprobs_mode`
 
     def __post_init__(self) -> None:

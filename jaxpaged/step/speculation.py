@@ -21,7 +21,7 @@ from jaxpaged.memory import block_table, copy_on_write
 from jaxpaged.memory.entries import dealt, number_through
 from jaxpaged.sampling import is_among
 from jaxpaged.step.automata import GrammarRows, by_host, moved
-from jaxpaged.step.config import AnyLookup, ByModel
+from jaxpaged.step.config import AnyLookup, ByModel, StepConfig
 from jaxpaged.step.followers import look_up
 from jaxpaged.step.plan import DecodeSlots, Plan
 from jaxpaged.step.state import Counter, DraftRows, EngineState, Rows
@@ -40,7 +40,7 @@ class Drafts:
 
 
 def draft(
-    state: EngineState, plan: Plan, slots: DecodeSlots, lookup: AnyLookup
+    state: EngineState, plan: Plan, slots: DecodeSlots, config: StepConfig
 ) -> tuple[EngineState, Plan, DecodeSlots, Drafts]:
     """Draft tokens for rows that decode, as many as there are empty slots and free blocks; none while more
     rows run than may.
@@ -48,7 +48,8 @@ def draft(
     Returns the state with the drafts behind the rows' tokens, the plan with a token more for each, the slots
     that are taken now, and the drafts. Where a second model makes the drafts, there are zeros for them.
     """
-    rows = state.rows
+    rows, lookup = state.rows, config.lookup
+    assert lookup is not None
     # A row that was preempted computes the tokens it has first.
     is_at_end = state.tables.seq_lens == rows.num_tokens - 1
     decodes = rows.running & (plan.num_tiles == 0) & (plan.num_new_tokens > 0)
@@ -71,8 +72,8 @@ def draft(
     num_taken = jnp.sum(slots.row < rows.phase.shape[0], dtype=jnp.int32)
     nothing = jnp.zeros((rows.phase.shape[0], lookup.most), jnp.int32)
     is_worth_it = jnp.any(may) & (num_taken < num_slots)
-    if lookup.most_rows is not None:
-        is_worth_it &= num_taken <= lookup.most_rows
+    if config.most_drafting is not None:
+        is_worth_it &= num_taken <= config.most_drafting
     wanted, tokens = lax.cond(is_worth_it, look, lambda: (nothing[:, 0], nothing))
     num = jnp.zeros_like(wanted).at[rows.order].set(dealt(wanted[rows.order], num_slots - num_taken))
 

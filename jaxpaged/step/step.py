@@ -71,7 +71,7 @@ def advance(
     forks, drafts = state.rows.forking, None
     slots = slots_of(state.rows.running | forks, config.max_num_seqs)
     if config.lookup is not None:
-        state, plan, slots, drafts = speculation.draft(state, plan, slots, config.lookup)
+        state, plan, slots, drafts = speculation.draft(state, plan, slots, config)
         decision = replace(decision, plan=plan)
     ran = plan.num_new_tokens > 0
     max_blocks = config.max_blocks_touched(state.tables.block_size)

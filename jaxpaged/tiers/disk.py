@@ -209,8 +209,8 @@ class DiskStore:
                 self._waiting_bytes -= block.num_bytes
         with self._lock:
             self._sizes[path] = len(content)
-            kept = sum(self._sizes.get(each, 0) for each in self._kept)
-            if path in self._kept and kept > self.capacity // KEPT_SHARE:  # it has become larger
+            # It may have become larger.
+            if path in self._kept and self._kept_bytes() > self.capacity // KEPT_SHARE:
                 del self._kept[path]
                 self._released.add(path)
             self._use(path, max(when, self._used.get(path, 0)))
@@ -219,6 +219,10 @@ class DiskStore:
             self._note_uses()
             self._list()
             self._prune()
+
+    def _kept_bytes(self) -> int:
+        """Return the bytes of the files that this engine keeps. Call it with the lock."""
+        return sum(self._sizes.get(path, 0) for path in self._kept)
 
     def _use(self, path: Path, when: int) -> None:
         """Note a use of a file. One that is kept is used by the end of its time."""
@@ -235,7 +239,7 @@ class DiskStore:
         self._kept = {
             path: until for path, until in self._kept.items() if until > now and path in self._sizes
         }
-        room = self.capacity // KEPT_SHARE - sum(self._sizes[path] for path in self._kept)
+        room = self.capacity // KEPT_SHARE - self._kept_bytes()
         for place, path in zip(range(len(job.paths), 0, -1), job.paths, strict=True):
             if not job.until:  # times differ, so that the chain's end goes before its beginning
                 if self._kept.pop(path, None) is not None or path in late:

@@ -27,20 +27,6 @@ def driver():
     return tiny_recursive.with_languages(tiny.driver(**OPTIONS))
 
 
-def add(driver, first_id, prompts, params, priority=0):
-    requests = [
-        dataclasses.replace(each, request_id=first_id + i)
-        for i, each in enumerate(
-            request
-            for prompt, its in zip(prompts, params, strict=True)
-            for request in driver.door.admit(prompt, its, priority=priority)
-        )
-    ]
-    for request in requests:
-        driver.add(request)
-    return requests
-
-
 def test_answers_are_the_oracles_in_any_company(driver):
     """Rows that the host follows are swapped out, recalled and computed again, and fork; others run on."""
     greedy = {"temperature": 0, "max_tokens": 50}
@@ -53,7 +39,7 @@ def test_answers_are_the_oracles_in_any_company(driver):
         tiny.greedy(40),
     ]
     prompts = tiny.prompts([1, 38, 37, 39, 20, 11])
-    usual = add(driver, 1, prompts, params, priority=1)
+    usual = tiny.add(driver, 1, prompts, params, priority=1)
     deltas: dict[int, list[Delta]] = {}
     gave_way = set[Phase]()  # of rows that rested meanwhile
 
@@ -67,7 +53,9 @@ def test_answers_are_the_oracles_in_any_company(driver):
         return any(entry.answer and entry.follower for entry in waiting)
 
     assert any(turn(1) for _ in range(100))
-    urgent = add(driver, 50, [[i] for i in range(12)], [SamplingParams(temperature=0, max_tokens=3)] * 12)
+    urgent = tiny.add(
+        driver, 50, [[i] for i in range(12)], [SamplingParams(temperature=0, max_tokens=3)] * 12
+    )
     turn(1)
     recalled = [queued for queued in driver.queue if queued.answer and queued.request.grammar]
     assert any(queued.request.grammar.language for queued in recalled)
@@ -99,7 +87,7 @@ def test_answers_are_the_oracles_in_any_company(driver):
 
 def test_rows_that_the_host_follows_make_a_step_a_turn_and_others_as_many_as_they_may(driver):
     followed = SamplingParams(temperature=0, max_tokens=12, **asking("sum"), min_tokens=12)
-    first, other = add(driver, 200, tiny.prompts([5, 6]), [followed, tiny.greedy(40)])
+    first, other = tiny.add(driver, 200, tiny.prompts([5, 6]), [followed, tiny.greedy(40)])
     told: dict[int, list[int]] = {first.request_id: [], other.request_id: []}
     while driver.has_work:
         for delta in driver.turn(max_steps=8):

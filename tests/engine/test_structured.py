@@ -27,20 +27,6 @@ def driver():
     return tiny_grammars.with_grammars(tiny.driver(**OPTIONS))
 
 
-def add(driver, first_id, prompts, params, priority=0):
-    requests = [
-        dataclasses.replace(each, request_id=first_id + i)
-        for i, each in enumerate(
-            request
-            for prompt, its in zip(prompts, params, strict=True)
-            for request in driver.door.admit(prompt, its, priority=priority)
-        )
-    ]
-    for request in requests:
-        driver.add(request)
-    return requests
-
-
 def test_answers_are_the_oracles_in_any_company(driver):
     """Rows are swapped out; others are recalled for who is more urgent, and computed again."""
     params = [
@@ -52,7 +38,7 @@ def test_answers_are_the_oracles_in_any_company(driver):
         tiny.greedy(40),
     ]
     prompts = tiny.prompts([1, 38, 37, 39, 20, 11])
-    usual = add(driver, 1, prompts, params, priority=1)
+    usual = tiny.add(driver, 1, prompts, params, priority=1)
     deltas: dict[int, list[Delta]] = {}
     seen: set[Phase] = set()
 
@@ -66,7 +52,7 @@ def test_answers_are_the_oracles_in_any_company(driver):
 
     for _ in range(28):
         turn(1)
-    urgent = add(driver, 50, [[i] for i in range(8)], [SamplingParams(temperature=0, max_tokens=3)] * 8)
+    urgent = tiny.add(driver, 50, [[i] for i in range(8)], [SamplingParams(temperature=0, max_tokens=3)] * 8)
     turn(1)
     assert any(queued.answer and queued.request.grammar for queued in driver.queue), "recalled"
     while driver.has_work:

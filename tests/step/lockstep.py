@@ -79,7 +79,7 @@ class Setting:
     has_arena: bool = False  # whether answers may have automata
     most_drafts: int = 0
     by_suffix: bool = False  # whether drafts are what mostly followed
-    most_rows: int | None = None  # rows that run while drafts are made
+    most_drafting: int | None = None  # rows that run while drafts are made
     by_model: bool = False  # whether a second model drafts
 
     @property
@@ -114,6 +114,7 @@ class Setting:
             grouping=Grouping(self.specs, tuple((layer,) for layer in range(len(self.specs)))).of_step,
             reuse_answers=self.reuse_answers,
             lookup=ByModel(self.most_drafts) if self.by_model else self.lookup(Lookup, SuffixLookup),
+            most_drafting=self.most_drafting,
         )
 
     def lookup(self, by_end: Callable[..., Any], by_suffix: Callable[..., Any]) -> Any:
@@ -121,9 +122,8 @@ class Setting:
         if not self.most_drafts:
             return None
         if self.by_suffix:
-            ways = {"depth": self.most_drafts + 3, "factor": 1.5, "min_prob": 0.6}
-            return by_suffix(most=self.most_drafts, **ways, most_rows=self.most_rows)
-        return by_end(most=self.most_drafts, longest=3, shortest=1, most_rows=self.most_rows)
+            return by_suffix(most=self.most_drafts, depth=self.most_drafts + 3, factor=1.5, min_prob=0.6)
+        return by_end(most=self.most_drafts, longest=3, shortest=1)
 
     def advance(self, state: EngineState) -> Any:
         """Make a step: the next state and what was decided."""
@@ -155,6 +155,7 @@ class Setting:
                 )
                 if self.by_model
                 else self.lookup(speculation.Lookup, speculation.SuffixLookup),
+                most_drafting=self.most_drafting,
             ),
             functools.partial(next_token, self.reaches),
         )

@@ -27,7 +27,7 @@ SETTINGS = [
         policy=LRU_SPLIT,
         most_drafts=2,
         by_suffix=True,
-        most_rows=1,
+        most_drafting=1,
     ),
     Setting(
         "drafts by a model",
