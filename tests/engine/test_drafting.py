@@ -69,6 +69,16 @@ def test_a_block_has_both_models_keys_and_values():
     assert capacity.weight_bytes(setup(wide)) > capacity.weight_bytes(setup(None))
 
 
+def test_on_a_cpu_a_model_drafts_for_one_answer_at_a_time():
+    def most(**drafts):
+        return setup(speculative_config=drafts).step_config(9).most_drafting
+
+    assert most(model="tiny") == 1
+    assert most(model="tiny", disable_by_batch_size=3) == 3
+    assert most(method="ngram") is None
+    assert most(method="suffix", disable_by_batch_size=2) == 2
+
+
 def test_the_drafting_model_is_found_by_its_name(tmp_path):
     """Another tokenizer would draft other tokens than it means."""
     served = loading.open_checkpoint(write_gguf(tmp_path / "tiny.gguf"))
