@@ -210,8 +210,7 @@ def _kernel(
     A partition's item in the plan names its row; the unit's kv head is the remainder of its number.
     """
     p = problem
-    if not p.has_tma:
-        scratch = cp_async.initialise(program.scratch_types(p), scratch)
+    scratch = p.ready(program.scratch_types(p), scratch)
     program_id, thread = lax.axis_index("program"), lax.axis_index("thread")
     num_units = plan.num_items[0] * p.num_kv_heads
     num_mine = pl.cdiv(jnp.maximum(num_units - program_id, 0), jnp.int32(num_programs))
@@ -234,9 +233,8 @@ def _kernel(
                 return fetch.produce(p, unit(i)[1], i, gmem, extras, scratch, done, warp)
 
             done = lax.fori_loop(0, num_mine, produce, jnp.int32(0))
-            if p.has_tma or p.is_interpreted:
-                common.drain(scratch.ring.k_free, p.num_stages, done)
-                pl.when(warp == 0)(lambda: common.drain(scratch.q_free, program.NUM_QUERY_SLOTS, num_mine))
+            p.drain(scratch.ring.k_free, p.num_stages, done)
+            pl.when(warp == 0)(lambda: p.drain(scratch.q_free, program.NUM_QUERY_SLOTS, num_mine))
 
     @pl.when(thread == 0)
     def _consumer() -> None:

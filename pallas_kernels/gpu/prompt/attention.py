@@ -54,8 +54,7 @@ def _kernel(
     Items are taken from the last to the first.
     """
     p = problem
-    if not p.has_tma:
-        scratch = cp_async.initialise(program.scratch_types(p), scratch)
+    scratch = p.ready(program.scratch_types(p), scratch)
     place, chunk, kv_head, warpgroup = (
         lax.axis_index(name) for name in ("place", "chunk", "kv_head", "warpgroup")
     )

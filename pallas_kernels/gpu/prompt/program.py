@@ -60,17 +60,17 @@ class Problem(AttentionProblem):
         needs_more |= self.head_dim == 256 and (self.is_bounded or self.is_quantised)
         needs_more |= self.is_quantised and self.is_bounded
         # An mma.sync has its operands in registers.
-        needs_more |= self.multiply != "wgmma" and (self.is_quantised or self.head_dim > 128)
+        needs_more |= not self.has_wgmma and (self.is_quantised or self.head_dim > 128)
         return min(1 if needs_more else MAX_WARPGROUPS, -(-self.group_size // self.warpgroup_heads))
 
     @property
     def takes_turns(self) -> bool:
         """Whether two consumers take turns: while one multiplies, the other takes its softmax."""
-        return self.multiply == "wgmma" and self.num_warpgroups == MAX_WARPGROUPS
+        return self.has_wgmma and self.num_warpgroups == MAX_WARPGROUPS
 
     def tiled(self, width: int) -> tuple[Any, ...]:
         """Return the transforms of operands in shared memory, of rows of this width."""
-        found: tuple[Any, ...] = common.tiled(width, 64 if self.multiply == "wgmma" else MMA_COLUMNS)
+        found: tuple[Any, ...] = common.tiled(width, 64 if self.has_wgmma else MMA_COLUMNS)
         return found
 
     @property
@@ -86,7 +86,7 @@ class Problem(AttentionProblem):
     @property
     def shares_registers(self) -> bool:
         """Whether consumers take registers from the others, because an equal share is not enough."""
-        if not self.has_tma or (self.multiply != "wgmma" and self.is_interpreted):
+        if not self.has_tma or (not self.has_wgmma and self.is_interpreted):
             return False
         return self.in_registers and (self.num_warpgroups == MAX_WARPGROUPS or self.is_quantised)
 
@@ -122,8 +122,7 @@ def make_problem(
         tile_kv=64 if is_narrow or by_mma else 128,
         in_registers=(by_mma or not is_interpreted) if in_registers is None else in_registers,
         is_interpreted=is_interpreted,
-        fetch=target.fetch,
-        multiply=target.kernel_multiply,
+        **Problem.fields_of(target),
         num_raw_stages=1 if is_long or (is_scaled and fields["head_dim"] == 128) else 2,
     )
 

@@ -93,7 +93,7 @@ def consume(
             return acc[...]
 
         shape = WARPGROUP_ROWS, p.tile_kv
-        if p.multiply == "wgmma":
+        if p.has_wgmma:
             s = pl.run_scoped(scores, plgpu.ACC(shape, jnp.float32))
         else:
             queries, k = scratch.q.at[warpgroup], ring.k.at[slot].T
@@ -123,7 +123,7 @@ def consume(
                 plgpu.barrier_wait(ring.v_full.at[slot])
             plgpu.barrier_wait(scratch.turn)
         out = _add_weighted(p, out, weights, scratch, slot, warpgroup)
-        if p.multiply != "wgmma":
+        if not p.has_wgmma:
             p.commit_smem()
         p.barrier_arrive(ring.v_free.at[slot])
         return Softmax(out, largest, total)
@@ -214,7 +214,7 @@ def _add_weighted(
     p: Problem, out: jax.Array, weights: jax.Array, scratch: Scratch, slot: jax.Array, warpgroup: jax.Array
 ) -> jax.Array:
     """Return out + weights @ V, for the V of a slot."""
-    if p.multiply != "wgmma":
+    if not p.has_wgmma:
         v, width = scratch.ring.v.at[slot], MMA_OUTPUTS if p.has_tma else None
         return common.product(weights, v, (WARPGROUP_ROWS, p.head_dim), p.multiply, out, MMA_TOKENS, width)
     if p.in_registers:
