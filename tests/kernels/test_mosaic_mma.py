@@ -153,6 +153,13 @@ EIGHT_BITS = (
     "tiles 32/8/128 bs16 bfloat16 float8_e4m3fn 32 tokens a tile",
     "tiles 32/8/128 bs64 bfloat16 bfloat16 32 tokens a tile int4_grouped",
 )
+# The least and the most that a product takes: minima beside codes of 8 bits, and as many rows as at once.
+PRODUCTS = (
+    "product 16 rows Q4_0 4096 x 4096",
+    "product 64 rows Q5_1 4096 x 4096",
+    "product 64 rows fp8 4096 x 4096",
+    "product 256 rows bfloat16 4096 x 4096",
+)
 # The least and the most that a program takes, and each way of widening. One process a target: on some
 # versions of JAX an instruction that a target lacks ends the process.
 COMPILED = {
@@ -161,22 +168,30 @@ COMPILED = {
         "decode 128/8/128 bs16 bfloat16 bfloat16",
         "decode 32/8/128 bs16 bfloat16 float8_e4m3fn",
         PROMPT,
+        *PRODUCTS,
     ),
     "8.0": (
         "decode 32/8/128 bs16 bfloat16 bfloat16",
         "decode 32/8/128 bs16 bfloat16 float8_e4m3fn",
+        "decode 32/8/128 bs64 bfloat16 bfloat16 alibi window soft_cap sinks int4_grouped",
         PROMPT,
+        *PRODUCTS,
     ),
     "8.6": ("decode 32/8/128 bs16 bfloat16 float8_e5m2", PROMPT, *EIGHT_BITS),
-    "8.9": ("decode 32/8/128 bs16 bfloat16 float8_e4m3fn", "decode 32/8/128 bs16 bfloat16 int8", *EIGHT_BITS),
-    "10.0": ("decode 32/8/128 bs16 bfloat16 bfloat16", PROMPT, *EIGHT_BITS),
+    "8.9": (
+        "decode 32/8/128 bs16 bfloat16 float8_e4m3fn",
+        "decode 32/8/128 bs16 bfloat16 int8",
+        *EIGHT_BITS,
+        *PRODUCTS,
+    ),
+    "10.0": ("decode 32/8/128 bs16 bfloat16 bfloat16", PROMPT, *EIGHT_BITS, *PRODUCTS),
 }
 NIGHTLY = ("8.6", "8.9", "10.0")
 
 
 @pytest.mark.skipif(bool(missing), reason=f"needs the cuda-compile extra: {', '.join(missing)}")
 @pytest.mark.parametrize("capability", slow_and_nightly(COMPILED, set(COMPILED) - set(NIGHTLY)))
-def test_attention_compiles_for_a_target_and_spills_nothing(capability: str) -> None:
+def test_kernels_compile_for_a_target_and_spill_nothing(capability: str) -> None:
     target, names = targets.TARGETS[capability], COMPILED[capability]
     reports = compile_report.run(list(names), capability)
     assert {r.program for r in reports} == set(names)
@@ -188,10 +203,11 @@ def test_attention_compiles_for_a_target_and_spills_nothing(capability: str) -> 
     assert [r for r in reports if r.shared_memory_bytes > target.program_bytes] == []
     programs = {str(p): p for p in compile_report.attention_programs()}
     for r in reports:
-        p = programs[r.program]
-        dtype, queries = jnp.dtype(p.cache_dtype or p.dtype), p.num_q_heads // p.num_kv_heads
-        config = tuning.default_config(p.head_dim, dtype, queries, target=target)
         if r.kernel == "paged_attention_kernel":
+            p = programs[r.program]
+            dtype = {"int4_grouped": "uint8"}.get(p.kv_layout, p.cache_dtype or p.dtype)
+            queries = p.num_q_heads // p.num_kv_heads
+            config = tuning.default_config(p.head_dim, jnp.dtype(dtype), queries, target=target)
             assert config.ctas_per_core <= r.ctas_per_core, r
 
 

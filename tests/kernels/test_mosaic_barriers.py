@@ -1,0 +1,56 @@
+"""Barriers of the kernels' forms without wgmma, and without TMA: each is taken away in turn.
+
+As the tests of Hopper's forms do it, with the primitives of `primitives.py`. Registers are loaded from shared
+memory here, which the race detector sees. It takes a warpgroup for one thread. So it sees no lack of the
+barriers among a warpgroup's own threads, `commit`, by which nothing but its warps is ordered.
+"""
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.kernels import test_mosaic_interpreter as decode
+from tests.kernels import test_mosaic_products as quantised
+from tests.kernels import test_mosaic_tiles as prompts
+from tests.kernels import test_product as dense
+from tests.kernels.interpreter import OPTIONAL, fresh_interpreter, unnoticed_calls
+from tests.kernels.primitives import interpretable
+
+pytestmark = pytest.mark.usefixtures(fresh_interpreter.__name__)
+
+
+def run_decode() -> None:
+    decode.assert_close(decode.RING, decode.launch(decode.RING, decode.CUT))
+
+
+def run_prompts() -> None:
+    prompts.assert_close(prompts.RING, prompts.launch(prompts.RING))
+
+
+def run_widened() -> None:
+    prompts.assert_close(prompts.RINGS, prompts.launch(prompts.RINGS))
+
+
+FORMS: dict[str, Callable[[], None]] = {
+    "decode": run_decode,
+    "prompts": run_prompts,
+    "prompts, widened": run_widened,
+    "quantised products": quantised.launch,
+    "layers' products": dense.launch,
+}
+AMONG_WARPS = ("commit", "commit_smem")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("capability", ["8.0", "12.0"])
+@pytest.mark.parametrize("form", FORMS)
+def test_every_barrier_is_needed(form: str, capability: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without an arrival a thread would wait for ever: those are not tried."""
+    with interpretable(capability):
+        calls, unnoticed = unnoticed_calls(
+            FORMS[form], lambda call: "arrive" in call[0], capsys, shadows=False
+        )
+    waits = {call for call in calls if "wait" in call[0]}
+    print(calls, unnoticed)
+    assert len(waits) >= 3
+    assert {call for call in unnoticed - OPTIONAL if call[0] not in AMONG_WARPS} == set()
