@@ -25,7 +25,7 @@ class Primitives:
 
     is_interpreted: bool
     fetch: Fetch = "tma"
-    multiply: Multiply = "wgmma"  # or "mma.sync"
+    multiply: Multiply = "wgmma"
 
     @staticmethod
     def fields_of(target: Target) -> dict[str, Any]:
@@ -39,6 +39,11 @@ class Primitives:
     @property
     def has_wgmma(self) -> bool:
         return self.multiply == "wgmma"
+
+    @property
+    def has_tensor_memory(self) -> bool:
+        """Whether products add up in tensor memory."""
+        return self.multiply == "tcgen05"
 
     def barrier(self, num_arrivals: int, num_barriers: int = 1, *, of_copies: bool = False) -> Any:
         """Return the type of a ring's barriers; of_copies: whether a warp's copies arrive, not warpgroups."""

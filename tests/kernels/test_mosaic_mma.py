@@ -207,7 +207,9 @@ def test_kernels_compile_for_a_target_and_spill_nothing(capability: str) -> None
             p = programs[r.program]
             dtype = {"int4_grouped": "uint8"}.get(p.kv_layout, p.cache_dtype or p.dtype)
             queries = p.num_q_heads // p.num_kv_heads
-            config = tuning.default_config(p.head_dim, jnp.dtype(dtype), queries, target=target)
+            config = tuning.default_config(
+                p.head_dim, jnp.dtype(dtype), queries, has_extras=p.alibi or p.sinks, target=target
+            )
             assert config.ctas_per_core <= r.ctas_per_core, r
 
 
