@@ -36,12 +36,15 @@ class Target:
 
     @property
     def kernel_multiply(self) -> Multiply:
-        """The instruction of our kernels' products. They do without tcgen05."""
+        """The instruction of products of few rows, and of prompts with longer heads; other prompts have
+        tcgen05.
+        """
         return "wgmma" if self.multiply == "wgmma" else "mma.sync"
 
     def __str__(self) -> str:
+        prompts = "" if self.multiply == self.kernel_multiply else f", of prompts by {self.multiply}"
         return (
-            f"{self.architecture}: tiles by {self.fetch}, products by {self.kernel_multiply}, "
+            f"{self.architecture}: tiles by {self.fetch}, products by {self.kernel_multiply}{prompts}, "
             f"{self.program_bytes // 1024} KiB a program"
         )
 

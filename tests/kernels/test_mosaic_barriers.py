@@ -1,10 +1,11 @@
-"""Barriers of the kernels' forms without wgmma, and without TMA: each is taken away in turn.
+"""Barriers of the kernels' forms without wgmma, or without TMA: each is taken away in turn.
 
 As the tests of Hopper's forms do it, with the primitives of `primitives.py`. Registers are loaded from shared
 memory here, which the race detector sees. It takes a warpgroup for one thread. So it sees no lack of the
 barriers among a warpgroup's own threads, `commit`, by which nothing but its warps is ordered.
 """
 
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -43,8 +44,10 @@ AMONG_WARPS = ("commit", "commit_smem")
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("capability", ["8.0", "12.0"])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("form", "capability"),
+    [*itertools.product(FORMS, ("8.0", "12.0")), ("prompts", "10.0"), ("prompts, widened", "10.0")],
+)
 def test_every_barrier_is_needed(form: str, capability: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Without an arrival a thread would wait for ever: those are not tried."""
     with interpretable(capability):

@@ -193,9 +193,8 @@ def test_the_table_for_people_has_a_line_for_everything() -> None:
         "type of q", "type of the cache", "head_dim", "head_dim with an 8-bit cache", "block_size", "block_size with a scale a token",
         "head_dim with 4 bits a number", "block_size with 4 bits a number", "query heads per kv head", "cache layout",
         "alibi_slopes, sliding_window, attention_chunk, soft_cap, sinks, block_sparse",
-        "head_dim on sm_80", "head_dim with an 8-bit cache on sm_80",
-        "head_dim on sm_86, sm_89, sm_120a, sm_121a", "head_dim with an 8-bit cache on sm_86, sm_89, sm_120a, sm_121a",
-        "head_dim with a scale a token on sm_86, sm_89, sm_120a, sm_121a",
+        "head_dim with an 8-bit cache on sm_80, sm_86, sm_89, sm_120a, sm_121a",
+        "query heads per kv head with head_dim 256 on sm_86, sm_89, sm_120a, sm_121a",
     }  # fmt: skip
 
 
@@ -225,7 +224,7 @@ def test_a_gpus_target_decides_the_default(
 
 
 def test_a_target_without_all_kernels_takes_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only shorter heads have one on an RTX 5090, or on an A100; what is asked for by name is refused."""
+    """Groups of at most 8 of the longest heads have one on an RTX 5090; what is asked for by name is refused."""
 
     def chosen(implementation: Any = None, **changes: Any) -> str:
         named, options = inputs(DecodeCase("one", seq_lens=(3,), **changes))
@@ -234,14 +233,17 @@ def test_a_target_without_all_kernels_takes_what_it_has(monkeypatch: pytest.Monk
 
     device = types.SimpleNamespace(platform="gpu", compute_capability="12.0")
     monkeypatch.setattr(jax, "devices", lambda: [device])
-    assert (chosen(), chosen(head_dim=256), chosen(dtype="float32")) == ("mosaic_gpu", "xla", "xla")
-    with pytest.raises(NotImplementedError, match=r"on sm_120a does not serve head_dim=256 \(served: 64, 80"):
-        chosen("mosaic_gpu", head_dim=256)
+    wide: dict[str, Any] = {"head_dim": 256, "num_q_heads": 9, "num_kv_heads": 1}
+    assert (chosen(), chosen(head_dim=256), chosen(**wide)) == ("mosaic_gpu", "mosaic_gpu", "xla")
+    assert chosen(dtype="float32") == "xla"
+    with pytest.raises(NotImplementedError, match=r"on sm_120a does not serve .*=9 \(served: up to 8\)"):
+        chosen("mosaic_gpu", **wide)
     assert choice.default_tiled_implementation(jnp.dtype("bfloat16"), 32) in ("mosaic_gpu", "native")
     device.compute_capability = "8.0"
-    assert (chosen(), chosen(head_dim=192), chosen(head_dim=256)) == ("mosaic_gpu", "mosaic_gpu", "xla")
-    with pytest.raises(NotImplementedError, match="on sm_80 does not serve head_dim=256"):
-        chosen("mosaic_gpu", head_dim=256)
+    narrow: dict[str, Any] = {"head_dim": 192, "cache_dtype": "int8"}
+    assert (chosen(), chosen(**wide), chosen(**narrow)) == ("mosaic_gpu", "mosaic_gpu", "xla")
+    with pytest.raises(NotImplementedError, match="on sm_80 does not serve head_dim=192"):
+        chosen("mosaic_gpu", **narrow)
     device.compute_capability = "7.5"
     assert chosen() == "xla"
 

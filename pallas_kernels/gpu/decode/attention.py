@@ -61,8 +61,10 @@ def serves(query_len: int, group_size: int, head_dim: int) -> bool:
     """Return whether rows of so many new tokens are few enough for a decode step and a consumer's
     registers.
     """
-    columns = tuning.num_columns(group_size * query_len)
-    if query_len > 1 and columns > MAX_MMA_COLUMNS and targets.compiled_for().kernel_multiply != "wgmma":
+    columns, target = tuning.num_columns(group_size * query_len), targets.compiled_for()
+    is_by_mma = query_len > 1 and target.kernel_multiply != "wgmma"
+    fits = columns <= MAX_MMA_COLUMNS and tuning.fits(head_dim, jnp.dtype("bfloat16"), columns, target)
+    if is_by_mma and not fits:
         return False
     return query_len <= MAX_QUERY_LEN and columns <= MAX_COLUMNS and columns * head_dim <= MAX_OUTPUTS
 

@@ -191,7 +191,7 @@ def partial_bytes(
 
     capacity: the most tokens of a sequence.
     """
-    most = program.MAX_WARPGROUPS * program.rows_of(targets.compiled_for().multiply)
+    most = program.MAX_WARPGROUPS * program.rows_of(program.multiply_of(targets.compiled_for(), head_dim))
     num_chunks = -(-group_size * tile_len // most)
     num_programs = num_kv_heads * num_chunks
     count = partitions.partitioning_of(num_programs).bound(capacity)

@@ -19,13 +19,18 @@ from jax import lax
 from pallas_kernels.gpu import common, int4_cache, targets
 from pallas_kernels.gpu.attention import AttentionProblem, Ring, problem_fields, ring_types
 from pallas_kernels.gpu.prompt import tensor_memory
-from pallas_kernels.gpu.targets import Multiply
+from pallas_kernels.gpu.targets import Multiply, Target
 from pallas_kernels.support import Arrays, Options
 
 WARPGROUP_ROWS = 64
 MAX_WARPGROUPS = 2  # consumers of a program
 MMA_COLUMNS = 16  # of an operand of mma.sync: numbers of a query and of K in registers at a time
 TILE_LENS = (8, 16, 32, 64)  # other lengths are padded to the next of these
+
+
+def multiply_of(target: Target, head_dim: int) -> Multiply:
+    """Return the instruction of prompts' products: the target's fastest, if a thread has the registers."""
+    return target.kernel_multiply if head_dim > tensor_memory.MAX_HEAD_DIM else target.multiply
 
 
 def rows_of(multiply: Multiply) -> int:
@@ -76,8 +81,9 @@ class Problem(AttentionProblem):
         needs_more = self.has_slopes or self.soft_cap is not None
         needs_more |= self.head_dim == 256 and (self.is_bounded or self.is_quantised)
         needs_more |= self.is_quantised and self.is_bounded
-        # An mma.sync has its operands in registers, and tensor memory has not the columns.
+        # An mma.sync has its operands in registers, and with tensor memory a thread has a whole row.
         needs_more |= not self.has_wgmma and (self.is_quantised or self.head_dim > 128)
+        needs_more |= self.has_tensor_memory and self.is_bounded and self.head_dim > 64
         return min(1 if needs_more else MAX_WARPGROUPS, -(-self.group_size // self.warpgroup_heads))
 
     @property
@@ -150,7 +156,7 @@ def make_problem(
         tile_kv=64 if is_narrow or by_mma else 128,
         in_registers=(by_mma or not is_interpreted) if in_registers is None else in_registers,
         is_interpreted=is_interpreted,
-        **Problem.fields_of(target) | {"multiply": target.multiply},
+        **Problem.fields_of(target) | {"multiply": multiply_of(target, fields["head_dim"])},
         num_raw_stages=1 if is_long or (is_scaled and fields["head_dim"] == 128) else 2,
     )
     # With one slot, K of the next tile comes while V of this one is multiplied, and the other way round.

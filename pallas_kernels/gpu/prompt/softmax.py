@@ -182,23 +182,33 @@ def _logits(
     if p.soft_cap is not None:  # tanh(x) = 1 - 2 / (1 + exp(2 x)): good to 1e-7, the GPU's own to 5e-4
         s = (1 - 2 / (1 + jnp.exp2(s * (2 * p.scale / p.soft_cap * LOG2E)))) * (p.soft_cap * LOG2E)
         factor = 1.0
-    elif slopes is not None or factor <= 0:  # otherwise the factor is applied where the maximum is subtracted
+    # Otherwise the factor is applied where the maximum is subtracted; with tensor memory and a window ptxas
+    # then spills.
+    elif slopes is not None or factor <= 0 or (p.has_tensor_memory and p.is_bounded):
         s, factor = s * factor, 1.0
     if slopes is None and not is_edge:
         return s, factor
     position = keys.position + (_numbers(p.warpgroup_rows, p.layout.reduce(1)) & (p.tile_len - 1))
-    token = lax.broadcast_in_dim(_numbers(p.tile_kv, p.layout.reduce(0)) + first_token, s.shape, [1])
+    columns = _numbers(p.tile_kv, p.layout.reduce(0))
+    if not p.has_tensor_memory:
+        columns = columns + first_token
+    token = lax.broadcast_in_dim(columns, s.shape, [1])
 
     def of_rows(values: jax.Array) -> jax.Array:
         return lax.broadcast_in_dim(values, s.shape, [0])
 
+    def tokens_of_rows(values: jax.Array) -> jax.Array:
+        # A thread that has a whole row has a number for each column: counted from the tile's first token
+        # they are constants, and take no registers.
+        return of_rows(values - first_token if p.has_tensor_memory else values)
+
     if slopes is not None:
-        s = s + of_rows(slopes) * (token - of_rows(position)).astype(jnp.float32)
+        s = s + of_rows(slopes) * (token - tokens_of_rows(position)).astype(jnp.float32)
     if is_edge:
-        seen = token <= of_rows(jnp.minimum(position, keys.end - 1))
+        seen = token <= tokens_of_rows(jnp.minimum(position, keys.end - 1))
         first = p.first_seen(position)
         if first is not None:
-            seen = seen & (token >= of_rows(first))
+            seen = seen & (token >= tokens_of_rows(first))
         s = jnp.where(seen, s, -jnp.inf)
     return s, factor
 

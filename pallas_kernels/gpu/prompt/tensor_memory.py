@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 
 ROWS = 128
-LOADED_AT_A_TIME = 8  # columns of a product, because registers are short
+MAX_HEAD_DIM = 128  # a thread has as many sums in registers
+LOADED_AT_A_TIME = 8  # columns of a product: more make ptxas spill
 
 
 class Tensors(NamedTuple):
