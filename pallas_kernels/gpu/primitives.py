@@ -21,7 +21,7 @@ from pallas_kernels.gpu.targets import Fetch, Multiply, Target
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Primitives:
-    """What brings a kernel's tiles and what multiplies them, with the functions that follow from it."""
+    """Instructions that bring a kernel's tiles and multiply them, with the functions that follow."""
 
     is_interpreted: bool
     fetch: Fetch = "tma"

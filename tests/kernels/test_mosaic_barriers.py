@@ -49,7 +49,7 @@ AMONG_WARPS = ("commit", "commit_smem")
     [*itertools.product(FORMS, ("8.0", "12.0")), ("prompts", "10.0"), ("prompts, widened", "10.0")],
 )
 def test_every_barrier_is_needed(form: str, capability: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Without an arrival a thread would wait for ever: those are not tried."""
+    """Arrivals are not tried: without one a thread would wait for ever."""
     with interpretable(capability):
         calls, unnoticed = unnoticed_calls(
             FORMS[form], lambda call: "arrive" in call[0], capsys, shadows=False
