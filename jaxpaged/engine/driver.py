@@ -15,7 +15,6 @@ import numpy as np
 from absl import logging
 from flax import nnx
 
-from jaxpaged.checks import check
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine import capacity, drafted, machine, start
 from jaxpaged.engine.adapters import beside
@@ -35,7 +34,7 @@ from jaxpaged.engine.request import Delta, Request
 from jaxpaged.engine.request_queue import Queued, RequestQueue
 from jaxpaged.engine.rooms import WRITTEN_BLOCKS, InUse, Rooms
 from jaxpaged.engine.setup import Setup
-from jaxpaged.engine.snapshot import Snapshot
+from jaxpaged.engine.snapshot import Snapshot, check_snapshot
 from jaxpaged.engine.start import Shapes
 from jaxpaged.engine.stats import Stats
 from jaxpaged.models.config import ModelConfig
@@ -174,7 +173,7 @@ class Driver(Offloading, ArenaWriter):
         self.first_run = []
         # Before others take the blocks of a prompt; and where nobody would run meanwhile.
         deltas = self.settle() if self.must_keep or self.rows.are_all_followed else []
-        self.release_arrivals(is_idle=not (self.queue or self.rows.has_any))
+        self.move_blocks(is_idle=not (self.queue or self.rows.has_any or self._unread))
         self._recall_less_urgent()
         self.fill_rows()
         self.write_masks()
@@ -190,6 +189,7 @@ class Driver(Offloading, ArenaWriter):
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes. If any request is unfinished, change nothing and return False."""
+        self.finish_departures()
         if self.has_work:
             return False
         self._forget_prefixes()
@@ -218,13 +218,7 @@ class Driver(Offloading, ArenaWriter):
 
         Raises `InputError` with several replicas, and with what a snapshot lacks: drafts, structured outputs.
         """
-        check("data_parallel_size", self._replicas.size, "1 for a snapshot", self._replicas.size == 1)
-        drafts = self.config.speculative_config
-        check("speculative_config", drafts, "None for a snapshot", drafts is None)
-        sizes = "structured_outputs_mib", "max_prompt_logprob_token_ids"
-        for name in (*sizes, "enable_trace_replay", "return_sampling_mask"):
-            asked = getattr(self.config, name)
-            check(name, asked, f"{0 if name in sizes else False} for a snapshot", not asked)
+        check_snapshot(self.config)
         values = jax.device_get(without_kv(self._state))
         queue = tuple(self.queue)
         return Snapshot(values, self.step_config, self.door.model_config.vocab_size, queue)
@@ -287,7 +281,8 @@ class Driver(Offloading, ArenaWriter):
     def _run(self, max_steps: int | None = None) -> Report:
         if max_steps is None:
             pace = self.pace
-            most = pace.max_steps_beside_followed if self.rows.has_followed else pace.max_steps
+            is_brief = self.rows.has_followed or self.is_fetching
+            most = pace.max_steps_while_others_wait if is_brief else pace.max_steps
             limits = loop.limits(most, pace.max_passes)
         else:
             limits = loop.limits(max_steps)
@@ -325,7 +320,7 @@ class Driver(Offloading, ArenaWriter):
             return
         if self.queue.first.order > waiting[0][0]:
             return  # always so under first come, first served
-        num_free = len(self.rows.free_rows)
+        num_free = len(self.rows.free_rows) - self.num_held_rows
         giving_way = {row for _, row in waiting}
         staying = InUse.of(entry.request for row, entry in self.rows.taken() if row not in giving_way)
         would_run = self.queue.with_room(lambda request: self._rooms.has_room(request, staying))
@@ -350,6 +345,8 @@ class Driver(Offloading, ArenaWriter):
         if not self.queue:
             return
         free_rows = self._replicas.split(self.rows.free_rows)
+        if self.num_held_rows:
+            del free_rows[0][-self.num_held_rows :]
         in_use = InUse.of(entry.request for _, entry in self.rows.taken())
         filled_rows: list[tuple[int, int, Queued]] = []
         taken = self.queue.take(
@@ -358,10 +355,12 @@ class Driver(Offloading, ArenaWriter):
         )
         for together in taken:
             first = together[0]
-            in_use.add(first.request)
             if self.events is not None:
                 self.events.note(first.request)
-            self.fetch(first.request)
+            if self.begins_fetch(together):
+                del free_rows[0][-len(together) :]
+                continue
+            in_use.add(first.request)
             its_rows = free_rows[self._replicas.choose(first.request, first.token_ids, free_rows)]
             head = its_rows[0]
             filled_rows += [(its_rows.pop(0), head, queued) for queued in together]

@@ -171,7 +171,7 @@ class Dice:
     def max_steps(self) -> int:
         return self._rng.choice([1, 1, 2, 3, 5, 9, MAX_STEPS])
 
-    max_steps_beside_followed = max_steps
+    max_steps_while_others_wait = max_steps
 
     @property
     def max_passes(self) -> int:

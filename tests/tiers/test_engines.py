@@ -8,7 +8,7 @@ import pytest
 
 from jaxpaged.api.outputs import request_output
 from jaxpaged.checks import InputError
-from jaxpaged.handover import exchange
+from jaxpaged.handover import staging
 from jaxpaged.models.config import LayerKind
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.tiers.host import HostStore
@@ -25,9 +25,9 @@ GIB = 2**30
 
 
 @pytest.fixture(autouse=True)
-def small_chunks(monkeypatch):
-    """Let chunks have 16 blocks, not as many as are 32 MiB of the tiny model's."""
-    monkeypatch.setattr(exchange, "CHUNK_BYTES", 16 * BLOCK_BYTES)
+def small_pieces(monkeypatch):
+    """Let pieces have five blocks, so that a prompt has several."""
+    monkeypatch.setattr(staging, "PIECE_BYTES", 5 * BLOCK_BYTES)
 
 
 class Always(Rule):
@@ -56,6 +56,7 @@ def ask(driver, prompt, params=ONE_TOKEN, **options):
     deltas = []
     while driver.has_work:
         deltas += driver.turn()
+    driver.finish_departures()
     fetched = next((delta.num_fetched_tokens for delta in deltas if delta.num_fetched_tokens), {})
     answer = [(delta.token_ids, delta.scores) for delta in deltas if delta.token_ids]
     return answer, deltas[-1].num_hit_tokens, fetched
