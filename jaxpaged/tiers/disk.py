@@ -94,6 +94,13 @@ class DiskStore:
         with self._lock:
             return sum(self._sizes.values())
 
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of the files that this engine keeps."""
+        now = time.time_ns()
+        with self._lock:
+            return sum(self._sizes.get(path, 0) for path, until in self._kept.items() if until > now)
+
     def contains(self, key: BlockKey) -> bool:
         """Tell whether a file is known to be there, which is a use of it. The disk is not asked."""
         path = self._path(key)

@@ -34,7 +34,9 @@ class HostStore:
     @property
     def kept_bytes(self) -> int:
         """Bytes of the blocks that are kept."""
-        return sum(block.num_bytes for _, block in self._kept.values())
+        with self._lock:
+            self._let_go()
+            return self._sum_kept()
 
     def contains(self, key: BlockKey) -> bool:
         """Tell whether a block is here, which is a use of it."""
@@ -61,7 +63,7 @@ class HostStore:
                 until, old = self._kept[key]
                 self.num_bytes -= old.num_bytes
                 self._kept[key] = until, block
-                if self.kept_bytes > self.capacity // KEPT_SHARE:
+                if self._sum_kept() > self.capacity // KEPT_SHARE:
                     self._blocks[key] = self._kept.pop(key)[1]
             else:
                 self._drop(key)
@@ -78,7 +80,7 @@ class HostStore:
         """
         with self._lock:
             self._let_go()
-            until, room = self._clock() + seconds, self.capacity // KEPT_SHARE - self.kept_bytes
+            until, room = self._clock() + seconds, self.capacity // KEPT_SHARE - self._sum_kept()
             those = []
             for key in keys:
                 if key not in self._kept and seconds:
@@ -108,6 +110,9 @@ class HostStore:
             self._blocks.clear()
             self._kept.clear()
             self.num_bytes = 0
+
+    def _sum_kept(self) -> int:
+        return sum(block.num_bytes for _, block in self._kept.values())
 
     def _let_go(self) -> None:
         """Let blocks be given up whose time is over: as if used at its end."""
