@@ -56,9 +56,9 @@ class Departures:
         self.finish(state)
 
     @property
-    def has_waiting(self) -> bool:
-        """Whether blocks wait for others to be copied."""
-        return bool(self._waiting)
+    def has_any(self) -> bool:
+        """Whether blocks are on their way."""
+        return bool(self._waiting or self._under_way)
 
     def add(self, state: EngineState, tokens: np.ndarray, salt: int, keys: Sequence[BlockKey]) -> None:
         """Let blocks of a sequence leave which the tiers lack: those of its first tokens with these keys."""

@@ -126,10 +126,10 @@ class Driver(Offloading, ArenaWriter):
         self.pace = Pace()
         self._last_read = -np.inf  # when the last report was read, by `time.perf_counter`
         self.compile()
-        self.open_tiers()
         if config.kv_events_config is not None:
             its = self.step_config.grouping.specs, self._state, self._replicas.follow, self._mesh
             self.events = Events(config, *its)
+        self.open_tiers()
         if isinstance(processes, Leader):
             self.send_call = processes.tell
 
@@ -192,8 +192,8 @@ class Driver(Offloading, ArenaWriter):
         self.finish_departures()
         if self.has_work:
             return False
-        self._forget_prefixes()
         self.forget_tiers()
+        self._forget_prefixes()
         return True
 
     def follow(self, name: str, arrays: Sequence[Any]) -> None:

@@ -16,6 +16,7 @@ from jaxpaged.engine.request import Request
 from jaxpaged.handover import programs
 from jaxpaged.kv_events.messages import Event
 from jaxpaged.kv_events.publisher import Publisher
+from jaxpaged.kv_events.tier_mirror import TierMirror
 from jaxpaged.kv_events.tree import GroupKind, Label, Tree
 from jaxpaged.memory.cache_specs import ChunkedLocal, FullAttention, SlidingWindow
 from jaxpaged.step.state import EngineState
@@ -47,6 +48,7 @@ class Events:
         except ValueError:
             self.close()
             raise
+        self.tiers: TierMirror | None = None  # of what lies below the device
         self._told = programs.nothing_told(state.tables.pool.prefix_cache, mesh=mesh)
         self._unread: collections.deque[Any] = collections.deque()
         self.look(state)  # compiles
@@ -54,9 +56,7 @@ class Events:
 
     def note(self, request: Request) -> None:
         """Note what a request's number for its salt stands for, before it runs."""
-        adapter = None if request.adapter is None else request.adapter.request
-        name = (None, None) if adapter is None else (adapter.lora_int_id, adapter.lora_name)
-        self.name_salt(request.salt, Label(request.cache_salt, *name))
+        self.name_salt(request.salt, label_of(request))
 
     def name_salt(self, number: int, label: Label) -> None:
         """Note what a number for a salt stands for."""
@@ -90,7 +90,14 @@ class Events:
         """Tell that nothing is cached any more: of this state, that is so."""
         for rank, tree in enumerate(self.trees):
             self._tell(rank, tree.forget())
+        if self.tiers is not None:  # who follows has forgotten them, too
+            self._tell(0, self.tiers.retold())
         self.tell(state)
+
+    def tell_tiers(self) -> None:
+        """Tell what has changed in the tiers."""
+        if self.tiers is not None:
+            self._tell(0, self.tiers.events())
 
     def close(self) -> None:
         """Close all sockets."""
@@ -117,6 +124,13 @@ class Events:
         self._listen(rank, events)
         if self._publishers:
             self._publishers[rank].publish(events)
+
+
+def label_of(request: Request) -> Label:
+    """Return what a request's number for its salt stands for."""
+    adapter = None if request.adapter is None else request.adapter.request
+    name = (None, None) if adapter is None else (adapter.lora_int_id, adapter.lora_name)
+    return Label(request.cache_salt, *name)
 
 
 def _kind_of(spec: Any) -> GroupKind:

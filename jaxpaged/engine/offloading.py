@@ -11,6 +11,7 @@ fails is a miss.
 import dataclasses
 import time
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -18,6 +19,7 @@ from jaxpaged.arithmetic import cdiv
 from jaxpaged.config import PREFILL_TILE
 from jaxpaged.contracts.block_stores import BlockKey, StoredBlock
 from jaxpaged.engine.departures import Departures
+from jaxpaged.engine.events import Events, label_of
 from jaxpaged.engine.fetches import Fetch, Fetches
 from jaxpaged.engine.pace import Pace
 from jaxpaged.engine.passing import Passing
@@ -25,11 +27,14 @@ from jaxpaged.engine.request import Delta, Request
 from jaxpaged.engine.request_queue import Queued
 from jaxpaged.engine.residence import KV_CACHE, MEMORY
 from jaxpaged.handover import exchange
+from jaxpaged.kv_events import messages
+from jaxpaged.kv_events.tier_mirror import TierMirror
 from jaxpaged.step.state import MAX_STEPS
 from jaxpaged.tiers import groups, keys, tiers
 from jaxpaged.tiers.rule import Rule
-from jaxpaged.tiers.tiers import HOST, Promotion, Tiers
+from jaxpaged.tiers.tiers import DISK, HOST, Promotion, Tiers
 
+MEDIA = {HOST: messages.HOST, DISK: messages.STORAGE}  # of the tiers that tell of themselves
 IDLE_SECONDS = 0.002  # of a turn in which there is nothing to do but to wait for blocks
 
 
@@ -73,6 +78,22 @@ class Offloading(Passing):
             self.departures = Departures(self.tiers, self._state, specs, self._mesh)
             self.fetches = Fetches(self._state, specs, self._mesh)
             self._state = self.fetches.compiled(self._state)
+            if self.events is not None:
+                self._observe(self.events)
+
+    def _observe(self, events: Events) -> None:
+        """Let events tell of the tiers that tell of themselves."""
+        assert self.tiers is not None
+        its = {name: MEDIA[name] for name in self.tiers.stores if name in MEDIA}
+        events.tiers = TierMirror(self.config.block_size, [*its.values()])
+        for name, medium in its.items():
+            store: Any = self.tiers.stores[name]
+            store.observe = events.tiers.observer(medium)
+
+    def _note_keys(self, request: Request, tokens: np.ndarray, its_keys: Sequence[BlockKey]) -> None:
+        """Note what the keys of a request's blocks stand for, for who follows events."""
+        if self.events is not None and self.events.tiers is not None:
+            self.events.tiers.note([key.digest for key in its_keys], tokens, label_of(request))
 
     def close_tiers(self) -> None:
         """Finish what is to be written. Nothing is stored or fetched from then on."""
@@ -86,9 +107,7 @@ class Offloading(Passing):
     def has_arrivals(self) -> bool:
         """Whether any request waits for blocks, or blocks wait to leave."""
         return (
-            bool(self._arrivals)
-            or self.is_fetching
-            or (self.tiers is not None and self.departures.has_waiting)
+            bool(self._arrivals) or self.is_fetching or (self.tiers is not None and self.departures.has_any)
         )
 
     @property
@@ -112,8 +131,9 @@ class Offloading(Passing):
             self.finish_departures()
             self.tiers.clear(self._current_space())
 
-    def drop_fetches(self) -> None:
-        """Queue the requests whose blocks are on their way: they are computed."""
+    def settle_blocks(self) -> None:
+        """Let no block be on its way: what leaves is finished; requests that wait are computed."""
+        self.finish_departures()
         if self.is_fetching:
             for fetch in self.fetches.dropped():
                 fetch.arrived = []
@@ -133,10 +153,22 @@ class Offloading(Passing):
         for its in self.tiers.counts.values():
             its.num_queries += len(wanted)
         wanted = wanted[: self.tiers.found(wanted)]
+        self._note_found(request, wanted)
         if KV_CACHE not in self.resident or not self.tiers.below_only(wanted):
             return False
         self._arrivals[first] = Arrival(wanted, self._ask(request), [(request, answer)])
         return True
+
+    def _note_found(self, request: Request, found: Sequence[BlockKey]) -> None:
+        """Let events tell what tiers had before anybody asked for it."""
+        if self.tiers is None or self.events is None or self.events.tiers is None:
+            return
+        self._note_keys(request, request.prompt_token_ids, found)
+        for name, store in self.tiers.stores.items():
+            if name in MEDIA:
+                tell = self.events.tiers.observer(MEDIA[name])
+                for key in reversed(found):
+                    tell(key.digest, store.contains(key))
 
     def move_blocks(self, *, is_idle: bool) -> None:
         """Let blocks move on, and queue the requests for which that is over. If idle, wait a little."""
@@ -152,6 +184,8 @@ class Offloading(Passing):
         self._state = self.fetches.advance(self._state, self.rule)
         for fetch in self.fetches.over():
             self._enqueue(fetch)
+        if self.events is not None:
+            self.events.tell_tiers()
 
     def _wait(self) -> None:
         """Wait a little for what comes next. The device is idle."""
@@ -161,7 +195,7 @@ class Offloading(Passing):
             return
         if len(self.fetches):
             self.fetches.wait(IDLE_SECONDS)
-        elif self.departures.has_waiting:
+        else:
             self.departures.wait()
 
     def _release_arrivals(self) -> None:
@@ -303,7 +337,7 @@ class Offloading(Passing):
             # K and V of the last token were not computed.
             tokens = np.concatenate([request.prompt_token_ids, np.array(answer[:-1], np.int32)])
             if KV_CACHE in self.resident:
-                self.departures.add(self._state, tokens, request.salt, self._keys(request, tokens))
+                self._leave(request, tokens)
 
     def _forget_request(self, request_id: int) -> None:
         for known in (self._unkept, self._promoted, self._tried):
@@ -325,11 +359,17 @@ class Offloading(Passing):
 
     def _store(self, request: Request) -> None:
         """Let the blocks of a prompt leave that are new to the tiers."""
-        all_keys = self._keys(request, request.prompt_token_ids)
-        self.departures.add(self._state, request.prompt_token_ids, request.salt, all_keys)
+        all_keys = self._leave(request, request.prompt_token_ids)
         if request.kv_cache_ttl is not None:
             self.departures.keep(all_keys, request.kv_cache_ttl)
             self.departures.begin(self._state)
+
+    def _leave(self, request: Request, tokens: np.ndarray) -> list[BlockKey]:
+        """Let the blocks of a request's tokens leave that are new to the tiers. Return the keys of all."""
+        its_keys = self._keys(request, tokens)
+        self._note_keys(request, tokens, its_keys)
+        self.departures.add(self._state, tokens, request.salt, its_keys)
+        return its_keys
 
     def _may_hit(self, request: Request) -> bool:
         """Tell whether a request looks for its prompt in caches at all."""
@@ -358,6 +398,8 @@ class Offloading(Passing):
                 self.finish_departures()
                 self.tiers.host.clear(self._space)
                 self._space = space
+                if self.events is not None and self.events.tiers is not None:
+                    self.events.tiers.lose_all()
         return self._space
 
     def _compute_seconds(self, num_blocks: int) -> float | None:

@@ -16,7 +16,10 @@ class HostStore:
     The block used longest ago goes first, but those that are kept. `reference.tiers.Store` is its oracle.
 
     clock: tells seconds.
+    observe: is told the digest of each block that comes or goes, and whether it is here; in any thread.
     """
+
+    observe: Callable[[bytes, bool], None] | None = None
 
     def __init__(self, capacity: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.capacity = capacity
@@ -69,6 +72,8 @@ class HostStore:
                 self._drop(key)
                 self._blocks[key] = block
             self.num_bytes += block.num_bytes
+            if self.observe is not None:
+                self.observe(key.digest, True)
             while self.num_bytes > self.capacity:
                 self._drop(next(iter(self._blocks)))
 
@@ -129,3 +134,5 @@ class HostStore:
         old = self._blocks.pop(key, None) or self._kept.pop(key, (0.0, None))[1]
         if old is not None:
             self.num_bytes -= old.num_bytes
+            if self.observe is not None:
+                self.observe(key.digest, False)

@@ -73,6 +73,11 @@ class Tiers:
         self._jobs: queue.SimpleQueue[Promotion | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
+    @property
+    def stores(self) -> dict[str, BlockStore]:
+        """All tiers by their names, the fastest first."""
+        return {HOST: self.host} | ({} if self.below is None else {self.below_name: self.below})
+
     def found(self, keys: Sequence[BlockKey]) -> int:
         """Return how many of these blocks, from the first on, any tier has.
 

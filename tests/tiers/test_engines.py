@@ -14,6 +14,7 @@ from jaxpaged.handover import programs, staging
 from jaxpaged.memory.cache_specs import FULL
 from jaxpaged.models.config import LayerKind
 from jaxpaged.sampling_params import SamplingParams
+from jaxpaged.step import loop
 from jaxpaged.tiers.host import HostStore
 from jaxpaged.tiers.rule import Rule
 from reference.tiers import Store, TieredCache
@@ -334,9 +335,14 @@ def test_rows_run_while_blocks_come_and_nobody_waits_longer_than_for_computing(c
     tiny.assert_nothing_is_held(driver)
 
 
-def test_nothing_that_moves_blocks_copies_the_cache(monkeypatch):
+def test_nothing_that_moves_blocks_copies_the_cache_and_the_loop_knows_nothing_of_it(monkeypatch):
     """The programs between two runs need memory for a piece, and none that grows with the cache."""
     monkeypatch.setattr(Driver, "compile", lambda self: None)
+    texts = []
+    for driver in (tiny.driver(), tiered()):
+        its = driver.graphdef, driver.params, driver.state, loop.limits(1), np.bool_(False)
+        texts.append(loop.run.lower(*its, config=driver.step_config).as_text())
+    assert texts[0] == texts[1]
 
     def temp_bytes(num_blocks):
         state = tiered(num_blocks=num_blocks).state
