@@ -360,10 +360,8 @@ class EngineConfig:
             )
             size = self.kv_offloading_size
             check("kv_offloading_size", size, rule, is_one and self.enable_prefix_caching)
-        is_told = self.enable_prefix_caching and self.num_processes == 1
-        rule = "None with several processes, or without enable_prefix_caching"
-        told = self.kv_events_config
-        check("kv_events_config", told, rule, told is None or is_told)
+        told, rule = self.kv_events_config, "None without enable_prefix_caching"
+        check("kv_events_config", told, rule, told is None or self.enable_prefix_caching)
         drafts = self.speculative_config if self.enable_trace_replay else None
         check("speculative_config", drafts, "None with enable_trace_replay", drafts is None)
         self._check_tokens_and_blocks()

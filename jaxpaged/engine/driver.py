@@ -127,8 +127,8 @@ class Driver(Offloading, ArenaWriter):
         self._last_read = -np.inf  # when the last report was read, by `time.perf_counter`
         self.compile()
         if config.kv_events_config is not None:
-            its = self.step_config.grouping.specs, self._state, self._replicas.follow, self._mesh
-            self.events = Events(config, *its)
+            its = self.step_config.grouping.specs, self._state, self._replicas.follow
+            self.events = Events(config, *its, self.look, self._mesh)
         self.open_tiers()
         if isinstance(processes, Leader):
             self.send_call = processes.tell
@@ -184,7 +184,7 @@ class Driver(Offloading, ArenaWriter):
         deltas += [] if self._unread is None else self._read(self._unread)
         self._unread = dispatched if self.rows.has_any else None
         if self.events is not None and dispatched is not None and self._unread is None:
-            self.events.read(self._state)  # nobody ran in it
+            self.events.read()  # nobody ran in it
         return deltas
 
     def reset_prefix_cache(self) -> bool:
@@ -432,7 +432,7 @@ class Driver(Offloading, ArenaWriter):
         deltas, self.first_run = self.rows.read(report, prompts, run.stays, self.weight_version)
         self._note(report, run.began)
         if self.events is not None:
-            self.events.read(self._state)
+            self.events.read()
         return self.keep(deltas)
 
     def _note(self, report: Report, dispatched: float) -> None:

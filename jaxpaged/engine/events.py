@@ -27,7 +27,10 @@ type Listener = Callable[[int, Sequence[Event]], None]  # is told a replica's nu
 
 
 class Events:
-    """Events of all replicas of an engine, for its thread. Raises `InputError` where they cannot be sent."""
+    """Events of all replicas of an engine, for its thread. Raises `InputError` where they cannot be sent.
+
+    look: lets the devices of all processes look once more. Of several processes only the first one tells.
+    """
 
     def __init__(
         self,
@@ -35,16 +38,18 @@ class Events:
         specs: Sequence[Any],
         state: EngineState,
         listen: Listener,
+        look: Callable[[], None],
         mesh: Mesh | None,
     ) -> None:
         assert config.kv_events_config is not None
         kinds, self._num_replicas = [_kind_of(spec) for spec in specs], config.data_parallel_size
         self.trees = [Tree(config.block_size, kinds) for _ in range(self._num_replicas)]
-        self._mesh, self._listen = mesh, listen
-        self._publishers = []
+        self._mesh, self._listen, self._look_again = mesh, listen, look
+        self._tells = config.process_id == 0
+        self._publishers, its = [], config.kv_events_config
         try:
-            for rank in range(self._num_replicas if config.kv_events_config.publisher == "zmq" else 0):
-                self._publishers.append(Publisher(config.kv_events_config, rank))
+            for rank in range(self._num_replicas if self._tells and its.publisher == "zmq" else 0):
+                self._publishers.append(Publisher(its, rank))
         except ValueError:
             self.close()
             raise
@@ -52,7 +57,8 @@ class Events:
         self._told = programs.nothing_told(state.tables.pool.prefix_cache, mesh=mesh)
         self._unread: collections.deque[Any] = collections.deque()
         self.look(state)  # compiles
-        self.read(state)
+        if self._tells:  # nothing is there yet
+            self._take(jax.device_get(self._unread.popleft()))
 
     def note(self, request: Request) -> None:
         """Note what a request's number for its salt stands for, before it runs."""
@@ -67,24 +73,25 @@ class Events:
         """Let the device report what has changed up to this state. Waits for nothing."""
         cache = state.tables.pool.prefix_cache
         self._told, changes = programs.tell_changes(cache, self._told, most=MOST_CHANGES, mesh=self._mesh)
-        self._unread.append(changes)
+        if self._tells:
+            self._unread.append(changes)
 
-    def read(self, state: EngineState) -> None:
+    def read(self) -> None:
         """Read the report that is unread for longest, and tell what it says.
 
-        state: the newest state; what did not fit is reported from it if no other report is under way.
+        What did not fit is reported from the newest state if no other report is under way.
         """
-        is_whole = False
+        is_whole = not self._tells
         while not is_whole:
             is_whole = self._take(jax.device_get(self._unread.popleft())) or bool(self._unread)
             if not is_whole:
-                self.look(state)
+                self._look_again()
 
     def tell(self, state: EngineState) -> None:
         """Tell now what has changed up to this state."""
         self.look(state)
         while self._unread:
-            self.read(state)
+            self.read()
 
     def forget(self, state: EngineState) -> None:
         """Tell that nothing is cached any more: of this state, that is so."""

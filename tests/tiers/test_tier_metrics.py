@@ -1,5 +1,6 @@
 """Metrics of tiers, as Prometheus reads them."""
 
+from jaxpaged.serve.page import tier_fields
 from jaxpaged.serve.tier_metrics import tier_families
 from jaxpaged.tiers.host import HostStore
 from jaxpaged.tiers.tiers import TierCounts
@@ -35,4 +36,6 @@ def test_counts_have_vllms_names_and_units():
         ("jaxpaged:kv_offload_stored_bytes", "host"): 50,
         ("jaxpaged:kv_offload_kept_bytes", "host"): 30,
     }
+    assert tier_fields(host, 16) == {"fetched_tokens": 48, "bytes": 50, "kept_bytes": 30}
+    assert tier_fields(disk, 16) == {"fetched_tokens": 32, "bytes": None, "kept_bytes": None}
     assert not [*tier_families({}, 16, ("model", "0"))]
