@@ -136,7 +136,7 @@ class Driver(Offloading, ArenaWriter):
     @property
     def has_work(self) -> bool:
         """Whether a turn would do anything."""
-        return bool(self.queue) or self._unread is not None or self.rows.has_any or self.has_arrivals
+        return bool(self.queue) or self._unread is not None or self.rows.has_any or self.moves_blocks
 
     @property
     def state(self) -> EngineState:

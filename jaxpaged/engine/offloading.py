@@ -104,7 +104,7 @@ class Offloading(Passing):
             its.close()
 
     @property
-    def has_arrivals(self) -> bool:
+    def moves_blocks(self) -> bool:
         """Whether any request waits for blocks, or blocks wait to leave."""
         return (
             bool(self._arrivals) or self.is_fetching or (self.tiers is not None and self.departures.has_any)

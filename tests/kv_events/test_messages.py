@@ -180,5 +180,5 @@ def test_options_that_ask_for_nothing_are_none():
     assert EngineConfig(kv_events_config='{"enable_kv_cache_events": true}').kv_events_config == KVEvents(
         enable_kv_cache_events=True
     )
-    with pytest.raises(InputError, match="must be None with several processes, or without"):
+    with pytest.raises(InputError, match="must be None without enable_prefix_caching"):
         EngineConfig(kv_events_config={"enable_kv_cache_events": True}, enable_prefix_caching=False)

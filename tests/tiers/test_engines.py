@@ -236,7 +236,7 @@ def test_a_store_that_is_slow_or_fails_costs_hits_alone(cold):
     driver.rule.seconds_to_wait = 60.0
     for request in requests:
         driver.add(request)
-    assert driver.has_arrivals
+    assert driver.moves_blocks
     assert not driver.queue
     gone = driver.abort([requests[0].request_id])
     assert [delta.request_id for delta in gone] == [requests[0].request_id]
