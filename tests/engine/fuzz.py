@@ -191,6 +191,7 @@ class Dice:
         return self._rng.choice([1, 1, 2, 3, 5, 9, MAX_STEPS])
 
     max_steps_while_others_wait = max_steps
+    seconds_per_pass = None  # was never measured
 
     @property
     def max_passes(self) -> int:
