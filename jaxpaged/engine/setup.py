@@ -347,9 +347,7 @@ class Setup:
         if own is not None and implementation != "xla":
             return f"the {implementation} kernel serves no layer_kind from outside, as {own!r}"
         if implementation == "native":
-            extras = ", ".join(c.attention_extras)
-            why_not = native.why_not_cache(self.layout, self.dtype)
-            return why_not or (f"the native kernel has no {extras}" if extras else None)
+            return native.why_not_cache(self.layout, self.dtype)
         view = self.layout.view()
         numbers = None if view is None else self.layout.arrays(1, 1, 1, 1, self.dtype)[view.k.array].dtype
         try:
