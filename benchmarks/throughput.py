@@ -85,7 +85,7 @@ def main(argv: list[str]) -> None:
     """Measure, and print a line for each engine, workload and dtype."""
     record.start(argv)
     ours = Engine("jaxpaged", sys.executable, _models(_MODEL.value or _bundled_model()))
-    engines = [ours, *map(_peer, _PEER.value)]
+    engines = [ours, *map(engine_of, _PEER.value)]
     if _INSTRUCTIONS.value:
         os.environ.update(LIMITS[_INSTRUCTIONS.value])
     results = record.Results("throughput")
@@ -175,7 +175,8 @@ def _children_seconds() -> float:
     return usage.ru_utime + usage.ru_stime
 
 
-def _peer(text: str) -> Engine:
+def engine_of(text: str) -> Engine:
+    """Return the engine that a --peer names. Ends the process if it names none."""
     try:
         name, python, model = text.split("=")
     except ValueError:

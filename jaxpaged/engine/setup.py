@@ -16,6 +16,7 @@ from jaxpaged.config import AUTO, PREFILL_TILE, EngineConfig
 from jaxpaged.contracts import attentions, layer_kinds, samplers
 from jaxpaged.contracts.attentions import Attention
 from jaxpaged.contracts.samplers import Sampler
+from jaxpaged.engine.routed import routed_shape
 from jaxpaged.memory import eviction, kv_cache
 from jaxpaged.memory.cache_specs import FULL, CacheSpec, together
 from jaxpaged.memory.grouping import Grouping, grouping_of, one_group
@@ -99,7 +100,7 @@ class Setup:
         a part from outside cannot be used. What JAX has traced of other code of such parts is dropped.
         """
         self._check_draft()
-        _ = self.mesh
+        _ = self.mesh, self.routed_shape
         if rule := self.layout.why_not_heads(self.whole.num_kv_heads):
             raise InputError(f"kv_layout={self.layout}: {rule}")
         self._check_loop_over_layers()
@@ -246,6 +247,11 @@ class Setup:
             return padded
         one = self.layout, config.block_size, self.dtype, narrowest
         return narrowest if all(kv_cache.is_divisible(*one, heads) for heads in wider) else padded
+
+    @functools.cached_property
+    def routed_shape(self) -> jax.ShapeDtypeStruct | None:
+        """Shape of what is told of a token's experts; None where nothing is."""
+        return routed_shape(self.model_config, is_asked=self.config.enable_return_routed_experts)
 
     def step_config(self, num_blocks: int) -> StepConfig:
         """Return the constants of the compiled step over a pool of `num_blocks` blocks."""
