@@ -18,7 +18,7 @@ from typing import Any
 from absl import app, flags
 
 from benchmarks import record, workloads
-from benchmarks.throughput import MAX_FOREIGN_CPU, Engine, engine_of, turn
+from benchmarks.turns import MAX_FOREIGN_CPU, Engine, engine_of, turn
 
 _MODEL = flags.DEFINE_string("model", None, "Directory in Hugging Face's form.", required=True)
 _WORKLOAD = flags.DEFINE_string("workload", "rollouts", "Function of `workloads`.")

@@ -351,7 +351,9 @@ def create_state(
         counters=jnp.zeros(len(Counter), jnp.int32),
         status=jnp.zeros((), jnp.int32),
         support=jnp.zeros((tables.max_seqs, MAX_STEPS, words), jnp.uint32) if masks else None,
-        routed=routed and jnp.zeros((tables.max_seqs, max_model_len, *routed.shape), routed.dtype),
+        routed=None
+        if routed is None
+        else jnp.zeros((tables.max_seqs, max_model_len, *routed.shape), routed.dtype),
     )
 
 

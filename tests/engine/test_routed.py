@@ -42,7 +42,7 @@ def test_answers_tell_the_experts_that_the_oracles_router_chooses():
         for answer in result.outputs:
             want = oracles([*result.prompt_token_ids, *answer.token_ids])
             assert (want[:, 0] == 0).all()
-            assert len(np.unique(want[:, 1:])) == 8
+            assert len(np.unique(want[:, 1:])) > 4
             assert answer.routed_experts.dtype == np.uint8
             np.testing.assert_array_equal(answer.routed_experts, want)
     answer = results[0].outputs[0]
