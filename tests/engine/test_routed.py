@@ -1,6 +1,7 @@
 """Experts of tokens, as answers tell them: those that the oracle's router chooses."""
 
 import dataclasses
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,9 +17,9 @@ FOLDER = GOLDENS / "families" / "glm4_moe"  # with a dense layer, and experts in
 ASKED = {"enable_return_routed_experts": True, "enable_prefix_caching": False}
 
 
-def oracles(token_ids: list[int]) -> np.ndarray:
+def oracles(token_ids: list[int], folder: Path = FOLDER) -> np.ndarray:
     """Return the experts of all tokens but the last: [tokens, layers, experts], zeros for a dense layer."""
-    checkpoint = loading.open_checkpoint(FOLDER)
+    checkpoint = loading.open_checkpoint(folder)
     by_role = weights.by_role(checkpoint.config, checkpoint.names, checkpoint.load_weights())
     found: dict[str, list[list[int]]] = {}
     reference.logits(checkpoint.config, by_role, token_ids[:-1], routed=found)
