@@ -79,8 +79,9 @@ class ExpertsMLP(nnx.Module):
         if self.beside is not None:
             assert residual is not None
             routed, given = self.beside.inputs(residual, layer)
+        is_nobodys = is_padding[:, None]
         shares, by_token = self.choose(routed, layer)
-        weights = jnp.where(is_padding[:, None], 0, shares)
+        weights = jnp.where(is_nobodys, 0, shares)
         chosen = jnp.any(weights > 0, axis=0)
         if self.visits_all:
             experts = jnp.arange(chosen.shape[0])
