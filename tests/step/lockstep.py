@@ -41,6 +41,7 @@ from reference import speculation
 from reference.engine import Engine
 from reference.sampler import TokenAutomaton
 from tests.step.automata_of_tests import AUTOMATA, arena, written
+from tests.step.followed import check_followed
 from tests.step.sum_model import SumDraft, SumModel, next_token
 
 VOCAB_ROOM = 97  # of sets of tokens: that of `tests.tiny`, for one state's steps to be another's
@@ -232,18 +233,8 @@ class LockStep:
         self.state = setting.state()
         self.num_steps = self.num_computed = 0
         self.queue: list[reference.Request] = []  # those without a row
-        kinds = (
-            "preempted",
-            "swapped",
-            "hits",
-            "forked",
-            "copied",
-            "constrained",
-            "drafted",
-            "accepted",
-            "rested",
-        )
-        self.seen = dict.fromkeys(kinds, 0)
+        kinds = "preempted swapped hits forked copied constrained drafted accepted rested marked"
+        self.seen = dict.fromkeys(kinds.split(), 0)
 
     @property
     def unfinished(self) -> bool:
@@ -375,6 +366,8 @@ class LockStep:
         assert modes == want.preempted
         assert of(got.leader_row, got.leader_row != np.arange(NUM_ROWS)) == want.forked
         self.compare_rows()
+        if self.setting.by_model:
+            self.seen["marked"] += check_followed(self.state, self.oracle.rows)
         assert free_block_ids(self.state.tables.pool) == want.free_block_ids
         assert self.findable() == [b.block_id for b in self.oracle.pool.blocks if b.block_hash is not None]
         if self.num_steps % 8 == 0:  # it takes longer than the step
