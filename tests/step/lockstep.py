@@ -80,6 +80,7 @@ class Setting:
     has_arena: bool = False  # whether answers may have automata
     most_drafts: int = 0
     by_suffix: bool = False  # whether drafts are what mostly followed
+    past_tokens: int = 0  # of past answers that are looked into
     most_drafting: int | None = None  # rows that run while drafts are made
     by_model: bool = False  # whether a second model drafts
     most_prompt: int | None = None  # see `ByModel`
@@ -126,7 +127,8 @@ class Setting:
         if not self.most_drafts:
             return None
         if self.by_suffix:
-            return by_suffix(most=self.most_drafts, depth=self.most_drafts + 3, factor=1.5, min_prob=0.6)
+            sizes = {"most": self.most_drafts, "depth": self.most_drafts + 3, "past_tokens": self.past_tokens}
+            return by_suffix(**sizes, factor=1.5, min_prob=0.6)
         return by_end(most=self.most_drafts, longest=3, shortest=1)
 
     def advance(self, state: EngineState) -> Any:
@@ -192,7 +194,7 @@ class Setting:
         device = tables(self.num_blocks, cached=self.prefix_caching)
         words = automata.BLOCK_WORDS * (1 + len(AUTOMATA) + NUM_ROWS) if self.has_arena else 0
         sizes = MAX_MODEL_LEN, VOCAB_ROOM
-        more = {"arena_words": words, "most_drafts": self.most_drafts}
+        more = {"arena_words": words, "most_drafts": self.most_drafts, "past_tokens": self.past_tokens}
         state = create_state(device, arrays(self.num_blocks), *sizes, host, **more)
         state = dataclasses.replace(state, arena=arena(NUM_ROWS)) if words else state
         # Bound to its device, as what a step gives back is: else the second step would be another program.

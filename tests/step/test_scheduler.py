@@ -27,6 +27,7 @@ SETTINGS = [
         policy=LRU_SPLIT,
         most_drafts=2,
         by_suffix=True,
+        past_tokens=40,
         most_drafting=1,
     ),
     Setting(
