@@ -167,6 +167,8 @@ def settle(
             Counter.NUM_ACCEPTED_TOKENS: jnp.sum(num_accepted),
         }
     )
+    place = jnp.arange(lookup.most, dtype=jnp.int32)
+    state = state.count_places(jnp.sum(num_accepted[:, None] > place, axis=0, dtype=jnp.int32))
     return state, state.tables.pool.num_free - before
 
 
