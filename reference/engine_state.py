@@ -236,6 +236,26 @@ class Group:
     ended_rows: dict[Hypothesis, Row] = field(default_factory=dict)
 
 
+def draft_for(running: Sequence[Row], config: EngineConfig) -> None:
+    """Draft tokens for running rows that decode their newest one, as many as there are empty slots.
+
+    A model that drafts has a pass for each draft of a row, for which all rows wait. So it drafts alike for
+    all, and only for at least half of those that run.
+    """
+    slots = config.draft_slots(len(running))
+    by_model = isinstance(config.lookup, ByModel)
+    each = -(-slots // max(len(running), 1)) if by_model else slots
+    for row in running:
+        is_at_end = row.forks_from is None and row.computed == row.num_tokens - 1 >= row.prompt_len
+        if is_at_end and row.drafting is not None and row.request.rests is None:
+            room = row.request.max_num_tokens - row.num_tokens - 1
+            row.drafts = row.drafting.draft(row.tokens, room, row.prompt_len)[: min(each, slots)]
+            slots -= len(row.drafts)
+    if by_model and 2 * sum(bool(row.drafts) for row in running) < len(running):
+        for row in running:
+            row.drafts = []
+
+
 @dataclass
 class Step:
     """Report of one step, by row. Rows and requests without an event are left out."""
