@@ -25,18 +25,7 @@ import numpy as np
 from . import model
 from .beam_search import BeamSearch
 from .engine_blocks import Blocks, cdiv, ids, num_common
-from .engine_state import (
-    EngineConfig,
-    Group,
-    NextToken,
-    Phase,
-    Request,
-    Row,
-    Step,
-    draft_for,
-    drafting_of,
-    past_of,
-)
+from .engine_state import EngineConfig, Group, NextToken, Phase, Request, Row, Step, draft_for, drafting_of
 from .v1.kv_cache_utils import BlockHash
 
 
@@ -75,7 +64,7 @@ class Engine:
         self.rows: list[Row | None] = [None] * config.num_rows
         self.blocks = Blocks(config)
         self.pool, self.host_pool = self.blocks.pool, self.blocks.host_pool
-        self.past = past_of(config)
+        self.past = config.new_past()
         self.last_arrival: int | None = None
 
     # What the host may do between steps.

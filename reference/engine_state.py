@@ -70,6 +70,10 @@ class EngineConfig:
     lookup: Lookup | SuffixLookup | ByModel | None = None  # how tokens are drafted; None: they are not
     most_drafting: int | None = None  # rows that run while drafts are made; None: any number
 
+    def new_past(self) -> Past:
+        """Return room for past answers, where drafts are looked up in them."""
+        return Past(self.lookup.past_tokens if isinstance(self.lookup, SuffixLookup) else 0)
+
     def draft_slots(self, num_running: int) -> int:
         """Return how many drafts a step may have while so many rows run."""
         if self.most_drafting is not None and num_running > self.most_drafting:
@@ -130,12 +134,6 @@ class Phase(enum.Enum):
 
 FinishReason = Literal["stop", "length", "abort"]
 Preemption = Literal["recompute", "swap"]
-
-
-def past_of(config: EngineConfig) -> Past:
-    """Return room for past answers, where drafts are looked up in them."""
-    lookup = config.lookup
-    return Past(lookup.past_tokens if isinstance(lookup, SuffixLookup) else 0)
 
 
 def drafting_of(request: Request, config: EngineConfig, past: Past) -> Drafting | None:

@@ -17,7 +17,6 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int, UInt32
 
-from jaxpaged.arithmetic import cdiv
 from jaxpaged.memory import block_table, copy_on_write
 from jaxpaged.memory.entries import dealt, number_through
 from jaxpaged.sampling import is_among
@@ -75,7 +74,7 @@ def draft(
             found, follow = look_up(rows, state.past, lookup)
         room = jnp.minimum(drafting.most, rows.max_num_tokens - rows.num_tokens - 1)
         if by_model:
-            room = jnp.minimum(room, cdiv(jnp.int32(num_slots) - num_taken, num_taken))
+            room = jnp.minimum(room, -((num_taken - num_slots) // num_taken))
         return jnp.where(may, jnp.minimum(found, room), 0), follow
 
     nothing = jnp.zeros((rows.phase.shape[0], lookup.most), jnp.int32)
