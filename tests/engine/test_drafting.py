@@ -47,7 +47,7 @@ def setup(draft=tiny.CONFIG, model=tiny.CONFIG, **options):
             r"attention=FullAttention\(\) must be what a layer of the model keeps, SlidingWindow\(window=2",
         ),
         (
-            setup(data_parallel_size=2, num_processes=2, distributed_init="127.0.0.1:1"),
+            setup(tensor_parallel_size=2, num_processes=2, distributed_init="127.0.0.1:1"),
             "method='draft_model' must be 'ngram' or 'suffix' here: a model that drafts has one process",
         ),
     ],
