@@ -302,6 +302,7 @@ def _created(
         masks=config.return_sampling_mask,
         candidates=config.max_prompt_logprob_token_ids,
         routed=setup.routed_shape,
+        past_tokens=setup.past_tokens,
         mesh=mesh,
     )
 
