@@ -33,6 +33,7 @@ from jaxpaged.engine.replicas import Replicas
 from jaxpaged.engine.request import Delta, Request
 from jaxpaged.engine.request_queue import Queued, RequestQueue
 from jaxpaged.engine.rooms import WRITTEN_BLOCKS, InUse, Rooms
+from jaxpaged.engine.routed import RoutedReader
 from jaxpaged.engine.setup import Setup
 from jaxpaged.engine.snapshot import Snapshot, check_snapshot
 from jaxpaged.engine.start import Shapes
@@ -48,7 +49,7 @@ from jaxpaged.parallel.calls import SendCall
 from jaxpaged.parallel.mesh import BY_SHARD, from_host
 from jaxpaged.parallel.processes import Leader, Processes
 from jaxpaged.status import raise_if_error
-from jaxpaged.step import loop
+from jaxpaged.step import loop, recent
 from jaxpaged.step.automata import BLOCK_WORDS
 from jaxpaged.step.report import Report
 from jaxpaged.step.state import Counter, EngineState, Rows, empty_rows, without_kv
@@ -67,7 +68,7 @@ class Run:
     began: float  # when it was dispatched, by `time.perf_counter`
 
 
-class Driver(Offloading, ArenaWriter):
+class Driver(Offloading, ArenaWriter, RoutedReader):
     """The owner of model and state. One `turn` dispatches the next run and reads the one before."""
 
     def __init__(
@@ -112,7 +113,7 @@ class Driver(Offloading, ArenaWriter):
         num_blocks, num_rows = (n * self._replicas.size for n in (size.num_blocks - 1, config.num_rows))
         self.stats = Stats(num_blocks=num_blocks, num_free_blocks=num_blocks)
         self._state = start.create_state(setup, model, size.num_blocks)
-        self._counters: Any = np.zeros(len(Counter), np.int32)
+        self._counters: Any = np.zeros(len(Counter) + config.most_drafts, np.int32)
         self.queue = RequestQueue()
         self.rows = HostRows(num_rows)
         # What submitted requests are filled into, a line each.
@@ -145,7 +146,7 @@ class Driver(Offloading, ArenaWriter):
 
     @property
     def counters(self) -> np.ndarray:
-        """Counts by `Counter` as last reported: int32 [counters], or [replicas, counters]."""
+        """`EngineState.counters` as last reported: int32 [counters], or [replicas, counters]."""
         return np.asarray(self._counters)
 
     def add(self, request: Request, answer: Sequence[int] | None = None) -> None:
@@ -275,7 +276,9 @@ class Driver(Offloading, ArenaWriter):
             self.send_masks([])
         self._submit([])
         self._abort_arrivals(np.zeros(len(self.rows), np.int32))
-        scores = loop.recent_scores(self._state, mesh=self._mesh)
+        if self._state.routed is not None:
+            self.routed_of(0)
+        scores = recent.scores(self._state, mesh=self._mesh)
         jax.block_until_ready((self._run(max_steps=0), scores))
 
     def _run(self, max_steps: int | None = None) -> Report:
@@ -298,13 +301,8 @@ class Driver(Offloading, ArenaWriter):
             self._state, report = loop.run(self.graphdef, *arrays, config=config, mesh=mesh)
         if self.events is not None:
             self.events.look(self._state)
-        if wants_scores:
-            report = dataclasses.replace(report, new_scores=loop.recent_scores(self._state, mesh=self._mesh))
-        if self.config.return_sampling_mask:
-            report = dataclasses.replace(
-                report, new_support=loop.recent_support(self._state, mesh=self._mesh)
-            )
-        return report
+        asked = wants_scores, self.config.return_sampling_mask
+        return recent.told_beside(report, self._state, *asked, mesh=self._mesh)
 
     def _recall_less_urgent(self) -> None:
         """Put requests that wait in rows, new or preempted, back where more urgent ones could have their
@@ -320,7 +318,7 @@ class Driver(Offloading, ArenaWriter):
             return
         if self.queue.first.order > waiting[0][0]:
             return  # always so under first come, first served
-        num_free = len(self.rows.free_rows) - self.num_held_rows
+        num_free = max(len(self.rows.free_rows) - self.num_held_rows, 0)
         giving_way = {row for _, row in waiting}
         staying = InUse.of(entry.request for row, entry in self.rows.taken() if row not in giving_way)
         would_run = self.queue.with_room(lambda request: self._rooms.has_room(request, staying))
@@ -429,7 +427,8 @@ class Driver(Offloading, ArenaWriter):
         if self.rows.wants_prompt_scores:
             prompts = self._replicas.merged_prompts(jax.device_get(run.report.prompt_scores))
         # The version rises when no run is under way, so it is that of the weights that computed this one.
-        deltas, self.first_run = self.rows.read(report, prompts, run.stays, self.weight_version)
+        versions = run.stays, self.weight_version
+        deltas, self.first_run = self.rows.read(report, prompts, *versions, self.routed_of)
         self._note(report, run.began)
         if self.events is not None:
             self.events.read()
@@ -437,12 +436,12 @@ class Driver(Offloading, ArenaWriter):
 
     def _note(self, report: Report, dispatched: float) -> None:
         """Update the statistics, and the estimate of how long steps take."""
-        by_replica = (report.counters - self._counters).reshape(-1, len(Counter))
+        by_replica = (report.counters - self._counters).reshape(-1, report.counters.shape[-1])
         self._counters = report.counters
         # The device began with it when it had done what was dispatched before, or at once if it was idle.
         now, began = time.perf_counter(), max(dispatched, self._last_read)
         most = by_replica.max(0).tolist()
         self.pace.note(most[Counter.NUM_STEPS], most[Counter.NUM_PROMPT_PASSES], now - began)
         self._last_read = now
-        done = dict(zip(Counter, by_replica.sum(0).tolist(), strict=True))
-        self.stats = self.stats.after(report, done, len(self.queue) + self.rows.num_waiting)
+        num_waiting = len(self.queue) + self.rows.num_waiting
+        self.stats = self.stats.after(report, by_replica.sum(0).tolist(), num_waiting)

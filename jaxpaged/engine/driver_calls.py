@@ -14,6 +14,7 @@ CALLS = SharedCalls(
         "write_automaton",
         "write_mask_lines",
         "_write_candidates",
+        "_routed_of",
         "_put_weights",
         "_release",
         "_restore",

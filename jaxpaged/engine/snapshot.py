@@ -26,6 +26,7 @@ def check_snapshot(config: EngineConfig) -> None:
     drafts = config.speculative_config
     check("speculative_config", drafts, "None for a snapshot", drafts is None)
     sizes = "structured_outputs_mib", "max_prompt_logprob_token_ids"
-    for name in (*sizes, "enable_trace_replay", "return_sampling_mask"):
+    flags = "enable_trace_replay", "return_sampling_mask", "enable_return_routed_experts"
+    for name in (*sizes, *flags):
         asked = getattr(config, name)
         check(name, asked, f"{0 if name in sizes else False} for a snapshot", not asked)
