@@ -16,6 +16,7 @@ from jaxpaged.config import AUTO, PREFILL_TILE, EngineConfig
 from jaxpaged.contracts import attentions, layer_kinds, samplers
 from jaxpaged.contracts.attentions import Attention
 from jaxpaged.contracts.samplers import Sampler
+from jaxpaged.engine.routed import routed_shape
 from jaxpaged.memory import eviction, kv_cache
 from jaxpaged.memory.cache_specs import FULL, CacheSpec, together
 from jaxpaged.memory.grouping import Grouping, grouping_of, one_group
@@ -33,6 +34,9 @@ from pallas_kernels.ops import TiledImplementation, choice
 
 # Fraction of the blocks that stays free, as in vLLM, when a request is admitted beside running ones.
 WATERMARK = 0.01
+# Tokens of a prompt that a model computes to draft, for each token that may still come. On a CPU they cost as
+# much as the drafts of one token save, or more.
+MOST_PROMPT_ON_A_CPU = 4
 
 
 def lookup_of(drafts: Speculation) -> AnyLookup:
@@ -43,7 +47,7 @@ def lookup_of(drafts: Speculation) -> AnyLookup:
         assert drafts.prompt_lookup_min is not None
         return Lookup(most, drafts.prompt_lookup_max, drafts.prompt_lookup_min)
     if drafts.method == DRAFT_MODEL:
-        return ByModel(most)
+        return ByModel(most, MOST_PROMPT_ON_A_CPU if jax.default_backend() == "cpu" else None)
     assert drafts.suffix_decoding_max_tree_depth is not None
     assert drafts.suffix_decoding_max_spec_factor is not None
     assert drafts.suffix_decoding_min_token_prob is not None
@@ -52,6 +56,7 @@ def lookup_of(drafts: Speculation) -> AnyLookup:
         drafts.suffix_decoding_max_tree_depth,
         drafts.suffix_decoding_max_spec_factor,
         drafts.suffix_decoding_min_token_prob,
+        drafts.past_tokens,
     )
 
 
@@ -99,7 +104,7 @@ class Setup:
         a part from outside cannot be used. What JAX has traced of other code of such parts is dropped.
         """
         self._check_draft()
-        _ = self.mesh
+        _ = self.mesh, self.routed_shape
         if rule := self.layout.why_not_heads(self.whole.num_kv_heads):
             raise InputError(f"kv_layout={self.layout}: {rule}")
         self._check_loop_over_layers()
@@ -132,6 +137,11 @@ class Setup:
         """Return the form in which a device's weights are loaded; `number` is that of its shard."""
         shard = self.shards[number] if self.shards else None
         return LoadAs(self.dtype, self.config.quantization, shard, self.config.loop_over_layers, self.kinds)
+
+    @property
+    def past_tokens(self) -> int:
+        """Tokens of past answers in which drafts are looked up."""
+        return 0 if self.config.speculative_config is None else self.config.speculative_config.past_tokens
 
     @property
     def draft_load_as(self) -> LoadAs:
@@ -247,6 +257,11 @@ class Setup:
         one = self.layout, config.block_size, self.dtype, narrowest
         return narrowest if all(kv_cache.is_divisible(*one, heads) for heads in wider) else padded
 
+    @functools.cached_property
+    def routed_shape(self) -> jax.ShapeDtypeStruct | None:
+        """Shape of what is told of a token's experts; None where nothing is."""
+        return routed_shape(self.model_config, is_asked=self.config.enable_return_routed_experts)
+
     def step_config(self, num_blocks: int) -> StepConfig:
         """Return the constants of the compiled step over a pool of `num_blocks` blocks."""
         config, drafts = self.config, self.config.speculative_config
@@ -347,9 +362,7 @@ class Setup:
         if own is not None and implementation != "xla":
             return f"the {implementation} kernel serves no layer_kind from outside, as {own!r}"
         if implementation == "native":
-            extras = ", ".join(c.attention_extras)
-            why_not = native.why_not_cache(self.layout, self.dtype)
-            return why_not or (f"the native kernel has no {extras}" if extras else None)
+            return native.why_not_cache(self.layout, self.dtype)
         view = self.layout.view()
         numbers = None if view is None else self.layout.arrays(1, 1, 1, 1, self.dtype)[view.k.array].dtype
         try:
@@ -385,9 +398,7 @@ class Setup:
             return
         name, rule = "speculative_config: method", "'ngram' or 'suffix' here: a model that drafts "
         check(name, drafts.method, f"{rule}must be given with its config", draft is not None)
-        config = self.config
-        is_one = config.tensor_parallel_size == config.data_parallel_size == config.num_processes == 1
-        check(name, drafts.method, f"{rule}has one device", is_one)
+        check(name, drafts.method, f"{rule}has one process", self.config.num_processes == 1)
         is_ours = not isinstance(self.attention, Attention)
         check(name, drafts.method, f"{rule}has no attention from outside", is_ours)
         assert draft is not None

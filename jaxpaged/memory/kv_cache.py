@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, Num
+from jaxtyping import Array, Bool, Float, Int, Num, UInt
 
 from jaxpaged.memory.block_pool import NULL_BLOCK
 from pallas_kernels.layouts import TOKEN_MAJOR, BlockSlice, Layout, Pool, Sizes
@@ -35,6 +35,11 @@ class KVCache:
     num_kv_heads: int = field(metadata={"static": True})
     head_dim: int = field(metadata={"static": True})
     dtype: jnp.dtype = field(metadata={"static": True})  # data type of the computation
+    # Experts that each token of a pass has chosen in each layer, 0 where there are none: left beside K and V,
+    # where a step asks for it. It is no part of the cache between passes.
+    routed: UInt[Array, "num_tokens num_layers num_chosen"] | None = None
+    # Full blocks that have K and V of a model that drafts, too; None: there is none.
+    followed: Bool[Array, " num_blocks"] | None = None
 
     def __hash__(self) -> int:
         """Return the hash of a cache whose arrays are shapes: a static argument of programs made for it."""
@@ -57,6 +62,13 @@ class KVCache:
         first, stride = (self.num_blocks, 1) if self.layout.layers_apart else (1, self.num_layers)
         of_layer = BlockSlice(jnp.asarray(layer * first, jnp.int32), stride, self.num_blocks)
         return Pool(blocks | shared, self.layout, sizes, of_layer)
+
+    def with_routed(
+        self, layer: int | Int[Array, ""], experts: Int[Array, "num_tokens num_chosen"]
+    ) -> "KVCache":
+        """Return the cache with the experts that the tokens of a pass have chosen in a layer."""
+        assert self.routed is not None
+        return replace(self, routed=self.routed.at[:, layer].set(experts.astype(self.routed.dtype)))
 
     def viewed(self, num_kv_heads: int, head_dim: int) -> "KVCache":
         """Return the cache as one of layers with other heads: as many as lie in the bytes of a block.
@@ -81,10 +93,12 @@ def joined(cache: KVCache, draft: KVCache) -> KVCache:
     """Return the cache with the arrays of a second model beside its own, in the same blocks.
 
     What moves blocks moves both models'. To a layer it is no pool before it is `parted`. Both caches have as
-    many blocks, of one size and layout.
+    many blocks, of one size and layout. `followed` stays with the model's own.
     """
+    followed = cache.followed
     return replace(
         cache,
+        followed=jnp.zeros(cache.num_blocks, bool) if followed is None else followed,
         blocks=cache.blocks | {f"{DRAFT}{name}": x for name, x in draft.blocks.items()},
         shared=cache.shared | {f"{DRAFT}{name}": x for name, x in draft.shared.items()},
     )
@@ -106,8 +120,20 @@ def parted(cache: KVCache, num_layers: int, num_kv_heads: int, head_dim: int) ->
         num_layers=num_layers,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
+        followed=None,
     )
     return replace(cache, blocks=own(cache.blocks), shared=own(cache.shared)), draft
+
+
+def note_followed(cache: KVCache, block_ids: Int[Array, "*n"], is_followed: bool) -> KVCache:
+    """Note of these blocks whether they have K and V of a model that drafts; of NULL_BLOCK nothing.
+
+    Without such a model the cache stays as it is.
+    """
+    if cache.followed is None:
+        return cache
+    target = jnp.where(block_ids == NULL_BLOCK, cache.num_blocks, block_ids)
+    return replace(cache, followed=cache.followed.at[target].set(is_followed, mode="drop"))
 
 
 def is_divisible(
@@ -184,7 +210,7 @@ def copy_blocks(
         name: caches.swap_blocks(source.blocks[name], x, pairs, source.axis)
         for name, x in target.blocks.items()
     }
-    return replace(target, blocks=blocks)
+    return note_followed(replace(target, blocks=blocks), destinations, False)
 
 
 def copy_within(

@@ -13,11 +13,15 @@ from tests.marks import slow_and_nightly
 DRAFTING = ["swap, drafts", "swap, suffixes", "swap, drafts by itself", "swap, drafts by another"]
 
 
-@pytest.mark.parametrize("setting", slow_and_nightly(["adapters", "swap"], ["swap"]))
+@pytest.mark.parametrize(
+    "setting", slow_and_nightly(["adapters", "swap", "swap, tiers"], ["swap", "swap, tiers"])
+)
 def test_answers_in_random_company_are_those_of_the_request_alone(setting, tmp_path):
     fuzz = Fuzz(setting, tmp_path)
     counts = [fuzz.run(seed) for seed in range(6)]
     assert all(sum(kind) > 0 for kind in zip(*counts, strict=True)), "some whole, and some given up"
+    tiers = fuzz.driver.stats.tiers
+    assert not tiers or tiers["host"].num_hits > 20
 
 
 @pytest.mark.parametrize("setting", slow_and_nightly(DRAFTING, ["swap, drafts", "swap, drafts by itself"]))
@@ -51,6 +55,8 @@ def test_answers_are_the_same_with_drafts_and_without(setting, tmp_path):
         since.num_accepted_tokens - stats.num_accepted_tokens,
     )
     assert counts.num_accepted_draft_tokens > 20
+    at = since.num_accepted_at
+    assert (sum(at), list(at)) == (since.num_accepted_tokens, sorted(at, reverse=True))
     if setting == "swap, drafts by itself":  # to the last token: what both chose from was the same
         assert counts.num_accepted_draft_tokens == counts.num_draft_tokens
     for seed in range(4):
