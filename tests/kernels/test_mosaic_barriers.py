@@ -54,7 +54,8 @@ def test_every_barrier_is_needed(form: str, capability: str, capsys: pytest.Capt
         calls, unnoticed = unnoticed_calls(
             FORMS[form], lambda call: "arrive" in call[0], capsys, shadows=False
         )
-    assert len([call for call in calls if "wait" in call[0]]) == WAITS[form] + (
-        capability == "12.0" and form == "decode"
-    )
+    waits = [call for call in calls if call[0] in ("wait", "barrier_wait")]
+    # With tensor memory two waits for products, and none for the other consumer: one has all of the rows.
+    more = {"prompts": 1, "prompts, widened": 2}[form] if capability == "10.0" else 0
+    assert len(waits) == WAITS[form] + more, calls
     assert {call for call in unnoticed - OPTIONAL if call[0] not in AMONG_WARPS} == set()
