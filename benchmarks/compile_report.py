@@ -301,7 +301,8 @@ def targets_markdown() -> str:
     ]
     for target in targets.TARGETS.values():
         for r in run([str(p) for p in targets_programs()], target.capability):
-            how = f"{target.fetch}, {target.kernel_multiply}"
+            multiply = target.multiply if r.kernel.startswith("prompt") else target.kernel_multiply
+            how = f"{target.fetch}, {multiply}"
             memory, spilled = f"{r.shared_memory_bytes / 1024:.1f}", r.spill_bytes + r.stack_bytes
             cells = target.architecture, how, r.program, r.registers, spilled, memory, r.ctas_per_core
             lines.append(f"| {' | '.join(map(str, cells))} |")
