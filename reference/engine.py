@@ -210,7 +210,7 @@ class Engine:
             is_at_end = row.forks_from is None and row.computed == row.num_tokens - 1 >= row.prompt_len
             if is_at_end and row.drafting is not None and row.request.rests is None:
                 room = row.request.max_num_tokens - row.num_tokens - 1
-                row.drafts = row.drafting.draft(row.tokens, room)[:slots]
+                row.drafts = row.drafting.draft(row.tokens, room, row.prompt_len)[:slots]
                 slots -= len(row.drafts)
         drafted = {row: num + len(row.drafts) for row, num in new.items()}
         if self._num_new_blocks(drafted) > self.pool.get_num_free_blocks():
@@ -275,11 +275,8 @@ class Engine:
         return grown + self.blocks.num_copies([row for row, num_new in new.items() if num_new])
 
     def _preempt(self, row: Row, step: Step) -> None:
-        swaps = (
-            self.config.preemption_mode == "swap"
-            and self.config.num_host_blocks > 0
-            and len(row.held) <= self.host_pool.get_num_free_blocks()
-        )
+        swaps = self.config.preemption_mode == "swap" and self.config.num_host_blocks > 0
+        swaps = swaps and len(row.held) <= self.host_pool.get_num_free_blocks()
         if row.group is not None:
             for each in sorted(row.group.rows, key=lambda each: each.index):
                 self.blocks.free(each)
@@ -292,6 +289,8 @@ class Engine:
         else:
             self.blocks.free(row)
             row.phase = Phase.WAITING
+            if row.drafting is not None:
+                row.drafting.has_begun = False
         row.num_preemptions += 1
         step.preempted[row.index] = "swap" if swaps else "recompute"
 

@@ -88,10 +88,12 @@ class ByModel:
 
     most: drafts at once.
     next_token: returns what the model would choose behind these tokens.
+    most_prompt: tokens of a prompt, for each token that may still come, that it computes to draft.
     """
 
     most: int
     next_token: Callable[[list[int]], int]
+    most_prompt: int | None = None
 
 
 def chosen_by(next_token: Callable[[list[int]], int], tokens: Sequence[int], num: int) -> list[int]:
@@ -111,13 +113,14 @@ class Drafting:
     misses: int = 0  # times in turn that no draft was right
     wait: int = 0  # steps until it drafts again
     counts: list[int] = field(default_factory=lambda: [0, 0, 0])  # steps with drafts, drafts, and right ones
+    has_begun: bool = False  # whether a model that drafts has computed the sequence
 
     def __post_init__(self) -> None:
         self.most = self.lookup.most
 
-    def draft(self, tokens: Sequence[int], room: int) -> list[int]:
-        """Return the drafts behind these tokens, at most `room`."""
-        if self.wait:
+    def draft(self, tokens: Sequence[int], room: int, prompt_len: int) -> list[int]:
+        """Return the drafts behind these tokens, at most `room`: one token less than may still come."""
+        if self.wait or not (self.has_begun or self.is_worth_it(room + 1, prompt_len)):
             return []
         if isinstance(self.lookup, ByModel):
             found = chosen_by(self.lookup.next_token, tokens, self.lookup.most)
@@ -127,11 +130,17 @@ class Drafting:
             found = likely_followers(tokens, self.lookup)
         return found[: max(min(self.most, room), 0)]
 
+    def is_worth_it(self, may_come: int, prompt_len: int) -> bool:
+        """Return whether a model that drafts begins with a prompt, where so many tokens may still come."""
+        most = self.lookup.most_prompt if isinstance(self.lookup, ByModel) else None
+        return most is None or prompt_len <= most * may_come
+
     def note(self, num_drafts: int, num_right: int) -> None:
         """Learn from a step's drafts: about twice as many as were right, or a pause."""
         if num_drafts == 0:
             self.wait = max(self.wait - 1, 0)
             return
+        self.has_begun = True
         self.counts = [n + more for n, more in zip(self.counts, (1, num_drafts, num_right), strict=True)]
         self.most = min(2 * num_right + 1, self.lookup.most)
         self.misses = 0 if num_right else self.misses + 1

@@ -33,6 +33,9 @@ from pallas_kernels.ops import TiledImplementation, choice
 
 # Fraction of the blocks that stays free, as in vLLM, when a request is admitted beside running ones.
 WATERMARK = 0.01
+# Tokens of a prompt that a model computes to draft, for each token that may still come. On a CPU they cost as
+# much as the drafts of one token save, or more.
+MOST_PROMPT_ON_A_CPU = 4
 
 
 def lookup_of(drafts: Speculation) -> AnyLookup:
@@ -43,7 +46,7 @@ def lookup_of(drafts: Speculation) -> AnyLookup:
         assert drafts.prompt_lookup_min is not None
         return Lookup(most, drafts.prompt_lookup_max, drafts.prompt_lookup_min)
     if drafts.method == DRAFT_MODEL:
-        return ByModel(most)
+        return ByModel(most, MOST_PROMPT_ON_A_CPU if jax.default_backend() == "cpu" else None)
     assert drafts.suffix_decoding_max_tree_depth is not None
     assert drafts.suffix_decoding_max_spec_factor is not None
     assert drafts.suffix_decoding_min_token_prob is not None

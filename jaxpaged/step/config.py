@@ -43,6 +43,8 @@ class ByModel:
     """Drafts by a second model: what it would choose."""
 
     most: int  # drafts of a row in one step
+    # Tokens of a prompt, for each token that may still come, that it computes to draft; None: any number.
+    most_prompt: int | None = None
 
 
 type AnyLookup = Lookup | SuffixLookup | ByModel

@@ -24,7 +24,7 @@ from jaxpaged.step.automata import GrammarRows, by_host, moved
 from jaxpaged.step.config import AnyLookup, ByModel, StepConfig
 from jaxpaged.step.followers import look_up
 from jaxpaged.step.plan import DecodeSlots, Plan
-from jaxpaged.step.state import Counter, DraftRows, EngineState, Rows
+from jaxpaged.step.state import Counter, DraftRows, EngineState, Phase, Rows
 
 # A row whose drafts fail waits 1, 3, 7, ... steps, and at most so many, before it drafts again.
 LONGEST_WAIT = 31
@@ -57,6 +57,10 @@ def draft(
     drafting = rows.drafting
     assert drafting is not None
     may &= drafting.wait == 0
+    if isinstance(lookup, ByModel) and lookup.most_prompt is not None:
+        may_come = rows.max_num_tokens - rows.num_tokens
+        has_begun = drafting.followed > 0
+        may &= has_begun | (rows.prompt_lens <= lookup.most_prompt * may_come)
     if state.arena is not None and rows.grammars is not None:
         may &= ~by_host(rows.grammars, state.arena)  # which has one mask, for the next token
 
@@ -152,9 +156,10 @@ def settle(
     rows = state.rows
     assert rows.drafting is not None
     drafting = after(rows.drafting, rows.running, drafts.num, num_accepted, lookup)
-    if isinstance(lookup, ByModel):  # of a preempted row nothing is left
-        followed = jnp.minimum(drafting.followed, state.tables.seq_lens)
-        drafting = replace(drafting, followed=followed)
+    if isinstance(lookup, ByModel):  # of a row that is to be computed again nothing is left
+        left = jnp.minimum(drafting.followed, state.tables.seq_lens)
+        is_away = rows.phase == Phase.SWAPPED
+        drafting = replace(drafting, followed=jnp.where(is_away, drafting.followed, left))
     state = replace(state, rows=replace(rows, drafting=drafting)).count(
         {
             Counter.NUM_DRAFTS: jnp.sum(drafts.num > 0),

@@ -68,9 +68,7 @@ class DraftRows:
     misses: Int[Array, " rows"]  # times in turn that no draft was right
     wait: Int[Array, " rows"]  # steps until it drafts again
     counts: Int[Array, "rows 3"]  # its steps with drafts, its drafts, and those that were right
-    followed: Int[
-        Array, " rows"
-    ]  # its first so many tokens are computed by a model that drafts, or its prompt
+    followed: Int[Array, " rows"]  # its first so many tokens are computed by a model that drafts
 
 
 @jax.tree_util.register_dataclass

@@ -117,6 +117,7 @@ def append(state: EngineState, plan: Plan, max_blocks: int) -> EngineState:
     most = max_blocks * state.tables.num_groups
     tables, info = block_table.append(state.tables, plan.num_new_tokens, max_new_blocks=most)
     cache = kv_cache.copy_within(state.kv_cache, info.copy_sources, info.copy_destinations)
+    cache = kv_cache.note_followed(cache, info.new_ids, False)
     return replace(state, tables=tables, kv_cache=cache, status=state.status | info.status)
 
 
@@ -147,7 +148,7 @@ def forward(
     prompt_scores: PromptScores,
 ) -> tuple[EngineState, Hidden, PromptScores]:
     """Compute the plan's tokens: those of prompts in passes of a few tiles, then those of decoding rows
-    in one pass. A model that drafts computes those of prompts, too.
+    in one pass.
 
     Never both in one pass: there the decoding rows would have another shape in every mix, and other bits.
     Returns the state; for each decode slot the hidden state of its row's newest token, or of its prompt's
@@ -164,8 +165,6 @@ def forward(
             tiles = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, i * width, width), all_tiles)
             kv_cache, hidden, prompt_scores = carry
             kv_cache, hidden, out = compute(model, rows, tables, kv_cache, hidden, tiles, slots, config)
-            if isinstance(config.lookup, ByModel):
-                kv_cache = drafting.follow(model, rows, tables, kv_cache, tiles, config)
             return kv_cache, hidden, score_prompts(model, rows, tiles, out, prompt_scores, i * width)
 
         return lax.fori_loop(0, cdiv(jnp.sum(plan.num_tiles), width), one_pass, carry)

@@ -81,6 +81,7 @@ class Setting:
     by_suffix: bool = False  # whether drafts are what mostly followed
     most_drafting: int | None = None  # rows that run while drafts are made
     by_model: bool = False  # whether a second model drafts
+    most_prompt: int | None = None  # see `ByModel`
 
     @property
     def reaches(self) -> tuple[reference.Reach, ...]:
@@ -113,7 +114,9 @@ class Setting:
             watermark_blocks=self.watermark_blocks,
             grouping=Grouping(self.specs, tuple((layer,) for layer in range(len(self.specs)))).of_step,
             reuse_answers=self.reuse_answers,
-            lookup=ByModel(self.most_drafts) if self.by_model else self.lookup(Lookup, SuffixLookup),
+            lookup=ByModel(self.most_drafts, self.most_prompt)
+            if self.by_model
+            else self.lookup(Lookup, SuffixLookup),
             most_drafting=self.most_drafting,
         )
 
@@ -151,7 +154,9 @@ class Setting:
                 reuse_answers=self.reuse_answers,
                 preemption_mode="swap" if self.num_host_blocks else "recompute",
                 lookup=speculation.ByModel(
-                    self.most_drafts, functools.partial(next_token, self.reaches, drafts=True)
+                    self.most_drafts,
+                    functools.partial(next_token, self.reaches, drafts=True),
+                    self.most_prompt,
                 )
                 if self.by_model
                 else self.lookup(speculation.Lookup, speculation.SuffixLookup),

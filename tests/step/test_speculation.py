@@ -62,7 +62,7 @@ def test_a_row_drafts_more_after_hits_and_waits_after_misses():
     rows = DraftRows(*(jnp.array([value], jnp.int32) for value in (LOOKUP.most, 0, 0, [0, 0, 0], 0)))
     seen = set()
     for _ in range(300):
-        may = oracle.draft([1, 1, 1, 1, 1, 1, 1, 1], 5)
+        may = oracle.draft([1, 1, 1, 1, 1, 1, 1, 1], 5, 8)
         num, num_right = len(may), int(rng.integers(0, len(may) + 1)) if rng.random() < 0.3 else 0
         oracle.note(num, num_right)
         arrays = (jnp.array([value], jnp.int32) for value in (num, num_right))
