@@ -1,6 +1,7 @@
 """A decoder in Flax NNX, as its description says: each part is made once, and computed in one place."""
 
 import dataclasses
+from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
@@ -44,7 +45,7 @@ class Decoder(nnx.Module):
         self.layer_inputs = LayerInputs(weights) if c.layer_inputs is not None else None
         self.layers = DecoderLayers(weights)
         self.norm = last_norm(weights, "norm")
-        self.draft: Decoder | None = None  # a model that drafts for this one, with K and V of its own
+        self.draft: Any = None  # a model or a head that drafts for this one, with K and V of its own
         self.lm_head = self._lm_head(weights)
 
     def _lm_head(self, weights: Weights) -> layers.Linear | None:

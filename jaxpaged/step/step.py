@@ -18,7 +18,7 @@ from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.models.attention import PassBatch
 from jaxpaged.sampling import Scores, no_scores, score, score_candidates
 from jaxpaged.status import Status
-from jaxpaged.step import admission, beams, drafting, scheduler, speculation
+from jaxpaged.step import admission, beams, draft_pass, drafting, scheduler, speculation
 from jaxpaged.step.answer import answer
 from jaxpaged.step.config import ByModel, StepConfig
 from jaxpaged.step.model import Hidden, Model
@@ -279,9 +279,8 @@ def compute(
         wanted=wanted.reshape(-1) if tiles.tile_len > 1 else None,
     )
     token_ids = jnp.where(valid, rows.token_ids.at[row, positions].get(mode="clip"), 0)
-    own, its = drafting.parted(model, kv_cache, config)
-    out, own = model(token_ids.reshape(-1), jnp.where(valid, positions, 0).reshape(-1), own, batch)
-    kv_cache = drafting.joined(own, its)
+    places = jnp.where(valid, positions, 0).reshape(-1)
+    out, kv_cache = draft_pass.serve(model, token_ids.reshape(-1), places, kv_cache, batch, config)
     out = out.reshape(*positions.shape, -1)
     last = out[jnp.arange(positions.shape[0]), tiles.end - 1 - tiles.start]
     slot = jnp.where(is_newest, slots.of_row[tiles.row], hidden.shape[0])

@@ -11,6 +11,7 @@ from tests.engine.fuzz import NUM_ASKS, Fuzz
 from tests.marks import slow_and_nightly
 
 DRAFTING = ["swap, drafts", "swap, suffixes", "swap, drafts by itself", "swap, drafts by another"]
+DRAFTING += ["swap, drafts by a head"]
 
 
 @pytest.mark.parametrize("setting", slow_and_nightly(["adapters", "swap"], ["swap"]))

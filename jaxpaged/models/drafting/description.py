@@ -16,6 +16,7 @@ class DraftHead:
 
     kind: Literal["eagle3", "mtp"]
     behind: tuple[int, ...] = ()  # numbers of layers behind which hidden states are read
+    reads_last: bool = False  # whether one of these comes out of the model's last layer
     given_size: int  # numbers of one hidden state of the served model
     num_choices: int  # tokens that it chooses from
     fuse_norm: bool = False  # whether the hidden states are normed as one before their product

@@ -144,9 +144,11 @@ def described(said: Mapping[str, Any], names: Collection[str], served: ModelConf
     rule = f"{vocab_size}, all tokens, without {OFFSETS} or lm_head" if needs_all else f"at most {vocab_size}"
     ok = choices == vocab_size or (choices < vocab_size and not needs_all)
     check("model config: draft_vocab_size", choices, rule, ok)
+    behind = _behind(f, served.num_layers)
     head = DraftHead(
         kind="eagle3",
-        behind=_behind(f, served.num_layers),
+        behind=behind,
+        reads_last=served.num_layers in behind,
         given_size=given,
         num_choices=choices,
         fuse_norm=f.flag("norm_before_fc"),

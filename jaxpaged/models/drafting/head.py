@@ -55,6 +55,11 @@ class Head(nnx.Module):
         return self.kind.behind
 
     @property
+    def reads_last(self) -> bool:
+        """Whether features come out of the served model's last layer: then it computes all tokens there."""
+        return self.kind.reads_last
+
+    @property
     def cache_sizes(self) -> tuple[int, int, int]:
         """Layers of the head's cache, KV heads and their width."""
         return self.config.cache_sizes
