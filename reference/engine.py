@@ -25,7 +25,7 @@ import numpy as np
 from . import model
 from .beam_search import BeamSearch
 from .engine_blocks import Blocks, cdiv, ids, num_common
-from .engine_state import EngineConfig, Group, NextToken, Phase, Request, Row, Step, drafting_of
+from .engine_state import EngineConfig, Group, NextToken, Phase, Request, Row, Step, drafting_of, past_of
 from .v1.kv_cache_utils import BlockHash
 
 
@@ -64,6 +64,7 @@ class Engine:
         self.rows: list[Row | None] = [None] * config.num_rows
         self.blocks = Blocks(config)
         self.pool, self.host_pool = self.blocks.pool, self.blocks.host_pool
+        self.past = past_of(config)
         self.last_arrival: int | None = None
 
     # What the host may do between steps.
@@ -96,7 +97,7 @@ class Engine:
                 replace(request, arrival=request.arrival + i),
                 list(request.prompt),
                 lines=self.blocks.no_blocks,
-                drafting=drafting_of(request, config),
+                drafting=drafting_of(request, config, self.past),
             )
             for i, row in enumerate(rows)
         ]
@@ -188,6 +189,7 @@ class Engine:
         for row in running:
             if row.finish_reason is not None:
                 step.finished[row.index] = row.finish_reason
+                row.keep_answer()
                 self.blocks.free(row)
         for row in running:
             self.blocks.slide(row)
@@ -289,8 +291,7 @@ class Engine:
         else:
             self.blocks.free(row)
             row.phase = Phase.WAITING
-            if row.drafting is not None:
-                row.drafting.has_begun = False
+            row.leave()
         row.num_preemptions += 1
         step.preempted[row.index] = "swap" if swaps else "recompute"
 

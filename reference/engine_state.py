@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from .beam_search import BeamSearch, Hypothesis, LogProbs
-from .speculation import ByModel, Drafting, Lookup, SuffixLookup
+from .speculation import ByModel, Drafting, Lookup, Past, SuffixLookup
 from .v1.kv_cache_utils import BlockHash, KVCacheBlock
 
 NextToken = Callable[[list[int]], int]  # the token after these, prompt and answer so far
@@ -132,14 +132,20 @@ FinishReason = Literal["stop", "length", "abort"]
 Preemption = Literal["recompute", "swap"]
 
 
-def drafting_of(request: Request, config: EngineConfig) -> Drafting | None:
+def past_of(config: EngineConfig) -> Past:
+    """Return room for past answers, where drafts are looked up in them."""
+    lookup = config.lookup
+    return Past(lookup.past_tokens if isinstance(lookup, SuffixLookup) else 0)
+
+
+def drafting_of(request: Request, config: EngineConfig, past: Past) -> Drafting | None:
     """Return the record of a new row's drafts; None where there are none."""
     lookup = config.lookup
     if lookup is None or request.search is not None:
         return None
     if isinstance(lookup, ByModel) and request.next_draft is not None:
         lookup = replace(lookup, next_token=request.next_draft)
-    return Drafting(lookup)
+    return Drafting(lookup, past, request.salt)
 
 
 @dataclass(eq=False)
@@ -170,6 +176,16 @@ class Row:
 
     def resume(self) -> None:
         self.rests = False
+
+    def leave(self) -> None:
+        """Have a model that drafts begin anew: the blocks are gone."""
+        if self.drafting is not None:
+            self.drafting.has_begun = False
+
+    def keep_answer(self) -> None:
+        """Keep the answer for drafts of other requests."""
+        if self.drafting is not None:
+            self.drafting.past.keep(self.request.salt, self.tokens[self.prompt_len :])
 
     @property
     def prompt_len(self) -> int:

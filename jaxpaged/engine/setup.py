@@ -56,6 +56,7 @@ def lookup_of(drafts: Speculation) -> AnyLookup:
         drafts.suffix_decoding_max_tree_depth,
         drafts.suffix_decoding_max_spec_factor,
         drafts.suffix_decoding_min_token_prob,
+        drafts.past_tokens,
     )
 
 
@@ -136,6 +137,11 @@ class Setup:
         """Return the form in which a device's weights are loaded; `number` is that of its shard."""
         shard = self.shards[number] if self.shards else None
         return LoadAs(self.dtype, self.config.quantization, shard, self.config.loop_over_layers, self.kinds)
+
+    @property
+    def past_tokens(self) -> int:
+        """Tokens of past answers in which drafts are looked up."""
+        return 0 if self.config.speculative_config is None else self.config.speculative_config.past_tokens
 
     @property
     def draft_load_as(self) -> LoadAs:

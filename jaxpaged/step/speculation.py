@@ -68,7 +68,7 @@ def draft(
         if isinstance(lookup, ByModel):
             found, follow = jnp.full_like(nothing[:, 0], lookup.most), nothing
         else:
-            found, follow = look_up(rows.token_ids, rows.num_tokens, lookup)
+            found, follow = look_up(rows, state.past, lookup)
         room = jnp.minimum(drafting.most, rows.max_num_tokens - rows.num_tokens - 1)
         return jnp.where(may, jnp.minimum(found, room), 0), follow
 

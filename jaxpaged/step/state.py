@@ -186,6 +186,18 @@ class HostPool:
     kv_cache: KVCache
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Past:
+    """Ring of the tokens of answers that have ended; see `step.past`."""
+
+    token_ids: Int[Array, " places"]
+    owner: Int[Array, " places"]  # arrival of the request whose answer it is
+    salt: Int[Array, " places"]  # of that request: no request with another one sees the token
+    next: Int[Array, ""]  # place of the next token
+    num_tokens: Int[Array, ""]  # tokens that are there: those at the places before `next`
+
+
 type TableResult = tuple[BlockTables, AppendInfo | FreeInfo | StatusInfo]
 
 
@@ -210,6 +222,7 @@ class EngineState:
     status: Int[Array, ""]  # `Status` bits of all steps: anything but OK is a bug of the scheduler
     # Sets of tokens that those of answers were chosen from, in columns as `scores`; None: nobody asks.
     support: UInt32[Array, "rows max_steps words"] | None = None
+    past: Past | None = None  # answers that drafts are looked up in; None: in none
 
     def on_tables[**P](
         self, verb: Callable[Concatenate[BlockTables, P], TableResult], *args: P.args, **options: P.kwargs
@@ -313,6 +326,7 @@ def create_state(
     replays: bool = False,
     masks: bool = False,
     candidates: int = 0,
+    past_tokens: int = 0,
 ) -> EngineState:
     """Create a state without requests over empty tables and an empty cache.
 
@@ -321,6 +335,7 @@ def create_state(
     replays: requests may have answers that are given.
     masks: the tokens that each was chosen from are told.
     candidates: tokens to be scored behind each place of a prompt at most.
+    past_tokens: tokens of past answers that drafts are looked up in.
     """
     words = -(-vocab_size // 32)
     rows = empty_rows(
@@ -344,7 +359,14 @@ def create_state(
         counters=jnp.zeros(len(Counter), jnp.int32),
         status=jnp.zeros((), jnp.int32),
         support=jnp.zeros((tables.max_seqs, MAX_STEPS, words), jnp.uint32) if masks else None,
+        past=no_past(past_tokens) if past_tokens else None,
     )
+
+
+def no_past(num_tokens: int) -> Past:
+    """Return a ring for so many tokens, with none in it."""
+    nothing = jnp.zeros(num_tokens, jnp.int32)
+    return Past(nothing, nothing, nothing, jnp.int32(0), jnp.int32(0))
 
 
 def no_rejection() -> Int[Array, "2"]:

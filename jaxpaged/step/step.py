@@ -18,7 +18,7 @@ from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.models.attention import PassBatch
 from jaxpaged.sampling import Scores, no_scores, score, score_candidates
 from jaxpaged.status import Status
-from jaxpaged.step import admission, beams, draft_pass, drafting, scheduler, speculation
+from jaxpaged.step import admission, beams, draft_pass, drafting, past, scheduler, speculation
 from jaxpaged.step.answer import answer
 from jaxpaged.step.config import ByModel, StepConfig
 from jaxpaged.step.model import Hidden, Model
@@ -90,6 +90,7 @@ def advance(
     num_new, num_returned = jnp.sum(due), jnp.int32(0)
     if drafts is not None and config.lookup is not None:
         state, num_returned = speculation.settle(state, num_accepted, drafts, config.lookup)
+        state = past.note_ended(state, due & (state.rows.phase == Phase.FINISHED))
         num_new += jnp.sum(num_accepted)
 
     in_prompt = plan.num_tiles > 0
