@@ -7,9 +7,9 @@ from typing import Any
 from jaxpaged.checks import INT32_MAX, check, checked_int, checked_mapping, checked_number, parsed_json
 
 # Methods of vLLM's, by what they need.
-OTHER_METHODS = "eagle", "medusa", "mlp_speculator", "mtp", "ngram_gpu"
-DRAFT_MODEL, EAGLE3 = "draft_model", "eagle3"
-BY_MODEL = DRAFT_MODEL, EAGLE3  # methods whose drafts come of weights
+OTHER_METHODS = "eagle", "medusa", "mlp_speculator", "ngram_gpu"
+DRAFT_MODEL, EAGLE3, MTP = "draft_model", "eagle3", "mtp"
+BY_MODEL = DRAFT_MODEL, EAGLE3, MTP  # methods whose drafts come of weights
 # A report has 32 tokens of a row: the drafts of one step, and the token behind them.
 MOST_DRAFTS = 31
 LONGEST_END = 16
@@ -29,6 +29,7 @@ OPTIONS: dict[str, dict[str, int | float | str | None]] = {
     },
     DRAFT_MODEL: {"model": None, "quantization": None},
     EAGLE3: {"model": None, "quantization": None},
+    MTP: {"quantization": None},
 }
 
 
@@ -57,7 +58,7 @@ class Speculation:
     def __post_init__(self) -> None:
         """Check the values. Raises `InputError`."""
         unknown = self.method in OTHER_METHODS
-        rule = "'ngram', 'suffix', 'draft_model' or 'eagle3'"
+        rule = "'ngram', 'suffix', 'draft_model', 'eagle3' or 'mtp'"
         rule += ": other methods of drafting are not supported" * unknown
         check("speculative_config: method", self.method, rule, self.method in [*OPTIONS])
         self._count("num_speculative_tokens", 1, MOST_DRAFTS)
@@ -81,11 +82,12 @@ class Speculation:
         return (self.suffix_decoding_max_cached_requests or 0) * TOKENS_OF_CACHED
 
     def _check_model(self) -> None:
-        is_name = isinstance(self.model, str | os.PathLike)
-        what = "model" if self.method == DRAFT_MODEL else "head"
-        rule = f"the name or the directory of the {what} that drafts"
-        check("speculative_config: model", self.model, rule, is_name)
-        object.__setattr__(self, "model", os.fspath(str(self.model)))
+        if self.method != MTP:
+            is_name = isinstance(self.model, str | os.PathLike)
+            what = "model" if self.method == DRAFT_MODEL else "head"
+            rule = f"the name or the directory of the {what} that drafts"
+            check("speculative_config: model", self.model, rule, is_name)
+            object.__setattr__(self, "model", os.fspath(str(self.model)))
         value, rule = self.quantization, "None or a string: what quantization takes"
         check("speculative_config: quantization", value, rule, value is None or isinstance(value, str))
 

@@ -127,7 +127,7 @@ def test_bad_sampling_params_are_refused(options, message):
         ),
         (
             {"speculative_config": {"method": "medusa"}},
-            "method='medusa' must be 'ngram', 'suffix', 'draft_model' or 'eagle3': other methods of draf",
+            "method='medusa' must be 'ngram', 'suffix', 'draft_model', 'eagle3' or 'mtp': other",
         ),
         (
             {"speculative_config": {"method": "eagle3"}},

@@ -6,9 +6,9 @@ from jaxpaged.checks import InputError, check
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine.drafted import Draft
 from jaxpaged.models import loading
-from jaxpaged.models.drafting import eagle3
+from jaxpaged.models.drafting import eagle3, mtp
 from jaxpaged.models.loading import Checkpoint
-from jaxpaged.speculation import BY_MODEL, EAGLE3
+from jaxpaged.speculation import BY_MODEL, EAGLE3, MTP
 
 
 def draft_of(config: EngineConfig, checkpoint: Checkpoint) -> Draft | None:
@@ -20,6 +20,9 @@ def draft_of(config: EngineConfig, checkpoint: Checkpoint) -> Draft | None:
         if drafts.method == EAGLE3:
             head = eagle3.open_head(str(drafts.model), checkpoint.config, drafts.quantization)
             return Draft(head.config, head.load, head.abstract)
+        if drafts.method == MTP:
+            layer = mtp.open_layer(checkpoint, drafts.quantization)
+            return Draft(layer.config, layer.load, layer.abstract)
         EngineConfig(quantization=drafts.quantization)  # refuses what is none
         its = loading.open_checkpoint(drafts.model)
         its.quantisation(drafts.quantization)
