@@ -29,7 +29,7 @@ class Attention(nnx.Module):
 
     def __call__(
         self,
-        x: Float[Array, "num_tokens hidden"],
+        x: Float[Array, "num_tokens given"],
         cache: KVCache,
         layer: layers.Layer,
         tables: PositionTables,
@@ -60,7 +60,7 @@ class Attention(nnx.Module):
 
     def _projected(
         self,
-        x: Float[Array, "num_tokens hidden"],
+        x: Float[Array, "num_tokens given"],
         layer: layers.Layer,
         tables: PositionTables,
         adapters: Int[Array, " num_tiles"] | None,
@@ -84,7 +84,7 @@ class Attention(nnx.Module):
         return q if its.factors is None else q * its.factors, k, v
 
     def _product(
-        self, q_alone: layers.Linear, x: Float[Array, "num_tokens hidden"], layer: layers.Layer
+        self, q_alone: layers.Linear, x: Float[Array, "num_tokens given"], layer: layers.Layer
     ) -> Float[Array, "num_tokens width"]:
         """Return the product of a model in which some layers have queries alone: with zeros for K and V."""
         c = self.config

@@ -29,7 +29,7 @@ def test_answers_are_the_same_with_drafts_and_without(setting, tmp_path):
         assert drafting.alone(number) == plain.alone(number)
     stats = drafting.driver.stats
     assert stats.num_draft_tokens > stats.num_accepted_tokens
-    assert stats.num_accepted_tokens > 20
+    assert stats.num_accepted_tokens > 10
     assert stats.num_new_tokens == plain.driver.stats.num_new_tokens
     # Draws from three tokens are often as drafted.
     few = SamplingParams(
