@@ -70,6 +70,10 @@ class EngineConfig:
     lookup: Lookup | SuffixLookup | ByModel | None = None  # how tokens are drafted; None: they are not
     most_drafting: int | None = None  # rows that run while drafts are made; None: any number
 
+    def new_past(self) -> Past:
+        """Return room for past answers, where drafts are looked up in them."""
+        return Past(self.lookup.past_tokens if isinstance(self.lookup, SuffixLookup) else 0)
+
     def draft_slots(self, num_running: int) -> int:
         """Return how many drafts a step may have while so many rows run."""
         if self.most_drafting is not None and num_running > self.most_drafting:
@@ -130,12 +134,6 @@ class Phase(enum.Enum):
 
 FinishReason = Literal["stop", "length", "abort"]
 Preemption = Literal["recompute", "swap"]
-
-
-def past_of(config: EngineConfig) -> Past:
-    """Return room for past answers, where drafts are looked up in them."""
-    lookup = config.lookup
-    return Past(lookup.past_tokens if isinstance(lookup, SuffixLookup) else 0)
 
 
 def drafting_of(request: Request, config: EngineConfig, past: Past) -> Drafting | None:
@@ -234,6 +232,26 @@ class Group:
     held: list[Row]  # for what has ended
     beam_rows: list[Row] = field(default_factory=list)  # of the search's beams, the best first
     ended_rows: dict[Hypothesis, Row] = field(default_factory=dict)
+
+
+def draft_for(running: Sequence[Row], config: EngineConfig) -> None:
+    """Draft tokens for running rows that decode their newest one, as many as there are empty slots.
+
+    A model that drafts has a pass for each draft of a row, for which all rows wait. So it drafts alike for
+    all, and only for at least half of those that run.
+    """
+    slots = config.draft_slots(len(running))
+    by_model = isinstance(config.lookup, ByModel)
+    each = -(-slots // max(len(running), 1)) if by_model else slots
+    for row in running:
+        is_at_end = row.forks_from is None and row.computed == row.num_tokens - 1 >= row.prompt_len
+        if is_at_end and row.drafting is not None and row.request.rests is None:
+            room = row.request.max_num_tokens - row.num_tokens - 1
+            row.drafts = row.drafting.draft(row.tokens, room, row.prompt_len)[: min(each, slots)]
+            slots -= len(row.drafts)
+    if by_model and 2 * sum(bool(row.drafts) for row in running) < len(running):
+        for row in running:
+            row.drafts = []
 
 
 @dataclass

@@ -397,9 +397,7 @@ class Setup:
         name, its = "speculative_config: method", "model" if of_model else "head"
         rule = f"'ngram' or 'suffix' here: a {its} that drafts "
         check(name, drafts.method, f"{rule}must be given with its config", draft is not None)
-        config = self.config
-        is_one = config.tensor_parallel_size == config.data_parallel_size == config.num_processes == 1
-        check(name, drafts.method, f"{rule}has one device", is_one)
+        check(name, drafts.method, f"{rule}has one process", self.config.num_processes == 1)
         is_ours = not isinstance(self.attention, Attention)
         check(name, drafts.method, f"{rule}has no attention from outside", is_ours)
         assert draft is not None

@@ -43,7 +43,7 @@ def draft(
     state: EngineState, plan: Plan, slots: DecodeSlots, config: StepConfig
 ) -> tuple[EngineState, Plan, DecodeSlots, Drafts]:
     """Draft tokens for rows that decode, as many as there are empty slots and free blocks; none while more
-    rows run than may.
+    rows run than may. A second model drafts alike for all, and only for at least half of those that run.
 
     Returns the state with the drafts behind the rows' tokens, the plan with a token more for each, the slots
     that are taken now, and the drafts. Where a second model makes the drafts, there are zeros for them.
@@ -64,22 +64,27 @@ def draft(
     if state.arena is not None and rows.grammars is not None:
         may &= ~by_host(rows.grammars, state.arena)  # which has one mask, for the next token
 
+    num_slots, by_model = slots.row.shape[0], isinstance(lookup, ByModel)
+    num_taken = jnp.sum(slots.row < rows.phase.shape[0], dtype=jnp.int32)
+
     def look() -> tuple[Int[Array, " rows"], Int[Array, "rows most"]]:
         if isinstance(lookup, ByModel):
             found, follow = jnp.full_like(nothing[:, 0], lookup.most), nothing
         else:
             found, follow = look_up(rows, state.past, lookup)
         room = jnp.minimum(drafting.most, rows.max_num_tokens - rows.num_tokens - 1)
+        if by_model:
+            room = jnp.minimum(room, -((num_taken - num_slots) // num_taken))
         return jnp.where(may, jnp.minimum(found, room), 0), follow
 
-    num_slots = slots.row.shape[0]
-    num_taken = jnp.sum(slots.row < rows.phase.shape[0], dtype=jnp.int32)
     nothing = jnp.zeros((rows.phase.shape[0], lookup.most), jnp.int32)
     is_worth_it = jnp.any(may) & (num_taken < num_slots)
     if config.most_drafting is not None:
         is_worth_it &= num_taken <= config.most_drafting
     wanted, tokens = lax.cond(is_worth_it, look, lambda: (nothing[:, 0], nothing))
     num = jnp.zeros_like(wanted).at[rows.order].set(dealt(wanted[rows.order], num_slots - num_taken))
+    if by_model:  # its passes must serve at least half of the rows that run, for all of them wait
+        num = jnp.where(2 * jnp.sum(num > 0) >= num_taken, num, 0)
 
     # All drafts or none: blocks are rarely short, and then better kept for others.
     last_ids = copy_on_write.last_blocks(state.tables)
@@ -167,6 +172,8 @@ def settle(
             Counter.NUM_ACCEPTED_TOKENS: jnp.sum(num_accepted),
         }
     )
+    place = jnp.arange(lookup.most, dtype=jnp.int32)
+    state = state.count_places(jnp.sum(num_accepted[:, None] > place, axis=0, dtype=jnp.int32))
     return state, state.tables.pool.num_free - before
 
 

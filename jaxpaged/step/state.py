@@ -218,7 +218,8 @@ class EngineState:
     # The row that was looked up last and did not fit, or NO_ROW; and at most how many of the blocks that it
     # found other rows hold by now. It is looked up again only when it might fit: see `step.admission`.
     last_rejected: Int[Array, "2"]
-    counters: Int[Array, " counters"]  # indexed by `Counter`
+    # Indexed by `Counter`; behind them, where tokens are drafted, right drafts by their place in a step.
+    counters: Int[Array, " counters"]
     status: Int[Array, ""]  # `Status` bits of all steps: anything but OK is a bug of the scheduler
     # Sets of tokens that those of answers were chosen from, in columns as `scores`; None: nobody asks.
     support: UInt32[Array, "rows max_steps words"] | None = None
@@ -236,7 +237,14 @@ class EngineState:
     def count(self, more: Mapping[Counter, int | Int[Array, ""]]) -> "EngineState":
         """Return the state with counters raised."""
         raised = [jnp.asarray(more.get(counter, 0), jnp.int32) for counter in Counter]
-        return replace(self, counters=self.counters + jnp.stack(raised))
+        counted = jnp.stack(raised)
+        if self.counters.shape[0] == len(Counter):
+            return replace(self, counters=self.counters + counted)
+        return replace(self, counters=self.counters.at[: len(Counter)].add(counted))
+
+    def count_places(self, num_right: Int[Array, " places"]) -> "EngineState":
+        """Return the state with the counts of right drafts raised, by the drafts' places in a step."""
+        return replace(self, counters=self.counters.at[len(Counter) :].add(num_right))
 
 
 def empty_rows(
@@ -356,7 +364,7 @@ def create_state(
         host=host,
         arena=jnp.zeros(arena_words, jnp.uint32) if arena_words else None,
         last_rejected=no_rejection(),
-        counters=jnp.zeros(len(Counter), jnp.int32),
+        counters=jnp.zeros(len(Counter) + most_drafts, jnp.int32),
         status=jnp.zeros((), jnp.int32),
         support=jnp.zeros((tables.max_seqs, MAX_STEPS, words), jnp.uint32) if masks else None,
         past=no_past(past_tokens) if past_tokens else None,

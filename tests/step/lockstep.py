@@ -386,6 +386,7 @@ class LockStep:
         self.seen["copied"] += len(want.copies)
         self.seen["drafted"] = int(self.state.counters[Counter.NUM_DRAFT_TOKENS])
         self.seen["accepted"] = int(self.state.counters[Counter.NUM_ACCEPTED_TOKENS])
+        assert int(jnp.sum(self.state.counters[len(Counter) :])) == self.seen["accepted"]
 
     def tables_after_step(self) -> dict[int, list[int]]:
         self.step()
