@@ -82,7 +82,7 @@ def test_files_without_an_mtp_layer_are_refused(tmp_path):
     for name, message in (
         (
             "families/glm4_moe",
-            "method='mtp' is not for this model: the weights lack 'model.layers.3.*eh_proj",
+            "method='mtp' is not for this model: the weights lack 'model.layers.3.shared_head",
         ),
         ("gqa_tied", "method='mtp' is not for this model: model_type='llama' must be one of 'glm4_moe'"),
     ):
