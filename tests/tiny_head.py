@@ -1,6 +1,7 @@
 """Heads that draft for the tiny model."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -8,10 +9,14 @@ import numpy as np
 from jaxpaged.engine.drafted import Draft
 from jaxpaged.engine.driver import Driver
 from jaxpaged.models.config import ModelConfig
+from jaxpaged.models.decoder import Decoder
 from jaxpaged.models.drafting import eagle3
-from jaxpaged.models.weights import by_role, random_weights
+from jaxpaged.models.families.llama import NAMES
+from jaxpaged.models.load_as import LoadAs
+from jaxpaged.models.weights import StoredWeights, by_role, random_weights
 from tests import tiny
 
+WIDTH = tiny.CONFIG.hidden_size
 CHOSEN = np.array([token for token in range(tiny.CONFIG.vocab_size) if token % 3])  # by a head
 SAID = {
     "model_type": "llama",
@@ -53,3 +58,34 @@ def draft(given: dict[str, np.ndarray] | None = None) -> Draft:
 
 def driver(given: dict[str, np.ndarray] | None = None, **options: Any) -> Driver:
     return tiny.driver(**BY_HEAD | options, draft=draft(given))
+
+
+def bigrams() -> tuple[Callable[[LoadAs], Decoder], dict[str, np.ndarray]]:
+    """Make a model whose next token depends on the last one alone, and a head that knows how.
+
+    The first 32 tokens have a dimension each, and each is followed by another one in a ring.
+    """
+    model = {name: np.zeros_like(weight) for name, weight in tiny.weights().items()}
+    head = {name: np.zeros_like(weight) for name, weight in tensors().items()}
+    one_hot, follows = np.eye(WIDTH, dtype=np.float32), (np.arange(WIDTH) * 5 + 3) % WIDTH
+    size = np.float32(WIDTH**0.5)  # of a normed vector
+    wide = size / (1 + np.exp(-size)) * size  # of gate and up together
+    for weights in (model, head):
+        for name in weights:
+            if name.endswith("norm.weight"):
+                weights[name] = np.ones_like(weights[name])
+    for weights, prefix in ((model, "model.layers.0.mlp"), (head, "layers.0.mlp")):
+        for name in ("gate_proj", "up_proj"):
+            weights[f"{prefix}.{name}.weight"][:WIDTH] = one_hot
+        weights[f"{prefix}.down_proj.weight"][:, :WIDTH] = (one_hot[follows] - one_hot).T * 4 / wide
+    model["model.embed_tokens.weight"][:WIDTH] = 4 * one_hot
+    head["fc.weight"][:, WIDTH : 2 * WIDTH] = one_hot  # of what lies behind the first layer
+    count = len(CHOSEN)
+    targets = np.arange(count)[::-1]
+    head[eagle3.OFFSETS] = targets - np.arange(count)
+    head["lm_head.weight"] = model["model.embed_tokens.weight"][targets]
+
+    def load(load_as: LoadAs) -> Decoder:
+        return Decoder(StoredWeights(tiny.CONFIG, NAMES, model, load_as))
+
+    return load, head

@@ -48,7 +48,7 @@ def its_entries(driver, row):
 
 @pytest.mark.slow
 def test_a_head_computes_the_oracles_entries_of_prompts_and_answers():
-    """Entries come in tiles and one by one, behind waits, parts of a prompt, and what others have computed."""
+    """Entries come in tiles and one by one, behind waits, parts of a prompt, and what others have made."""
     driver = tiny_head.driver(**tiny.SWAP)
     its_config, weights = tiny_head.config(), tiny_head.reference_weights()
     table = tiny.reference_weights()["embedding.weight"]
@@ -78,40 +78,9 @@ def test_a_head_computes_the_oracles_entries_of_prompts_and_answers():
     assert driver.stats.num_hit_tokens >= 112
 
 
-def bigrams() -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Make a model whose next token depends on the last one alone, and a head that knows how.
-
-    The first 32 tokens have a dimension each, and each is followed by another one in a ring.
-    """
-    model = {name: np.zeros_like(weight) for name, weight in tiny.weights().items()}
-    head = {name: np.zeros_like(weight) for name, weight in tiny_head.tensors().items()}
-    one_hot, follows = np.eye(WIDTH, dtype=np.float32), (np.arange(WIDTH) * 5 + 3) % WIDTH
-    size = np.float32(WIDTH**0.5)  # of a normed vector
-    wide = size / (1 + np.exp(-size)) * size  # of gate and up together
-    for weights in (model, head):
-        for name in weights:
-            if name.endswith("norm.weight"):
-                weights[name] = np.ones_like(weights[name])
-    for weights, prefix in ((model, "model.layers.0.mlp"), (head, "layers.0.mlp")):
-        for name in ("gate_proj", "up_proj"):
-            weights[f"{prefix}.{name}.weight"][:WIDTH] = one_hot
-        weights[f"{prefix}.down_proj.weight"][:, :WIDTH] = (one_hot[follows] - one_hot).T * 4 / wide
-    model["model.embed_tokens.weight"][:WIDTH] = 4 * one_hot
-    head["fc.weight"][:, WIDTH : 2 * WIDTH] = one_hot  # of what lies behind the first layer
-    count = len(tiny_head.CHOSEN)
-    targets = np.arange(count)[::-1]
-    head[eagle3.OFFSETS] = targets - np.arange(count)
-    head["lm_head.weight"] = model["model.embed_tokens.weight"][targets]
-    return model, head
-
-
 @pytest.mark.slow
 def test_a_head_that_knows_the_model_has_all_its_drafts_accepted():
-    model, head = bigrams()
-
-    def load(load_as):
-        return tiny.Decoder(tiny.StoredWeights(tiny.CONFIG, tiny.NAMES, model, load_as))
-
+    load, head = tiny_head.bigrams()
     sizes = {"load_model": load, **tiny.SWAP}
     plain, drafting = tiny.driver(**sizes), tiny_head.driver(head, **sizes)
     for prompt in ([5], [7, 3], [1, 2, 3, 4, 5, 6, 7, 8] * 5):
