@@ -184,7 +184,7 @@ def test_the_loop_answers_as_one_device_does_with_the_same_bits_in_any_company(o
 
 @pytest.mark.nightly
 def test_a_head_drafts_on_several_devices():
-    """It is whole on each of them, with features of the same hidden states."""
+    """A head is whole on each of them, and reads the same hidden states there."""
     load, head = tiny_head.bigrams()
     driver = tiny_head.driver(head, load_model=load, tensor_parallel_size=2, **tiny.SWAP)
     [answer] = tiny.generate(driver, [[7, 3]], tiny.greedy(40))
