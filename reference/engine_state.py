@@ -176,7 +176,7 @@ class Row:
         self.rests = False
 
     def leave(self) -> None:
-        """Have a model that drafts begin anew: the blocks are gone."""
+        """Let a model that drafts begin anew: the blocks are gone."""
         if self.drafting is not None:
             self.drafting.has_begun = False
 

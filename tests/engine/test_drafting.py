@@ -9,6 +9,7 @@ from jaxpaged.api.draft import draft_of
 from jaxpaged.checks import InputError
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine import capacity
+from jaxpaged.engine.drafted import Draft
 from jaxpaged.engine.handle import collect
 from jaxpaged.engine.setup import Setup
 from jaxpaged.models import loading
