@@ -15,7 +15,6 @@ import numpy as np
 from absl import logging
 from flax import nnx
 
-from jaxpaged.checks import check
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine import capacity, drafted, machine, start
 from jaxpaged.engine.adapters import beside
@@ -34,8 +33,9 @@ from jaxpaged.engine.replicas import Replicas
 from jaxpaged.engine.request import Delta, Request
 from jaxpaged.engine.request_queue import Queued, RequestQueue
 from jaxpaged.engine.rooms import WRITTEN_BLOCKS, InUse, Rooms
+from jaxpaged.engine.routed import RoutedReader
 from jaxpaged.engine.setup import Setup
-from jaxpaged.engine.snapshot import Snapshot
+from jaxpaged.engine.snapshot import Snapshot, check_snapshot
 from jaxpaged.engine.start import Shapes
 from jaxpaged.engine.stats import Stats
 from jaxpaged.models.config import ModelConfig
@@ -49,7 +49,7 @@ from jaxpaged.parallel.calls import SendCall
 from jaxpaged.parallel.mesh import BY_SHARD, from_host
 from jaxpaged.parallel.processes import Leader, Processes
 from jaxpaged.status import raise_if_error
-from jaxpaged.step import loop
+from jaxpaged.step import loop, recent
 from jaxpaged.step.automata import BLOCK_WORDS
 from jaxpaged.step.report import Report
 from jaxpaged.step.state import Counter, EngineState, Rows, empty_rows, without_kv
@@ -68,7 +68,7 @@ class Run:
     began: float  # when it was dispatched, by `time.perf_counter`
 
 
-class Driver(Offloading, ArenaWriter):
+class Driver(Offloading, ArenaWriter, RoutedReader):
     """The owner of model and state. One `turn` dispatches the next run and reads the one before."""
 
     def __init__(
@@ -127,17 +127,17 @@ class Driver(Offloading, ArenaWriter):
         self.pace = Pace()
         self._last_read = -np.inf  # when the last report was read, by `time.perf_counter`
         self.compile()
-        self.open_tiers()
         if config.kv_events_config is not None:
-            its = self.step_config.grouping.specs, self._state, self._replicas.follow, self._mesh
-            self.events = Events(config, *its)
+            its = self.step_config.grouping.specs, self._state, self._replicas.follow
+            self.events = Events(config, *its, self.look, self._mesh)
+        self.open_tiers()
         if isinstance(processes, Leader):
             self.send_call = processes.tell
 
     @property
     def has_work(self) -> bool:
         """Whether a turn would do anything."""
-        return bool(self.queue) or self._unread is not None or self.rows.has_any or self.has_arrivals
+        return bool(self.queue) or self._unread is not None or self.rows.has_any or self.moves_blocks
 
     @property
     def state(self) -> EngineState:
@@ -174,7 +174,7 @@ class Driver(Offloading, ArenaWriter):
         self.first_run = []
         # Before others take the blocks of a prompt; and where nobody would run meanwhile.
         deltas = self.settle() if self.must_keep or self.rows.are_all_followed else []
-        self.release_arrivals(is_idle=not (self.queue or self.rows.has_any))
+        self.move_blocks(is_idle=not (self.queue or self.rows.has_any or self._unread))
         self._recall_less_urgent()
         self.fill_rows()
         self.write_masks()
@@ -185,15 +185,16 @@ class Driver(Offloading, ArenaWriter):
         deltas += [] if self._unread is None else self._read(self._unread)
         self._unread = dispatched if self.rows.has_any else None
         if self.events is not None and dispatched is not None and self._unread is None:
-            self.events.read(self._state)  # nobody ran in it
+            self.events.read()  # nobody ran in it
         return deltas
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes. If any request is unfinished, change nothing and return False."""
+        self.finish_departures()
         if self.has_work:
             return False
-        self._forget_prefixes()
         self.forget_tiers()
+        self._forget_prefixes()
         return True
 
     def follow(self, name: str, arrays: Sequence[Any]) -> None:
@@ -218,13 +219,7 @@ class Driver(Offloading, ArenaWriter):
 
         Raises `InputError` with several replicas, and with what a snapshot lacks: drafts, structured outputs.
         """
-        check("data_parallel_size", self._replicas.size, "1 for a snapshot", self._replicas.size == 1)
-        drafts = self.config.speculative_config
-        check("speculative_config", drafts, "None for a snapshot", drafts is None)
-        sizes = "structured_outputs_mib", "max_prompt_logprob_token_ids"
-        for name in (*sizes, "enable_trace_replay", "return_sampling_mask"):
-            asked = getattr(self.config, name)
-            check(name, asked, f"{0 if name in sizes else False} for a snapshot", not asked)
+        check_snapshot(self.config)
         values = jax.device_get(without_kv(self._state))
         queue = tuple(self.queue)
         return Snapshot(values, self.step_config, self.door.model_config.vocab_size, queue)
@@ -281,13 +276,16 @@ class Driver(Offloading, ArenaWriter):
             self.send_masks([])
         self._submit([])
         self._abort_arrivals(np.zeros(len(self.rows), np.int32))
-        scores = loop.recent_scores(self._state, mesh=self._mesh)
+        if self._state.routed is not None:
+            self.routed_of(0)
+        scores = recent.scores(self._state, mesh=self._mesh)
         jax.block_until_ready((self._run(max_steps=0), scores))
 
     def _run(self, max_steps: int | None = None) -> Report:
         if max_steps is None:
             pace = self.pace
-            most = pace.max_steps_beside_followed if self.rows.has_followed else pace.max_steps
+            is_brief = self.rows.has_followed or self.is_fetching
+            most = pace.max_steps_while_others_wait if is_brief else pace.max_steps
             limits = loop.limits(most, pace.max_passes)
         else:
             limits = loop.limits(max_steps)
@@ -303,13 +301,8 @@ class Driver(Offloading, ArenaWriter):
             self._state, report = loop.run(self.graphdef, *arrays, config=config, mesh=mesh)
         if self.events is not None:
             self.events.look(self._state)
-        if wants_scores:
-            report = dataclasses.replace(report, new_scores=loop.recent_scores(self._state, mesh=self._mesh))
-        if self.config.return_sampling_mask:
-            report = dataclasses.replace(
-                report, new_support=loop.recent_support(self._state, mesh=self._mesh)
-            )
-        return report
+        asked = wants_scores, self.config.return_sampling_mask
+        return recent.told_beside(report, self._state, *asked, mesh=self._mesh)
 
     def _recall_less_urgent(self) -> None:
         """Put requests that wait in rows, new or preempted, back where more urgent ones could have their
@@ -325,7 +318,7 @@ class Driver(Offloading, ArenaWriter):
             return
         if self.queue.first.order > waiting[0][0]:
             return  # always so under first come, first served
-        num_free = len(self.rows.free_rows)
+        num_free = max(len(self.rows.free_rows) - self.num_held_rows, 0)
         giving_way = {row for _, row in waiting}
         staying = InUse.of(entry.request for row, entry in self.rows.taken() if row not in giving_way)
         would_run = self.queue.with_room(lambda request: self._rooms.has_room(request, staying))
@@ -350,6 +343,8 @@ class Driver(Offloading, ArenaWriter):
         if not self.queue:
             return
         free_rows = self._replicas.split(self.rows.free_rows)
+        if self.num_held_rows:
+            del free_rows[0][-self.num_held_rows :]
         in_use = InUse.of(entry.request for _, entry in self.rows.taken())
         filled_rows: list[tuple[int, int, Queued]] = []
         taken = self.queue.take(
@@ -358,10 +353,12 @@ class Driver(Offloading, ArenaWriter):
         )
         for together in taken:
             first = together[0]
-            in_use.add(first.request)
             if self.events is not None:
                 self.events.note(first.request)
-            self.fetch(first.request)
+            if self.begins_fetch(together):
+                del free_rows[0][-len(together) :]
+                continue
+            in_use.add(first.request)
             its_rows = free_rows[self._replicas.choose(first.request, first.token_ids, free_rows)]
             head = its_rows[0]
             filled_rows += [(its_rows.pop(0), head, queued) for queued in together]
@@ -430,10 +427,11 @@ class Driver(Offloading, ArenaWriter):
         if self.rows.wants_prompt_scores:
             prompts = self._replicas.merged_prompts(jax.device_get(run.report.prompt_scores))
         # The version rises when no run is under way, so it is that of the weights that computed this one.
-        deltas, self.first_run = self.rows.read(report, prompts, run.stays, self.weight_version)
+        versions = run.stays, self.weight_version
+        deltas, self.first_run = self.rows.read(report, prompts, *versions, self.routed_of)
         self._note(report, run.began)
         if self.events is not None:
-            self.events.read(self._state)
+            self.events.read()
         return self.keep(deltas)
 
     def _note(self, report: Report, dispatched: float) -> None:

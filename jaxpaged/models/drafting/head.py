@@ -12,6 +12,7 @@ from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.models import layers
 from jaxpaged.models.attention import PassBatch, planned
 from jaxpaged.models.decoder import DecoderLayers
+from jaxpaged.models.feed_forward import MLP
 from jaxpaged.models.norms import last_norm
 from jaxpaged.models.positions import PositionTables, position_tables
 from jaxpaged.models.weights import Weights
@@ -134,6 +135,7 @@ class Head(nnx.Module):
         its = self.layers
         assert its.attention_norm is not None
         assert its.mlp_norm is not None
+        assert isinstance(its.mlp, MLP)
         both = jnp.concatenate([its.attention_norm(embedded, 0), normed], axis=-1)
         attended, cache = its.attention(both, cache, 0, tables, batch)
         x = residual + attended.astype(residual.dtype)
