@@ -387,7 +387,7 @@ class Setup:
         serves = form_of(self.dtype).stacked == "mosaic_gpu" and self.attention == "mosaic_gpu"
         rule = (
             f"None or False with {self.dtype} and attention by {self.attention} on this device: on a GPU a "
-            "loop over layers needs Hopper's kernels for both, and 16 bits"
+            "loop over layers needs our kernels for both, and 16 bits"
         )
         check("loop_over_layers", True, rule, serves)
 

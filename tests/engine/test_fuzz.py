@@ -13,11 +13,15 @@ from tests.marks import slow_and_nightly
 DRAFTING = ["swap, drafts", "swap, suffixes", "swap, drafts by itself", "swap, drafts by another"]
 
 
-@pytest.mark.parametrize("setting", slow_and_nightly(["adapters", "swap"], ["swap"]))
+@pytest.mark.parametrize(
+    "setting", slow_and_nightly(["adapters", "swap", "swap, tiers"], ["swap", "swap, tiers"])
+)
 def test_answers_in_random_company_are_those_of_the_request_alone(setting, tmp_path):
     fuzz = Fuzz(setting, tmp_path)
     counts = [fuzz.run(seed) for seed in range(6)]
     assert all(sum(kind) > 0 for kind in zip(*counts, strict=True)), "some whole, and some given up"
+    tiers = fuzz.driver.stats.tiers
+    assert not tiers or tiers["host"].num_hits > 20
 
 
 @pytest.mark.parametrize("setting", slow_and_nightly(DRAFTING, ["swap, drafts", "swap, drafts by itself"]))
