@@ -7,7 +7,7 @@ from jaxpaged.step.state import MAX_STEPS
 
 # A run should take about so long: short enough to stream, long enough for its dispatch to cost nothing.
 SECONDS_PER_RUN = 0.1
-# And so long while rows wait for the host behind each token: in every second run they sample one.
+# And so long while rows wait for the host behind each token: in each run they sample one.
 SECONDS_BESIDE_FOLLOWED = 0.02
 
 
