@@ -9,6 +9,7 @@ from jaxpaged.checks import INT32_MAX, check, checked_int, checked_mapping, chec
 # Methods of vLLM's, by what they need.
 OTHER_METHODS = "eagle", "eagle3", "medusa", "mlp_speculator", "mtp", "ngram_gpu"
 DRAFT_MODEL = "draft_model"
+GRAMMAR = "grammar"  # ours
 # A report has 32 tokens of a row: the drafts of one step, and the token behind them.
 MOST_DRAFTS = 31
 LONGEST_END = 16
@@ -25,12 +26,14 @@ OPTIONS: dict[str, dict[str, int | float | str | None]] = {
         "suffix_decoding_min_token_prob": 0.1,
     },
     DRAFT_MODEL: {"model": None, "quantization": None},
+    GRAMMAR: {},
 }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Speculation:
-    """Drafts from a request's own tokens, by the longest end of them that occurs before; or by a model.
+    """Drafts from a request's own tokens, by the longest end of them that occurs before; or by a model; or
+    only of text that a structured output forces.
 
     Options of other methods are None.
     """
@@ -52,7 +55,7 @@ class Speculation:
     def __post_init__(self) -> None:
         """Check the values. Raises `InputError`."""
         unknown = self.method in OTHER_METHODS
-        rule = "'ngram', 'suffix' or 'draft_model'"
+        rule = "'ngram', 'suffix', 'draft_model' or 'grammar'"
         rule += ": other methods of drafting are not supported" * unknown
         check("speculative_config: method", self.method, rule, self.method in [*OPTIONS])
         self._count("num_speculative_tokens", 1, MOST_DRAFTS)
@@ -67,7 +70,7 @@ class Speculation:
             self._check_ngram()
         elif self.method == "suffix":
             self._check_suffix()
-        else:
+        elif self.method == DRAFT_MODEL:
             self._check_model()
 
     def _check_model(self) -> None:

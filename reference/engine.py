@@ -210,7 +210,7 @@ class Engine:
             is_at_end = row.forks_from is None and row.computed == row.num_tokens - 1 >= row.prompt_len
             if is_at_end and row.drafting is not None and row.request.rests is None:
                 room = row.request.max_num_tokens - row.num_tokens - 1
-                row.drafts = row.drafting.draft(row.tokens, room)[:slots]
+                row.drafts = row.drafting.draft(row.tokens, room, row.forced)[:slots]
                 slots -= len(row.drafts)
         drafted = {row: num + len(row.drafts) for row, num in new.items()}
         if self._num_new_blocks(drafted) > self.pool.get_num_free_blocks():

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from .beam_search import BeamSearch, Hypothesis, LogProbs
-from .speculation import ByModel, Drafting, Lookup, SuffixLookup
+from .speculation import ByGrammar, ByModel, Drafting, Lookup, SuffixLookup
 from .v1.kv_cache_utils import BlockHash, KVCacheBlock
 
 NextToken = Callable[[list[int]], int]  # the token after these, prompt and answer so far
@@ -67,7 +67,9 @@ class EngineConfig:
     free_profile: Literal["classic", "split"] = "classic"  # where freed blocks go, in both pools
     reuse_answers: bool = False  # whether a later prompt may hit blocks with an answer's tokens
     preemption_mode: Literal["recompute", "swap"] = "recompute"
-    lookup: Lookup | SuffixLookup | ByModel | None = None  # how tokens are drafted; None: they are not
+    lookup: Lookup | SuffixLookup | ByModel | ByGrammar | None = (
+        None  # how tokens are drafted; None: they are not
+    )
     most_drafting: int | None = None  # rows that run while drafts are made; None: any number
 
     def draft_slots(self, num_running: int) -> int:
@@ -96,6 +98,7 @@ class Request:
     next_token: its own, where its options change the engine's.
     next_draft: the same of the model that drafts.
     rests: whether it rests behind these tokens, until `Row.resume`; None: nowhere, and it may have drafts.
+    forced: the tokens that must come behind these, by its grammar; None: there are none.
     """
 
     arrival: int
@@ -109,6 +112,7 @@ class Request:
     next_draft: NextToken | None = None
     search: Search | None = None
     rests: Callable[[Sequence[int]], bool] | None = None
+    forced: Callable[[Sequence[int]], Sequence[int]] | None = None
 
     @property
     def num_rows(self) -> int:
@@ -170,6 +174,10 @@ class Row:
 
     def resume(self) -> None:
         self.rests = False
+
+    @property
+    def forced(self) -> Sequence[int]:
+        return () if self.request.forced is None else self.request.forced(self.tokens)
 
     @property
     def prompt_len(self) -> int:

@@ -94,6 +94,16 @@ class ByModel:
     next_token: Callable[[list[int]], int]
 
 
+@dataclass(frozen=True)
+class ByGrammar:
+    """Drafts of the text that a grammar forces, and of no other.
+
+    most: drafts at once.
+    """
+
+    most: int
+
+
 def chosen_by(next_token: Callable[[list[int]], int], tokens: Sequence[int], num: int) -> list[int]:
     """Return the next tokens by a model that is shown its own."""
     line = list(tokens)
@@ -106,7 +116,7 @@ def chosen_by(next_token: Callable[[list[int]], int], tokens: Sequence[int], num
 class Drafting:
     """Record of how a sequence's drafts have done: it says how many it may make next."""
 
-    lookup: Lookup | SuffixLookup | ByModel
+    lookup: Lookup | SuffixLookup | ByModel | ByGrammar
     most: int = field(init=False)  # drafts that it may make at once
     misses: int = 0  # times in turn that no draft was right
     wait: int = 0  # steps until it drafts again
@@ -115,9 +125,15 @@ class Drafting:
     def __post_init__(self) -> None:
         self.most = self.lookup.most
 
-    def draft(self, tokens: Sequence[int], room: int) -> list[int]:
-        """Return the drafts behind these tokens, at most `room`."""
-        if self.wait:
+    def draft(self, tokens: Sequence[int], room: int, forced: Sequence[int] = ()) -> list[int]:
+        """Return the drafts behind these tokens, at most `room`.
+
+        forced: the tokens that must come next, by a grammar: they are drafted however drafts have done. A
+            model that drafts finds them itself.
+        """
+        if forced and room > 0 and not isinstance(self.lookup, ByModel):
+            return list(forced[: min(self.lookup.most, room)])
+        if self.wait or isinstance(self.lookup, ByGrammar):
             return []
         if isinstance(self.lookup, ByModel):
             found = chosen_by(self.lookup.next_token, tokens, self.lookup.most)

@@ -127,7 +127,7 @@ def test_bad_sampling_params_are_refused(options, message):
         ),
         (
             {"speculative_config": {"method": "eagle3"}},
-            "method='eagle3' must be 'ngram', 'suffix' or 'draft_model': other methods of draf",
+            "method='eagle3' must be 'ngram', 'suffix', 'draft_model' or 'grammar': other methods of draf",
         ),
         (
             {"speculative_config": {"num_speculative_tokens": 32}},

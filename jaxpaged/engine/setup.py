@@ -25,8 +25,8 @@ from jaxpaged.models.layer_form import form_of
 from jaxpaged.models.load_as import LoadAs
 from jaxpaged.models.shards import Shard, Shards
 from jaxpaged.parallel.mesh import mesh_of
-from jaxpaged.speculation import DRAFT_MODEL, Speculation
-from jaxpaged.step.config import AnyLookup, ByModel, Lookup, StepConfig, SuffixLookup
+from jaxpaged.speculation import DRAFT_MODEL, GRAMMAR, Speculation
+from jaxpaged.step.config import AnyLookup, ByGrammar, ByModel, Lookup, StepConfig, SuffixLookup
 from pallas_kernels import layouts, native, support
 from pallas_kernels.layouts import Layout
 from pallas_kernels.ops import TiledImplementation, choice
@@ -44,6 +44,8 @@ def lookup_of(drafts: Speculation) -> AnyLookup:
         return Lookup(most, drafts.prompt_lookup_max, drafts.prompt_lookup_min)
     if drafts.method == DRAFT_MODEL:
         return ByModel(most)
+    if drafts.method == GRAMMAR:
+        return ByGrammar(most)
     assert drafts.suffix_decoding_max_tree_depth is not None
     assert drafts.suffix_decoding_max_spec_factor is not None
     assert drafts.suffix_decoding_min_token_prob is not None
@@ -381,6 +383,9 @@ class Setup:
     def _check_draft(self) -> None:
         """Raise `InputError` if there is to be a model that drafts, and it cannot draft for this one."""
         drafts, draft = self.config.speculative_config, self.draft
+        if drafts is not None and drafts.method == GRAMMAR:
+            mib = self.config.structured_outputs_mib
+            check("structured_outputs_mib", mib, f"at least 1 for drafts by method={GRAMMAR!r}", mib > 0)
         if drafts is None or drafts.method != DRAFT_MODEL:
             return
         name, rule = "speculative_config: method", "'ngram' or 'suffix' here: a model that drafts "

@@ -8,6 +8,7 @@ back.
 
 Drafts are looked up in the row's own tokens: what followed where its last tokens occurred before (see
 `step.followers`). Or a second model makes them, when the tables have slots for them (see `step.drafting`).
+Text that a row's automaton forces comes before what is looked up.
 """
 
 from dataclasses import dataclass, replace
@@ -20,8 +21,9 @@ from jaxtyping import Array, Bool, Int, UInt32
 from jaxpaged.memory import block_table, copy_on_write
 from jaxpaged.memory.entries import dealt, number_through
 from jaxpaged.sampling import is_among
+from jaxpaged.step import automata
 from jaxpaged.step.automata import GrammarRows, by_host, moved
-from jaxpaged.step.config import AnyLookup, ByModel, StepConfig
+from jaxpaged.step.config import AnyLookup, ByGrammar, ByModel, StepConfig
 from jaxpaged.step.followers import look_up
 from jaxpaged.step.plan import DecodeSlots, Plan
 from jaxpaged.step.state import Counter, DraftRows, EngineState, Rows
@@ -56,25 +58,33 @@ def draft(
     may = decodes & is_at_end & (rows.beams.width == 0)
     drafting = rows.drafting
     assert drafting is not None
-    may &= drafting.wait == 0
+    num_slots = slots.row.shape[0]
+    num_taken = jnp.sum(slots.row < rows.phase.shape[0], dtype=jnp.int32)
+    nothing = jnp.zeros((rows.phase.shape[0], lookup.most), jnp.int32)
+    is_worth_it = num_taken < num_slots
+    if config.most_drafting is not None:
+        is_worth_it &= num_taken <= config.most_drafting
+    most = rows.max_num_tokens - rows.num_tokens - 1
+    num_forced, forced = nothing[:, 0], nothing
     if state.arena is not None and rows.grammars is not None:
         may &= ~by_host(rows.grammars, state.arena)  # which has one mask, for the next token
+        if not isinstance(lookup, ByModel):  # a model drafts by the mask, and so what is forced
+            room = jnp.where(may & is_worth_it, most, 0)
+            num_forced, forced = _forced(rows.grammars, state.arena, room, lookup.most)
+    may &= (drafting.wait == 0) & (num_forced == 0)
 
     def look() -> tuple[Int[Array, " rows"], Int[Array, "rows most"]]:
         if isinstance(lookup, ByModel):
             found, follow = jnp.full_like(nothing[:, 0], lookup.most), nothing
+        elif isinstance(lookup, ByGrammar):
+            return num_forced, forced
         else:
             found, follow = look_up(rows.token_ids, rows.num_tokens, lookup)
-        room = jnp.minimum(drafting.most, rows.max_num_tokens - rows.num_tokens - 1)
-        return jnp.where(may, jnp.minimum(found, room), 0), follow
+        found = jnp.minimum(found, jnp.minimum(drafting.most, most))
+        return jnp.where(may, found, num_forced), jnp.where(num_forced[:, None] > 0, forced, follow)
 
-    num_slots = slots.row.shape[0]
-    num_taken = jnp.sum(slots.row < rows.phase.shape[0], dtype=jnp.int32)
-    nothing = jnp.zeros((rows.phase.shape[0], lookup.most), jnp.int32)
-    is_worth_it = jnp.any(may) & (num_taken < num_slots)
-    if config.most_drafting is not None:
-        is_worth_it &= num_taken <= config.most_drafting
-    wanted, tokens = lax.cond(is_worth_it, look, lambda: (nothing[:, 0], nothing))
+    is_worth_it &= jnp.any(may)
+    wanted, tokens = lax.cond(is_worth_it, look, lambda: (num_forced, forced))
     num = jnp.zeros_like(wanted).at[rows.order].set(dealt(wanted[rows.order], num_slots - num_taken))
 
     # All drafts or none: blocks are rarely short, and then better kept for others.
@@ -96,6 +106,20 @@ def draft(
     )
     first_slot = num_taken + jnp.cumsum(num, dtype=jnp.int32) - num
     return state, replace(plan, num_new_tokens=plan.num_new_tokens + num), slots, Drafts(num, first_slot)
+
+
+def _forced(
+    grammars: GrammarRows, arena: UInt32[Array, " words"], room: Int[Array, " rows"], most: int
+) -> tuple[Int[Array, " rows"], Int[Array, "rows most"]]:
+    """Return the text that is forced in rows that have room for drafts: how many tokens, and which."""
+    follows = (room > 0) & (grammars.first > 0) & (grammars.state >= 0)
+
+    def look() -> tuple[Int[Array, " rows"], Int[Array, "rows most"]]:
+        num, tokens = automata.forced(grammars, arena, most)
+        return jnp.where(follows, jnp.minimum(num, room), 0), tokens
+
+    nothing = jnp.zeros((room.shape[0], most), jnp.int32)
+    return lax.cond(jnp.any(follows), look, lambda: (nothing[:, 0], nothing))
 
 
 def grammars_behind(
