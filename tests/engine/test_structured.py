@@ -97,12 +97,14 @@ def test_forced_text_is_drafted_and_no_answer_changes(drafts):
     assert max(score.logprob for score in answers[forced.request_id].scores) < 1e-5
     assert min(score.logprob for score in answers[forced.request_id].scores) > -1e-5
     counts = answers[forced.request_id].drafts
-    assert counts.num_draft_tokens == counts.num_accepted_draft_tokens >= 50
+    assert counts.num_draft_tokens == counts.num_accepted_draft_tokens >= 40, (
+        "in the two slots that are empty"
+    )
     oracle = tiny_grammars.oracle(params[1].structured_outputs)
     assert answers[other.request_id].token_ids == tiny.reference_greedy(prompts[1], params[1], oracle)
     driver.add(dataclasses.replace(forced, request_id=9))
     assert tiny.drain(driver)[9].token_ids == answers[forced.request_id].token_ids
-    assert driver.stats.num_steps - steps <= 2 + 60 // 8
+    assert driver.stats.num_steps - steps <= 2 + 60 // 4, "four slots"
     tiny.assert_nothing_is_held(driver)
 
 
