@@ -222,9 +222,10 @@ def _words(masks: np.ndarray, vocab_size: int) -> np.ndarray:
     Tokens that a mask does not have are barred.
     """
     num_words = cdiv(vocab_size, 32)
-    bits = np.pad(masks, ((0, 0), (0, 32 * num_words - masks.shape[1]))).reshape(-1, 4, 8, num_words)
-    octets = np.packbits(bits, axis=2, bitorder="little")[:, :, 0]
-    return np.ascontiguousarray(octets.swapaxes(1, 2)).view("<u4")[:, :, 0].astype(np.uint32)
+    bits = np.pad(masks, ((0, 0), (0, 32 * num_words - masks.shape[1]))).reshape(-1, 32, num_words)
+    # Contiguous first: packing bits that lie apart takes four times as long.
+    octets = np.packbits(np.ascontiguousarray(bits.swapaxes(1, 2)), axis=2, bitorder="little")
+    return octets.view("<u4")[:, :, 0].astype(np.uint32)
 
 
 def state_behind(automaton: Any, token_ids: list[int], opens: int | None = None) -> int:
