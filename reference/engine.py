@@ -25,7 +25,7 @@ import numpy as np
 from . import model
 from .beam_search import BeamSearch
 from .engine_blocks import Blocks, cdiv, ids, num_common
-from .engine_state import EngineConfig, Group, NextToken, Phase, Request, Row, Step, drafting_of
+from .engine_state import EngineConfig, Group, NextToken, Phase, Request, Row, Step, draft_for, drafting_of
 from .v1.kv_cache_utils import BlockHash
 
 
@@ -64,6 +64,7 @@ class Engine:
         self.rows: list[Row | None] = [None] * config.num_rows
         self.blocks = Blocks(config)
         self.pool, self.host_pool = self.blocks.pool, self.blocks.host_pool
+        self.past = config.new_past()
         self.last_arrival: int | None = None
 
     # What the host may do between steps.
@@ -96,7 +97,7 @@ class Engine:
                 replace(request, arrival=request.arrival + i),
                 list(request.prompt),
                 lines=self.blocks.no_blocks,
-                drafting=drafting_of(request, config),
+                drafting=drafting_of(request, config, self.past),
             )
             for i, row in enumerate(rows)
         ]
@@ -188,6 +189,7 @@ class Engine:
         for row in running:
             if row.finish_reason is not None:
                 step.finished[row.index] = row.finish_reason
+                row.keep_answer()
                 self.blocks.free(row)
         for row in running:
             self.blocks.slide(row)
@@ -201,17 +203,10 @@ class Engine:
         return step
 
     def _draft(self, new: dict[Row, int]) -> None:
-        """Draft tokens for rows that decode their newest one, as many as there are empty slots.
-
-        All of them or none: they must not need more blocks than are free.
+        """Draft tokens for rows that decode their newest one: all of them or none, for they must not need
+        more blocks than are free.
         """
-        slots = self.config.draft_slots(len(running := self._in_phase(Phase.RUNNING)))
-        for row in running:
-            is_at_end = row.forks_from is None and row.computed == row.num_tokens - 1 >= row.prompt_len
-            if is_at_end and row.drafting is not None and row.request.rests is None:
-                room = row.request.max_num_tokens - row.num_tokens - 1
-                row.drafts = row.drafting.draft(row.tokens, room, row.forced)[:slots]
-                slots -= len(row.drafts)
+        draft_for(self._in_phase(Phase.RUNNING), self.config)
         drafted = {row: num + len(row.drafts) for row, num in new.items()}
         if self._num_new_blocks(drafted) > self.pool.get_num_free_blocks():
             for row in drafted:
@@ -275,11 +270,8 @@ class Engine:
         return grown + self.blocks.num_copies([row for row, num_new in new.items() if num_new])
 
     def _preempt(self, row: Row, step: Step) -> None:
-        swaps = (
-            self.config.preemption_mode == "swap"
-            and self.config.num_host_blocks > 0
-            and len(row.held) <= self.host_pool.get_num_free_blocks()
-        )
+        swaps = self.config.preemption_mode == "swap" and self.config.num_host_blocks > 0
+        swaps = swaps and len(row.held) <= self.host_pool.get_num_free_blocks()
         if row.group is not None:
             for each in sorted(row.group.rows, key=lambda each: each.index):
                 self.blocks.free(each)
@@ -292,6 +284,7 @@ class Engine:
         else:
             self.blocks.free(row)
             row.phase = Phase.WAITING
+            row.leave()
         row.num_preemptions += 1
         step.preempted[row.index] = "swap" if swaps else "recompute"
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from .beam_search import BeamSearch, Hypothesis, LogProbs
-from .speculation import ByGrammar, ByModel, Drafting, Lookup, SuffixLookup
+from .speculation import AnyLookup, ByModel, Drafting, Past, SuffixLookup
 from .v1.kv_cache_utils import BlockHash, KVCacheBlock
 
 NextToken = Callable[[list[int]], int]  # the token after these, prompt and answer so far
@@ -67,10 +67,12 @@ class EngineConfig:
     free_profile: Literal["classic", "split"] = "classic"  # where freed blocks go, in both pools
     reuse_answers: bool = False  # whether a later prompt may hit blocks with an answer's tokens
     preemption_mode: Literal["recompute", "swap"] = "recompute"
-    lookup: Lookup | SuffixLookup | ByModel | ByGrammar | None = (
-        None  # how tokens are drafted; None: they are not
-    )
+    lookup: AnyLookup | None = None  # how tokens are drafted; None: they are not
     most_drafting: int | None = None  # rows that run while drafts are made; None: any number
+
+    def new_past(self) -> Past:
+        """Return room for past answers, where drafts are looked up in them."""
+        return Past(self.lookup.past_tokens if isinstance(self.lookup, SuffixLookup) else 0)
 
     def draft_slots(self, num_running: int) -> int:
         """Return how many drafts a step may have while so many rows run."""
@@ -136,14 +138,14 @@ FinishReason = Literal["stop", "length", "abort"]
 Preemption = Literal["recompute", "swap"]
 
 
-def drafting_of(request: Request, config: EngineConfig) -> Drafting | None:
+def drafting_of(request: Request, config: EngineConfig, past: Past) -> Drafting | None:
     """Return the record of a new row's drafts; None where there are none."""
     lookup = config.lookup
     if lookup is None or request.search is not None:
         return None
     if isinstance(lookup, ByModel) and request.next_draft is not None:
         lookup = replace(lookup, next_token=request.next_draft)
-    return Drafting(lookup)
+    return Drafting(lookup, past, request.salt)
 
 
 @dataclass(eq=False)
@@ -174,6 +176,16 @@ class Row:
 
     def resume(self) -> None:
         self.rests = False
+
+    def leave(self) -> None:
+        """Let a model that drafts begin anew: the blocks are gone."""
+        if self.drafting is not None:
+            self.drafting.has_begun = False
+
+    def keep_answer(self) -> None:
+        """Keep the answer for drafts of other requests."""
+        if self.drafting is not None:
+            self.drafting.past.keep(self.request.salt, self.tokens[self.prompt_len :])
 
     @property
     def forced(self) -> Sequence[int]:
@@ -226,6 +238,27 @@ class Group:
     held: list[Row]  # for what has ended
     beam_rows: list[Row] = field(default_factory=list)  # of the search's beams, the best first
     ended_rows: dict[Hypothesis, Row] = field(default_factory=dict)
+
+
+def draft_for(running: Sequence[Row], config: EngineConfig) -> None:
+    """Draft tokens for running rows that decode their newest one, as many as there are empty slots.
+
+    A model that drafts has a pass for each draft of a row, for which all rows wait. So it drafts alike for
+    all, and only for at least half of those that run.
+    """
+    slots = config.draft_slots(len(running))
+    by_model = isinstance(config.lookup, ByModel)
+    each = -(-slots // max(len(running), 1)) if by_model else slots
+    for row in running:
+        is_at_end = row.forks_from is None and row.computed == row.num_tokens - 1 >= row.prompt_len
+        if is_at_end and row.drafting is not None and row.request.rests is None:
+            room = row.request.max_num_tokens - row.num_tokens - 1
+            drafts = row.drafting.draft(row.tokens, room, row.prompt_len, row.forced)
+            row.drafts = drafts[: min(each, slots)]
+            slots -= len(row.drafts)
+    if by_model and 2 * sum(bool(row.drafts) for row in running) < len(running):
+        for row in running:
+            row.drafts = []
 
 
 @dataclass

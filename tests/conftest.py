@@ -42,9 +42,14 @@ def pytest_terminal_summary(terminalreporter):
         )
 
 
+# Folders whose tests run last: clusters whose processes compile what is kept by then, and fuzzers, tests of
+# ten seconds each, which idle workers take from busy ones.
+LAST = {"batch": 1, "fuzz": 2}
+
+
 def pytest_collection_modifyitems(items):
-    """Put the fuzzers last: tests of ten seconds each, which idle workers take from busy ones."""
-    items.sort(key=lambda item: item.path.parent.name == "fuzz")
+    """Put the folders of `LAST` behind all others."""
+    items.sort(key=lambda item: LAST.get(item.path.parent.name, 0))
 
 
 # Linux usually allows a process 65,530 mappings of memory; a compiled loop takes over a thousand.

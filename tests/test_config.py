@@ -150,8 +150,8 @@ def test_bad_sampling_params_are_refused(options, message):
             r"speculative_config: suffix_decoding_max_tree_depth=7 must be an int in \[8, 64\]",
         ),
         (
-            {"speculative_config": {"method": "suffix", "suffix_decoding_max_cached_requests": 9}},
-            "suffix_decoding_max_cached_requests=9 must be 0: drafts come from a request's own text only",
+            {"speculative_config": {"method": "suffix", "suffix_decoding_max_cached_requests": 9999}},
+            r"suffix_decoding_max_cached_requests=9999 must be an int in \[0, 4096\]",
         ),
         (
             {"speculative_config": {"method": "suffix", "suffix_decoding_max_spec_factor": 0}},

@@ -24,6 +24,9 @@ from typing import TextIO
 NUM_THREADS = 2
 # Weights as a GGUF file of that type has them, for llama.cpp and ours; all else as each has it for bfloat16.
 QUANTISED = ["q8_0", "q4_0", "q4_1"]
+# The model that drafts, in the folder of the model, and the most drafts of an answer at a time.
+DRAFT, NUM_DRAFTS = "draft.gguf", 4
+NGRAM, NGRAM_DRAFTS = {"prompt_lookup_max": 4, "prompt_lookup_min": 2}, 7
 
 
 @dataclass(frozen=True)
@@ -99,12 +102,18 @@ def start(description: str, flags: dict[str, str] | None = None) -> Options:
 
 
 def measure(
-    peer: str, version: str, options: Options, generate: Generate, reset: Callable[[], None] = lambda: None
+    peer: str,
+    version: str,
+    options: Options,
+    generate: Generate,
+    reset: Callable[[], None] = lambda: None,
+    counts: Callable[[], tuple[int, int]] | None = None,
 ) -> None:
     """Run the workload once uncounted, then `repeats` times, and write a JSON line for each.
 
     Each repeat runs twice: once for a single token per request (`prefill_seconds`), once in full (`seconds`,
-    prompt time included). `reset` is called before every run and is not timed.
+    prompt time included). `reset` is called before every run and is not timed. `counts` returns how many
+    tokens were drafted so far, and how many of these were accepted.
 
     Raises: RuntimeError if an answer has not exactly the tokens asked for.
     """
@@ -116,6 +125,7 @@ def measure(
         reset()
         _, prefill_seconds = _timed(generate, prompts_only)
         reset()
+        before = counts() if counts else (0, 0)
         token_ids, seconds = _timed(generate, options.requests)
         record = {
             "peer": peer,
@@ -129,6 +139,8 @@ def measure(
             "prefill_seconds": round(prefill_seconds, 4),
             "output_tokens_per_s": round(num_output_tokens / seconds, 2),
         }
+        if counts:
+            record["drafted"], record["accepted"] = (a - b for a, b in zip(counts(), before, strict=True))
         if repeat == 0:
             record["token_ids"] = token_ids
         print(json.dumps(record), file=options.results, flush=True)

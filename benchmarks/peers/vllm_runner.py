@@ -13,7 +13,8 @@ _PREFIX_CACHING = "share blocks between prompts that begin alike"
 
 def main() -> None:
     """Load the model and measure it."""
-    options = harness.start("Time vLLM on a workload.", {"--prefix-caching": _PREFIX_CACHING})
+    flags = {"--prefix-caching": _PREFIX_CACHING, "--ngram": "draft from a request's own text"}
+    options = harness.start("Time vLLM on a workload.", flags)
     os.environ["VLLM_CPU_KVCACHE_SPACE"] = "2"  # GiB
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = f"{options.cores[0]}-{options.cores[-1]}"
     os.environ["VLLM_NO_USAGE_STATS"] = "1"
@@ -27,12 +28,15 @@ def main() -> None:
 
     import vllm  # type: ignore[import-not-found]
 
+    drafts = harness.NGRAM | {"method": "ngram", "num_speculative_tokens": harness.NGRAM_DRAFTS}
     llm = vllm.LLM(
         str(options.model),
         dtype=options.dtype,
         max_model_len=max(1024, options.max_model_len),
         max_num_seqs=options.max_num_seqs,
         enable_prefix_caching=options.extra.prefix_caching,
+        speculative_config=drafts if options.extra.ngram else None,
+        disable_log_stats=not options.extra.ngram,
     )
 
     def structure(schema: str | None) -> vllm.sampling_params.StructuredOutputsParams | None:
@@ -60,7 +64,14 @@ def main() -> None:
             llm.reset_prefix_cache()
 
     peer = "vllm-prefix-caching" if options.extra.prefix_caching else "vllm"
-    harness.measure(peer, vllm.__version__, options, generate, reset)
+
+    def counts() -> tuple[int, int]:
+        values = {each.name: getattr(each, "value", 0) for each in llm.get_metrics()}
+        drafted, accepted = (f"vllm:spec_decode_num_{kind}_tokens" for kind in ("draft", "accepted"))
+        return values.get(drafted, 0), values.get(accepted, 0)
+
+    its_counts = counts if options.extra.ngram else None
+    harness.measure(peer, vllm.__version__, options, generate, reset, its_counts)
 
 
 if __name__ == "__main__":

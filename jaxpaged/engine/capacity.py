@@ -146,6 +146,7 @@ def state_bytes(setup: Setup) -> tuple[int, int]:
                 replays=config.enable_trace_replay,
                 masks=config.return_sampling_mask,
                 candidates=config.max_prompt_logprob_token_ids,
+                past_tokens=setup.past_tokens,
             )
 
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(jax.eval_shape(create)))

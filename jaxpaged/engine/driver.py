@@ -113,7 +113,7 @@ class Driver(Offloading, ArenaWriter):
         num_blocks, num_rows = (n * self._replicas.size for n in (size.num_blocks - 1, config.num_rows))
         self.stats = Stats(num_blocks=num_blocks, num_free_blocks=num_blocks)
         self._state = start.create_state(setup, model, size.num_blocks)
-        self._counters: Any = np.zeros(len(Counter), np.int32)
+        self._counters: Any = np.zeros(len(Counter) + config.most_drafts, np.int32)
         self.queue = RequestQueue()
         self.rows = HostRows(num_rows)
         # What submitted requests are filled into, a line each.
@@ -146,7 +146,7 @@ class Driver(Offloading, ArenaWriter):
 
     @property
     def counters(self) -> np.ndarray:
-        """Counts by `Counter` as last reported: int32 [counters], or [replicas, counters]."""
+        """`EngineState.counters` as last reported: int32 [counters], or [replicas, counters]."""
         return np.asarray(self._counters)
 
     def add(self, request: Request, answer: Sequence[int] | None = None) -> None:
@@ -438,12 +438,12 @@ class Driver(Offloading, ArenaWriter):
 
     def _note(self, report: Report, dispatched: float) -> None:
         """Update the statistics, and the estimate of how long steps take."""
-        by_replica = (report.counters - self._counters).reshape(-1, len(Counter))
+        by_replica = (report.counters - self._counters).reshape(-1, report.counters.shape[-1])
         self._counters = report.counters
         # The device began with it when it had done what was dispatched before, or at once if it was idle.
         now, began = time.perf_counter(), max(dispatched, self._last_read)
         most = by_replica.max(0).tolist()
         self.pace.note(most[Counter.NUM_STEPS], most[Counter.NUM_PROMPT_PASSES], now - began)
         self._last_read = now
-        done = dict(zip(Counter, by_replica.sum(0).tolist(), strict=True))
-        self.stats = self.stats.after(report, done, len(self.queue) + self.rows.num_waiting)
+        num_waiting = len(self.queue) + self.rows.num_waiting
+        self.stats = self.stats.after(report, by_replica.sum(0).tolist(), num_waiting)

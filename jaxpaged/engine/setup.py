@@ -33,6 +33,9 @@ from pallas_kernels.ops import TiledImplementation, choice
 
 # Fraction of the blocks that stays free, as in vLLM, when a request is admitted beside running ones.
 WATERMARK = 0.01
+# Tokens of a prompt that a model computes to draft, for each token that may still come. On a CPU they cost as
+# much as the drafts of one token save, or more.
+MOST_PROMPT_ON_A_CPU = 4
 
 
 def lookup_of(drafts: Speculation) -> AnyLookup:
@@ -43,7 +46,7 @@ def lookup_of(drafts: Speculation) -> AnyLookup:
         assert drafts.prompt_lookup_min is not None
         return Lookup(most, drafts.prompt_lookup_max, drafts.prompt_lookup_min)
     if drafts.method == DRAFT_MODEL:
-        return ByModel(most)
+        return ByModel(most, MOST_PROMPT_ON_A_CPU if jax.default_backend() == "cpu" else None)
     if drafts.method == GRAMMAR:
         return ByGrammar(most)
     assert drafts.suffix_decoding_max_tree_depth is not None
@@ -54,6 +57,7 @@ def lookup_of(drafts: Speculation) -> AnyLookup:
         drafts.suffix_decoding_max_tree_depth,
         drafts.suffix_decoding_max_spec_factor,
         drafts.suffix_decoding_min_token_prob,
+        drafts.past_tokens,
     )
 
 
@@ -134,6 +138,11 @@ class Setup:
         """Return the form in which a device's weights are loaded; `number` is that of its shard."""
         shard = self.shards[number] if self.shards else None
         return LoadAs(self.dtype, self.config.quantization, shard, self.config.loop_over_layers, self.kinds)
+
+    @property
+    def past_tokens(self) -> int:
+        """Tokens of past answers in which drafts are looked up."""
+        return 0 if self.config.speculative_config is None else self.config.speculative_config.past_tokens
 
     @property
     def draft_load_as(self) -> LoadAs:
@@ -390,9 +399,7 @@ class Setup:
             return
         name, rule = "speculative_config: method", "'ngram' or 'suffix' here: a model that drafts "
         check(name, drafts.method, f"{rule}must be given with its config", draft is not None)
-        config = self.config
-        is_one = config.tensor_parallel_size == config.data_parallel_size == config.num_processes == 1
-        check(name, drafts.method, f"{rule}has one device", is_one)
+        check(name, drafts.method, f"{rule}has one process", self.config.num_processes == 1)
         is_ours = not isinstance(self.attention, Attention)
         check(name, drafts.method, f"{rule}has no attention from outside", is_ours)
         assert draft is not None

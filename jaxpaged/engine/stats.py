@@ -1,7 +1,7 @@
 """Statistics of an engine: what it has done since it was made, and how it stands."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -25,6 +25,7 @@ class Stats:
     num_drafts: int = 0  # steps of a sequence with drafts
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0  # drafts that were right
+    num_accepted_at: tuple[int, ...] = ()  # the same by the draft's place in a step, the first one's first
     num_running: int = 0
     num_waiting: int = 0  # on the device or on the host, preempted ones included
     num_blocks: int = 0  # of the pool, the null block left out
@@ -33,11 +34,16 @@ class Stats:
     # Counts of the tiers below the device, by their names; they go on.
     tiers: Mapping[str, TierCounts] = dataclasses.field(default_factory=dict)
 
-    def after(self, report: Report, done: Mapping[Counter, int], num_waiting: int) -> "Stats":
-        """Return the statistics after a run: its report, its own counts, and the requests that wait."""
-        counts = {counter.name.lower(): more for counter, more in done.items()}
+    def after(self, report: Report, done: Sequence[int], num_waiting: int) -> "Stats":
+        """Return the statistics after a run: its report, what it added to `EngineState.counters`, and the
+        requests that wait.
+        """
+        counts = {counter.name.lower(): more for counter, more in zip(Counter, done, strict=False)}
+        at = done[len(Counter) :]
+        before = self.num_accepted_at or (0,) * len(at)
         return dataclasses.replace(
             self,
+            num_accepted_at=tuple(a + b for a, b in zip(before, at, strict=True)),
             **{name: getattr(self, name) + more for name, more in counts.items()},
             num_running=int(np.count_nonzero(report.phase == Phase.RUNNING)),
             num_waiting=num_waiting,

@@ -33,6 +33,7 @@ class AppendInfo:
     num_new_blocks: Int[Array, " max_seqs"]  # blocks that each row took, copies included; 0 if refused
     copy_sources: Int[Array, " num_lines"]  # NULL_BLOCK where nothing is to be copied
     copy_destinations: Int[Array, " num_lines"]
+    new_ids: Int[Array, " max_new_blocks"]  # all blocks that were taken; NULL_BLOCK beyond them
     status: Int[Array, ""]
 
 
@@ -121,6 +122,7 @@ def append(
         num_new_blocks=tables.per_row(num_new),
         copy_sources=jnp.where(copies, last_ids, NULL_BLOCK),
         copy_destinations=nobody.at[target].set(allocated.block_ids, mode="drop"),
+        new_ids=allocated.block_ids,
         status=status,
     )
 

@@ -35,6 +35,8 @@ class KVCache:
     num_kv_heads: int = field(metadata={"static": True})
     head_dim: int = field(metadata={"static": True})
     dtype: jnp.dtype = field(metadata={"static": True})  # data type of the computation
+    # Full blocks that have K and V of a model that drafts, too; None: there is none.
+    followed: Bool[Array, " num_blocks"] | None = None
 
     def __hash__(self) -> int:
         """Return the hash of a cache whose arrays are shapes: a static argument of programs made for it."""
@@ -81,10 +83,12 @@ def joined(cache: KVCache, draft: KVCache) -> KVCache:
     """Return the cache with the arrays of a second model beside its own, in the same blocks.
 
     What moves blocks moves both models'. To a layer it is no pool before it is `parted`. Both caches have as
-    many blocks, of one size and layout.
+    many blocks, of one size and layout. `followed` stays with the model's own.
     """
+    followed = cache.followed
     return replace(
         cache,
+        followed=jnp.zeros(cache.num_blocks, bool) if followed is None else followed,
         blocks=cache.blocks | {f"{DRAFT}{name}": x for name, x in draft.blocks.items()},
         shared=cache.shared | {f"{DRAFT}{name}": x for name, x in draft.shared.items()},
     )
@@ -106,8 +110,20 @@ def parted(cache: KVCache, num_layers: int, num_kv_heads: int, head_dim: int) ->
         num_layers=num_layers,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
+        followed=None,
     )
     return replace(cache, blocks=own(cache.blocks), shared=own(cache.shared)), draft
+
+
+def note_followed(cache: KVCache, block_ids: Int[Array, "*n"], is_followed: bool) -> KVCache:
+    """Note of these blocks whether they have K and V of a model that drafts; of NULL_BLOCK nothing.
+
+    Without such a model the cache stays as it is.
+    """
+    if cache.followed is None:
+        return cache
+    target = jnp.where(block_ids == NULL_BLOCK, cache.num_blocks, block_ids)
+    return replace(cache, followed=cache.followed.at[target].set(is_followed, mode="drop"))
 
 
 def is_divisible(
@@ -184,7 +200,7 @@ def copy_blocks(
         name: caches.swap_blocks(source.blocks[name], x, pairs, source.axis)
         for name, x in target.blocks.items()
     }
-    return replace(target, blocks=blocks)
+    return note_followed(replace(target, blocks=blocks), destinations, False)
 
 
 def copy_within(

@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Int, Num
 from jaxpaged.memory import block_pool, group_content, prefix_cache
 from jaxpaged.memory.block_pool import NULL_BLOCK, BlockPool, flag
 from jaxpaged.memory.cache_specs import FULL, CacheSpec
-from jaxpaged.memory.kv_cache import KVCache
+from jaxpaged.memory.kv_cache import KVCache, note_followed
 from jaxpaged.memory.prefix_cache import Hit, PrefixCache
 from jaxpaged.status import Status
 
@@ -174,7 +174,7 @@ def write(kv_cache: KVCache, block_ids: Int[Array, " n"], arrays: dict[str, Num[
         name: x.at[at].set(jnp.moveaxis(arrays[name], 0, axis), mode="drop")
         for name, x in kv_cache.blocks.items()
     }
-    return replace(kv_cache, blocks=blocks)
+    return note_followed(replace(kv_cache, blocks=blocks), block_ids, False)
 
 
 def _cache_of(pool: BlockPool) -> PrefixCache:

@@ -266,7 +266,16 @@ class _EngineCollector(Collector):
             ("spec_decode_num_accepted_tokens", "Drafts that were right.", stats.num_accepted_tokens),
         )[: None if config.speculative_config else 3]:
             yield self._of(CounterMetricFamily, name, help_, value)
+        if config.speculative_config:
+            yield self._by_place(stats.num_accepted_at)
         yield from tier_families(stats.tiers, size.block_size, self._labels)
+
+    def _by_place(self, counts: tuple[int, ...]) -> Metric:
+        name, help_ = "spec_decode_num_accepted_tokens_per_pos", "Drafts that were right, by place in a step."
+        family = CounterMetricFamily(f"vllm:{name}", help_, labels=(*LABELS, "position"))
+        for place, value in enumerate(counts):
+            family.add_metric((*self._labels, str(place)), value)
+        return family
 
     def _of(
         self,

@@ -31,6 +31,7 @@ class SuffixLookup:
     depth: int  # tokens of an end and of `most` drafts behind it
     factor: float  # drafts for each token of the end
     min_prob: float  # least share of the end's occurrences in which all drafts up to one followed
+    past_tokens: int = 0  # tokens of past answers that are looked into, too
 
     @property
     def longest(self) -> int:
@@ -43,6 +44,8 @@ class ByModel:
     """Drafts by a second model: what it would choose."""
 
     most: int  # drafts of a row in one step
+    # Tokens of a prompt, for each token that may still come, that it computes to draft; None: any number.
+    most_prompt: int | None = None
 
 
 @dataclass(frozen=True)

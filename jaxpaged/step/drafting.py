@@ -1,10 +1,10 @@
 """Drafting by a second model: its K and V lie beside the model's, in the blocks of the first group.
 
-The second model computes all prompt tokens that the model computes, so its K and V of prompts are present
-wherever the model's are: behind prefix hits and forks, too. Tokens of an answer it computes when it drafts
-behind them. So a row that never drafts costs it no more than its prompt. Its draft is the token that it would
-choose itself, with the row's options and the noise of (seed, position). The more the two models agree, the
-more drafts are right; the answer is the model's own.
+The second model computes a row's tokens when it drafts behind them. A row that never drafts costs it nothing.
+Full blocks whose tokens it has computed are marked (`KVCache.followed`), and a row that finds them in the
+prefix cache, or has them of its leader, begins behind them. Its draft is the token that it would choose
+itself, with the row's options and the noise of (seed, position). The more the two models agree, the more
+drafts are right; the answer is the model's own.
 """
 
 from dataclasses import dataclass, replace
@@ -14,8 +14,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxpaged.arithmetic import cdiv
 from jaxpaged.config import PREFILL_TILE
 from jaxpaged.memory import block_table, kv_cache
+from jaxpaged.memory.block_pool import NULL_BLOCK
 from jaxpaged.memory.block_table import BlockTables
 from jaxpaged.memory.entries import dealt, number_through
 from jaxpaged.memory.kv_cache import KVCache
@@ -63,10 +65,16 @@ def write_drafts(
     draft, rows, max_seqs = of_model(model), state.rows, state.tables.max_seqs
     assert rows.drafting is not None
     newest, num = rows.num_tokens - 1, drafts.num
-    followed = jnp.maximum(rows.drafting.followed, rows.prompt_lens)
+    followed = rows.drafting.followed
     is_far_behind = (num > 0) & (newest - followed > MOST_BEHIND)
-    own, its = kv_cache.parted(state.kv_cache, *draft.cache_sizes)
-    followed, its = catch_up(draft, state, its, followed, jnp.where(is_far_behind, newest, followed), config)
+
+    def with_marked() -> Int[Array, " rows"]:
+        return jnp.where(is_far_behind, jnp.clip(marked(state), followed, newest), followed)
+
+    followed = lax.cond(jnp.any(is_far_behind), with_marked, lambda: followed)
+    end = jnp.where(is_far_behind, newest, followed)
+    followed, cache = catch_up(draft, state, followed, end, config)
+    own, its = kv_cache.parted(cache, *draft.cache_sizes)
 
     row = jnp.minimum(slots.row, max_seqs - 1)
     is_own = (slots.row < max_seqs) & (num[row] > 0)
@@ -105,18 +113,31 @@ def write_drafts(
     )
 
 
+def marked(state: EngineState) -> Int[Array, " rows"]:
+    """Return how many of each row's first tokens are in full blocks that the model that drafts has computed,
+    or have left the row's window.
+    """
+    assert state.kv_cache.followed is not None
+    ids = state.tables.block_tables[:: state.tables.num_groups]
+    held = jnp.arange(ids.shape[1], dtype=jnp.int32) < state.tables.num_blocks[:, None]
+    is_followed = held & (state.kv_cache.followed[ids] | (ids == NULL_BLOCK))
+    num_blocks = jnp.sum(jnp.cumprod(is_followed, axis=1, dtype=jnp.int32), axis=1, dtype=jnp.int32)
+    return num_blocks * state.tables.block_size
+
+
 def catch_up(
     draft: Drafter,
     state: EngineState,
-    cache: KVCache,
     followed: Int[Array, " rows"],
     end: Int[Array, " rows"],
     config: StepConfig,
 ) -> tuple[Int[Array, " rows"], KVCache]:
     """Let the model that drafts compute each row's tokens from `followed` to `end`, in passes of tiles.
 
-    Returns the ends, and the model's cache.
+    Returns the ends, and the cache of both models, with a mark at blocks that are full of them.
     """
+    tables, block_size = state.tables, state.tables.block_size
+    in_tile = jnp.arange(cdiv(PREFILL_TILE, block_size) + 1, dtype=jnp.int32)
     type Carry = tuple[Int[Array, " rows"], KVCache]
 
     def goes_on(carry: Carry) -> Bool[Array, ""]:
@@ -135,11 +156,16 @@ def catch_up(
             end=jnp.where(used, jnp.minimum(start + PREFILL_TILE, end[row]), 0),
             tile_len=PREFILL_TILE,
         )
-        _, cache = compute(draft, state.rows, state.tables, cache, tiles, config)
-        reached = jnp.minimum((first + gets) * PREFILL_TILE, end)
-        return jnp.where(gets > 0, reached, done), cache
+        own, its = kv_cache.parted(cache, *draft.cache_sizes)
+        cache = kv_cache.joined(own, compute(draft, state.rows, tables, its, tiles, config)[1])
+        reached = jnp.where(gets > 0, jnp.minimum((first + gets) * PREFILL_TILE, end), done)
+        place = (tiles.start // block_size)[:, None] + in_tile
+        ids = tables.block_tables.at[tables.line_of(row)[:, None], place].get(mode="clip")
+        is_full = used[:, None] & ((place + 1) * block_size <= reached[row][:, None])
+        cache = kv_cache.note_followed(cache, jnp.where(is_full, ids, NULL_BLOCK), True)
+        return reached, cache
 
-    return lax.while_loop(goes_on, one_pass, (followed, cache))
+    return lax.while_loop(goes_on, one_pass, (followed, state.kv_cache))
 
 
 def choose(
@@ -177,15 +203,6 @@ def parted(model: Model, cache: KVCache, config: StepConfig) -> tuple[KVCache, K
 def joined(cache: KVCache, its: KVCache | None) -> KVCache:
     """Return the cache that `parted` parted."""
     return cache if its is None else kv_cache.joined(cache, its)
-
-
-def follow(
-    model: Model, rows: Rows, tables: BlockTables, cache: KVCache, tiles: Tiles, config: StepConfig
-) -> KVCache:
-    """Let the model that drafts compute K and V of these prompt tiles, too."""
-    draft = of_model(model)
-    own, its = kv_cache.parted(cache, *draft.cache_sizes)
-    return kv_cache.joined(own, compute(draft, rows, tables, its, tiles, config)[1])
 
 
 def compute(

@@ -1,29 +1,31 @@
-"""Look-up of drafts: what followed where a row's last tokens occurred before, by arrays."""
+"""Look-up of drafts: what followed where a row's last tokens occurred before, in its own text or in past
+answers, by arrays.
+"""
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int
 
 from jaxpaged.arithmetic import cdiv
+from jaxpaged.step import past as past_answers
 from jaxpaged.step.config import Lookup, SuffixLookup
+from jaxpaged.step.state import Past, Rows
 
 # Positions that one turn of the search looks at: the time follows the length of what is there.
 POSITIONS_AT_ONCE = 256
+# The same in past answers, of which most turns find no row's newest token, and end with that.
+PAST_AT_ONCE = 2048
 # Occurrences of an end that count, the last ones.
 MOST_OCCURRENCES = 32
 
 type Found = tuple[Int[Array, " rows"], Int[Array, "rows most"]]
 
 
-def look_up(
-    token_ids: Int[Array, "rows max_model_len"],
-    num_tokens: Int[Array, " rows"],
-    lookup: Lookup | SuffixLookup,
-) -> Found:
+def look_up(rows: Rows, past: Past | None, lookup: Lookup | SuffixLookup) -> Found:
     """Return how many drafts each row may make, at most `lookup.most`, and the drafts."""
     if isinstance(lookup, Lookup):
-        return followers(token_ids, num_tokens, lookup)
-    return likely_followers(token_ids, num_tokens, lookup)
+        return followers(rows.token_ids, rows.num_tokens, lookup)
+    return likely_followers(rows.token_ids, rows.num_tokens, lookup, past, rows.salt)
 
 
 def followers(
@@ -53,26 +55,63 @@ def followers(
 
 
 def likely_followers(
-    token_ids: Int[Array, "rows max_model_len"], num_tokens: Int[Array, " rows"], lookup: SuffixLookup
+    token_ids: Int[Array, "rows max_model_len"],
+    num_tokens: Int[Array, " rows"],
+    lookup: SuffixLookup,
+    past: Past | None = None,
+    salt: Int[Array, " rows"] | None = None,
 ) -> Found:
     """Return the tokens that mostly followed where a row's last tokens occurred before, and how many.
 
-    The longest end of the tokens that occurs counts, of `lookup.longest` tokens at most; of its occurrences
-    the last MOST_OCCURRENCES. Token by token the draft is what most of them have next; of several tokens the
-    one that came last. Those that have another token count no more. One that comes to the end of the row's
-    tokens goes on with the drafts.
+    The longest end of the tokens that occurs counts, of `lookup.longest` tokens at most, in the row or in
+    past answers of its salt; of its occurrences the last MOST_OCCURRENCES, those in past answers being older.
+    Token by token the draft is what most of them have next; of several tokens the one that came last. Those
+    that have another token, or none, count no more. One that comes to the end of the row's tokens goes on
+    with the drafts.
 
     An end gives `lookup.factor` drafts for each of its tokens, and no more when fewer than `lookup.min_prob`
     of its occurrences are left.
     """
     index = jnp.arange(num_tokens.shape[0], dtype=jnp.int32)[:, None]
     place = jnp.arange(MOST_OCCURRENCES, dtype=jnp.int32)
+    # Positions in past answers come before the row's own, which are counted from here on.
+    own = 0 if past is None else past.token_ids.shape[0]
     # The longest end so far, how often it occurs, and a ring of its last occurrences.
     type Ends = tuple[Int[Array, " rows"], Int[Array, " rows"], Int[Array, "rows occurrences"]]
 
     def search(i: Int[Array, ""], ends: Ends) -> Ends:
         position, length = _lengths(token_ids, num_tokens, i, lookup.longest)
         length = jnp.where(position < num_tokens[:, None], length, 0)
+        return with_lengths(own + position, length, ends)
+
+    def search_past(i: Int[Array, ""], ends: Ends) -> Ends:
+        assert past is not None
+        assert salt is not None
+        last = _ends(token_ids, num_tokens, lookup.longest)
+        first = i * PAST_AT_ONCE
+        its = past_answers.stretch(past, first - lookup.longest, PAST_AT_ONCE + lookup.longest)
+        tokens, owner = its.token_ids, its.owner[lookup.longest :]
+        position = first + jnp.arange(PAST_AT_ONCE, dtype=jnp.int32)
+        may = (its.salt[lookup.longest :] == salt[:, None]) & (position < past.num_tokens)
+
+        def same(distance: int) -> Bool[Array, "rows chunk"]:
+            begin = lookup.longest - 1 - distance
+            here = slice(begin, begin + PAST_AT_ONCE)
+            tokens_here = jnp.where(its.owner[here] == owner, tokens[here], -1)
+            return may & (tokens_here == last[:, distance][:, None]) & (tokens_here >= 0)
+
+        newest = same(0)
+
+        def search_all(ends: Ends) -> Ends:
+            here, length = newest, newest.astype(jnp.int32)
+            for distance in range(1, lookup.longest):
+                here &= same(distance)
+                length += here
+            return with_lengths(position, length, ends)
+
+        return lax.cond(jnp.any(newest), search_all, lambda ends: ends, ends)
+
+    def with_lengths(position: Int[Array, " chunk"], length: Int[Array, "rows chunk"], ends: Ends) -> Ends:
         best, count, ring = ends
         longest = jnp.maximum(best, jnp.max(length, axis=1))
         count = jnp.where(longest > best, 0, count)
@@ -85,8 +124,10 @@ def likely_followers(
         return longest, count + num_hits, ring
 
     zeros = jnp.zeros_like(num_tokens)
-    ring = jnp.zeros((num_tokens.shape[0], MOST_OCCURRENCES), jnp.int32)
-    length, count, position = lax.fori_loop(0, _num_chunks(num_tokens), search, (zeros, zeros, ring))
+    nothing = zeros, zeros, jnp.zeros((num_tokens.shape[0], MOST_OCCURRENCES), jnp.int32)
+    if past is not None:
+        nothing = lax.fori_loop(0, cdiv(past.num_tokens, PAST_AT_ONCE), search_past, nothing)
+    length, count, position = lax.fori_loop(0, _num_chunks(num_tokens), search, nothing)
     count = jnp.minimum(count, MOST_OCCURRENCES)
     # By the end's tokens, and by its occurrences: Python's numbers are those of the oracle.
     drafts_of = [min(int(n * lookup.factor), lookup.most) for n in range(lookup.longest + 1)]
@@ -99,9 +140,12 @@ def likely_followers(
     def more(k: Int[Array, ""], path: Path) -> Path:
         """Choose the next token of each row, and keep the occurrences that have it."""
         alive, num, drafts = path
-        behind = position + k
+        behind = position - own + k
         drafted = drafts.at[index, behind - num_tokens[:, None]].get(mode="clip")
         tokens = jnp.where(behind < num_tokens[:, None], _tokens_at(token_ids, behind), drafted)
+        if past is not None:
+            tokens = jnp.where(position < own, past_answers.token_behind(past, position, k), tokens)
+            alive &= tokens >= 0
         same = (tokens[:, :, None] == tokens[:, None]) & alive[:, None]
         votes = jnp.where(alive, jnp.sum(same, axis=2, dtype=jnp.int32), 0)
         is_best = alive & (votes == jnp.max(votes, axis=1, keepdims=True))
@@ -128,6 +172,13 @@ def _tokens_at(
     return jnp.where(position < 0, -1, token_ids.at[index, position].get(mode="clip"))
 
 
+def _ends(
+    token_ids: Int[Array, "rows max_model_len"], num_tokens: Int[Array, " rows"], longest: int
+) -> Int[Array, "rows longest"]:
+    """Return each row's last tokens, the newest first, -1 before the first."""
+    return _tokens_at(token_ids, num_tokens[:, None] - 1 - jnp.arange(longest, dtype=jnp.int32))
+
+
 def _lengths(
     token_ids: Int[Array, "rows max_model_len"],
     num_tokens: Int[Array, " rows"],
@@ -138,7 +189,7 @@ def _lengths(
     `longest`.
     """
     num_rows, first = num_tokens.shape[0], i * POSITIONS_AT_ONCE
-    ends = _tokens_at(token_ids, num_tokens[:, None] - 1 - jnp.arange(longest, dtype=jnp.int32))
+    ends = _ends(token_ids, num_tokens, longest)
     around = first - longest + jnp.arange(POSITIONS_AT_ONCE + longest, dtype=jnp.int32)
     window = _tokens_at(token_ids, jnp.broadcast_to(around, (num_rows, around.shape[0])))
     same = jnp.ones((num_rows, POSITIONS_AT_ONCE), bool)

@@ -61,6 +61,7 @@ def create(
     replays: Static[bool] = False,
     masks: Static[bool] = False,
     candidates: Static[int] = 0,
+    past_tokens: Static[int] = 0,
 ) -> PerReplica[EngineState]:
     """Create a state without requests, with zeros for K and V of the shapes in `kv_cache`.
 
@@ -89,6 +90,7 @@ def create(
         replays=replays,
         masks=masks,
         candidates=candidates,
+        past_tokens=past_tokens,
     )
 
 
@@ -415,7 +417,8 @@ def reset_prefix_cache(state: PerReplica[EngineState]) -> PerReplica[EngineState
     """Forget what can be found of former requests; none may be running. The state is donated."""
     pool, info = block_pool.reset_prefix_cache(state.tables.pool)
     tables = replace(state.tables, pool=pool)
-    return replace(state, tables=tables, status=state.status | info.status)
+    past = state.past and replace(state.past, num_tokens=jnp.int32(0))
+    return replace(state, tables=tables, past=past, status=state.status | info.status)
 
 
 @program(donate="state", results=lambda specs: specs["state"])

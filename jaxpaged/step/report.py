@@ -51,5 +51,5 @@ class Report:
     num_cached_blocks: Int[Array, ""] = field(metadata=SUM)  # free blocks whose content can still be found
     # Scores of the last step's prompt tiles; None where they were not fetched. Merged separately.
     prompt_scores: PromptScores | None = field(metadata=KEEP)
-    counters: Int[Array, " counters"] = field(metadata=KEEP)  # indexed by `Counter`
+    counters: Int[Array, " counters"] = field(metadata=KEEP)  # see `EngineState.counters`
     status: Int[Array, ""] = field(metadata=BITS)

@@ -26,7 +26,7 @@ from jaxpaged.step.automata import GrammarRows, by_host, moved
 from jaxpaged.step.config import AnyLookup, ByGrammar, ByModel, StepConfig
 from jaxpaged.step.followers import look_up
 from jaxpaged.step.plan import DecodeSlots, Plan
-from jaxpaged.step.state import Counter, DraftRows, EngineState, Rows
+from jaxpaged.step.state import Counter, DraftRows, EngineState, Phase, Rows
 
 # A row whose drafts fail waits 1, 3, 7, ... steps, and at most so many, before it drafts again.
 LONGEST_WAIT = 31
@@ -45,7 +45,7 @@ def draft(
     state: EngineState, plan: Plan, slots: DecodeSlots, config: StepConfig
 ) -> tuple[EngineState, Plan, DecodeSlots, Drafts]:
     """Draft tokens for rows that decode, as many as there are empty slots and free blocks; none while more
-    rows run than may.
+    rows run than may. A second model drafts alike for all, and only for at least half of those that run.
 
     Returns the state with the drafts behind the rows' tokens, the plan with a token more for each, the slots
     that are taken now, and the drafts. Where a second model makes the drafts, there are zeros for them.
@@ -58,19 +58,21 @@ def draft(
     may = decodes & is_at_end & (rows.beams.width == 0)
     drafting = rows.drafting
     assert drafting is not None
-    num_slots = slots.row.shape[0]
+    num_slots, by_model = slots.row.shape[0], isinstance(lookup, ByModel)
     num_taken = jnp.sum(slots.row < rows.phase.shape[0], dtype=jnp.int32)
     nothing = jnp.zeros((rows.phase.shape[0], lookup.most), jnp.int32)
-    is_worth_it = num_taken < num_slots
+    has_slots = num_taken < num_slots
     if config.most_drafting is not None:
-        is_worth_it &= num_taken <= config.most_drafting
-    most = rows.max_num_tokens - rows.num_tokens - 1
+        has_slots &= num_taken <= config.most_drafting
+    room = rows.max_num_tokens - rows.num_tokens - 1
+    if isinstance(lookup, ByModel) and lookup.most_prompt is not None:
+        may &= (drafting.followed > 0) | (rows.prompt_lens <= lookup.most_prompt * (room + 1))
     num_forced, forced = nothing[:, 0], nothing
     if state.arena is not None and rows.grammars is not None:
         may &= ~by_host(rows.grammars, state.arena)  # which has one mask, for the next token
-        if not isinstance(lookup, ByModel):  # a model drafts by the mask, and so what is forced
-            room = jnp.where(may & is_worth_it, most, 0)
-            num_forced, forced = _forced(rows.grammars, state.arena, room, lookup.most)
+        if not by_model:  # a model drafts by the mask, and so what is forced
+            its_room = jnp.where(may & has_slots, room, 0)
+            num_forced, forced = _forced(rows.grammars, state.arena, its_room, lookup.most)
     may &= (drafting.wait == 0) & (num_forced == 0)
 
     def look() -> tuple[Int[Array, " rows"], Int[Array, "rows most"]]:
@@ -79,13 +81,17 @@ def draft(
         elif isinstance(lookup, ByGrammar):
             return num_forced, forced
         else:
-            found, follow = look_up(rows.token_ids, rows.num_tokens, lookup)
-        found = jnp.minimum(found, jnp.minimum(drafting.most, most))
-        return jnp.where(may, found, num_forced), jnp.where(num_forced[:, None] > 0, forced, follow)
+            found, follow = look_up(rows, state.past, lookup)
+        most = jnp.minimum(drafting.most, room)
+        if by_model:
+            most = jnp.minimum(most, -((num_taken - num_slots) // num_taken))
+        drafts = jnp.where(num_forced[:, None] > 0, forced, follow)
+        return jnp.where(may, jnp.minimum(found, most), num_forced), drafts
 
-    is_worth_it &= jnp.any(may)
-    wanted, tokens = lax.cond(is_worth_it, look, lambda: (num_forced, forced))
+    wanted, tokens = lax.cond(has_slots & jnp.any(may), look, lambda: (num_forced, forced))
     num = jnp.zeros_like(wanted).at[rows.order].set(dealt(wanted[rows.order], num_slots - num_taken))
+    if by_model:  # its passes must serve at least half of the rows that run, for all of them wait
+        num = jnp.where(2 * jnp.sum(num > 0) >= num_taken, num, 0)
 
     # All drafts or none: blocks are rarely short, and then better kept for others.
     last_ids = copy_on_write.last_blocks(state.tables)
@@ -176,9 +182,10 @@ def settle(
     rows = state.rows
     assert rows.drafting is not None
     drafting = after(rows.drafting, rows.running, drafts.num, num_accepted, lookup)
-    if isinstance(lookup, ByModel):  # of a preempted row nothing is left
-        followed = jnp.minimum(drafting.followed, state.tables.seq_lens)
-        drafting = replace(drafting, followed=followed)
+    if isinstance(lookup, ByModel):  # of a row that is to be computed again nothing is left
+        left = jnp.minimum(drafting.followed, state.tables.seq_lens)
+        is_away = rows.phase == Phase.SWAPPED
+        drafting = replace(drafting, followed=jnp.where(is_away, drafting.followed, left))
     state = replace(state, rows=replace(rows, drafting=drafting)).count(
         {
             Counter.NUM_DRAFTS: jnp.sum(drafts.num > 0),
@@ -186,6 +193,8 @@ def settle(
             Counter.NUM_ACCEPTED_TOKENS: jnp.sum(num_accepted),
         }
     )
+    place = jnp.arange(lookup.most, dtype=jnp.int32)
+    state = state.count_places(jnp.sum(num_accepted[:, None] > place, axis=0, dtype=jnp.int32))
     return state, state.tables.pool.num_free - before
 
 

@@ -68,9 +68,7 @@ class DraftRows:
     misses: Int[Array, " rows"]  # times in turn that no draft was right
     wait: Int[Array, " rows"]  # steps until it drafts again
     counts: Int[Array, "rows 3"]  # its steps with drafts, its drafts, and those that were right
-    followed: Int[
-        Array, " rows"
-    ]  # its first so many tokens are computed by a model that drafts, or its prompt
+    followed: Int[Array, " rows"]  # its first so many tokens are computed by a model that drafts
 
 
 @jax.tree_util.register_dataclass
@@ -188,6 +186,18 @@ class HostPool:
     kv_cache: KVCache
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Past:
+    """Ring of the tokens of answers that have ended; see `step.past`."""
+
+    token_ids: Int[Array, " places"]
+    owner: Int[Array, " places"]  # arrival of the request whose answer it is
+    salt: Int[Array, " places"]  # of that request: no request with another one sees the token
+    next: Int[Array, ""]  # place of the next token
+    num_tokens: Int[Array, ""]  # tokens that are there: those at the places before `next`
+
+
 type TableResult = tuple[BlockTables, AppendInfo | FreeInfo | StatusInfo]
 
 
@@ -208,10 +218,12 @@ class EngineState:
     # The row that was looked up last and did not fit, or NO_ROW; and at most how many of the blocks that it
     # found other rows hold by now. It is looked up again only when it might fit: see `step.admission`.
     last_rejected: Int[Array, "2"]
-    counters: Int[Array, " counters"]  # indexed by `Counter`
+    # Indexed by `Counter`; behind them, where tokens are drafted, right drafts by their place in a step.
+    counters: Int[Array, " counters"]
     status: Int[Array, ""]  # `Status` bits of all steps: anything but OK is a bug of the scheduler
     # Sets of tokens that those of answers were chosen from, in columns as `scores`; None: nobody asks.
     support: UInt32[Array, "rows max_steps words"] | None = None
+    past: Past | None = None  # answers that drafts are looked up in; None: in none
 
     def on_tables[**P](
         self, verb: Callable[Concatenate[BlockTables, P], TableResult], *args: P.args, **options: P.kwargs
@@ -225,7 +237,14 @@ class EngineState:
     def count(self, more: Mapping[Counter, int | Int[Array, ""]]) -> "EngineState":
         """Return the state with counters raised."""
         raised = [jnp.asarray(more.get(counter, 0), jnp.int32) for counter in Counter]
-        return replace(self, counters=self.counters + jnp.stack(raised))
+        counted = jnp.stack(raised)
+        if self.counters.shape[0] == len(Counter):
+            return replace(self, counters=self.counters + counted)
+        return replace(self, counters=self.counters.at[: len(Counter)].add(counted))
+
+    def count_places(self, num_right: Int[Array, " places"]) -> "EngineState":
+        """Return the state with the counts of right drafts raised, by the drafts' places in a step."""
+        return replace(self, counters=self.counters.at[len(Counter) :].add(num_right))
 
 
 def empty_rows(
@@ -315,6 +334,7 @@ def create_state(
     replays: bool = False,
     masks: bool = False,
     candidates: int = 0,
+    past_tokens: int = 0,
 ) -> EngineState:
     """Create a state without requests over empty tables and an empty cache.
 
@@ -323,6 +343,7 @@ def create_state(
     replays: requests may have answers that are given.
     masks: the tokens that each was chosen from are told.
     candidates: tokens to be scored behind each place of a prompt at most.
+    past_tokens: tokens of past answers that drafts are looked up in.
     """
     words = -(-vocab_size // 32)
     rows = empty_rows(
@@ -343,10 +364,17 @@ def create_state(
         host=host,
         arena=jnp.zeros(arena_words, jnp.uint32) if arena_words else None,
         last_rejected=no_rejection(),
-        counters=jnp.zeros(len(Counter), jnp.int32),
+        counters=jnp.zeros(len(Counter) + most_drafts, jnp.int32),
         status=jnp.zeros((), jnp.int32),
         support=jnp.zeros((tables.max_seqs, MAX_STEPS, words), jnp.uint32) if masks else None,
+        past=no_past(past_tokens) if past_tokens else None,
     )
+
+
+def no_past(num_tokens: int) -> Past:
+    """Return a ring for so many tokens, with none in it."""
+    nothing = jnp.zeros(num_tokens, jnp.int32)
+    return Past(nothing, nothing, nothing, jnp.int32(0), jnp.int32(0))
 
 
 def no_rejection() -> Int[Array, "2"]:

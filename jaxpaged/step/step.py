@@ -18,7 +18,7 @@ from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.models.attention import PassBatch
 from jaxpaged.sampling import Scores, no_scores, score, score_candidates
 from jaxpaged.status import Status
-from jaxpaged.step import admission, beams, drafting, scheduler, speculation
+from jaxpaged.step import admission, beams, drafting, past, scheduler, speculation
 from jaxpaged.step.answer import answer
 from jaxpaged.step.config import ByModel, StepConfig
 from jaxpaged.step.model import Hidden, Model
@@ -90,6 +90,7 @@ def advance(
     num_new, num_returned = jnp.sum(due), jnp.int32(0)
     if drafts is not None and config.lookup is not None:
         state, num_returned = speculation.settle(state, num_accepted, drafts, config.lookup)
+        state = past.note_ended(state, due & (state.rows.phase == Phase.FINISHED))
         num_new += jnp.sum(num_accepted)
 
     in_prompt = plan.num_tiles > 0
@@ -117,6 +118,7 @@ def append(state: EngineState, plan: Plan, max_blocks: int) -> EngineState:
     most = max_blocks * state.tables.num_groups
     tables, info = block_table.append(state.tables, plan.num_new_tokens, max_new_blocks=most)
     cache = kv_cache.copy_within(state.kv_cache, info.copy_sources, info.copy_destinations)
+    cache = kv_cache.note_followed(cache, info.new_ids, False)
     return replace(state, tables=tables, kv_cache=cache, status=state.status | info.status)
 
 
@@ -147,7 +149,7 @@ def forward(
     prompt_scores: PromptScores,
 ) -> tuple[EngineState, Hidden, PromptScores]:
     """Compute the plan's tokens: those of prompts in passes of a few tiles, then those of decoding rows
-    in one pass. A model that drafts computes those of prompts, too.
+    in one pass.
 
     Never both in one pass: there the decoding rows would have another shape in every mix, and other bits.
     Returns the state; for each decode slot the hidden state of its row's newest token, or of its prompt's
@@ -164,8 +166,6 @@ def forward(
             tiles = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, i * width, width), all_tiles)
             kv_cache, hidden, prompt_scores = carry
             kv_cache, hidden, out = compute(model, rows, tables, kv_cache, hidden, tiles, slots, config)
-            if isinstance(config.lookup, ByModel):
-                kv_cache = drafting.follow(model, rows, tables, kv_cache, tiles, config)
             return kv_cache, hidden, score_prompts(model, rows, tiles, out, prompt_scores, i * width)
 
         return lax.fori_loop(0, cdiv(jnp.sum(plan.num_tiles), width), one_pass, carry)

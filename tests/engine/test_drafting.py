@@ -9,12 +9,16 @@ from jaxpaged.api.draft import draft_of
 from jaxpaged.checks import InputError
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine import capacity
+from jaxpaged.engine.drafted import Draft
 from jaxpaged.engine.handle import collect
 from jaxpaged.engine.setup import Setup
 from jaxpaged.models import loading
+from jaxpaged.models.families.llama import NAMES
+from jaxpaged.models.weights import by_role
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.step.config import ByGrammar
-from tests import tiny
+from reference import model as reference_model
+from tests import tiny, tiny_lora
 from tests.engine.fuzz import SETTINGS
 from tests.tiny_gguf import write_gguf
 
@@ -45,8 +49,8 @@ def setup(draft=tiny.CONFIG, model=tiny.CONFIG, **options):
             r"attention=FullAttention\(\) must be what a layer of the model keeps, SlidingWindow\(window=2",
         ),
         (
-            setup(data_parallel_size=2),
-            "method='draft_model' must be 'ngram' or 'suffix' here: a model that drafts has one device",
+            setup(tensor_parallel_size=2, num_processes=2, distributed_init="127.0.0.1:1"),
+            "method='draft_model' must be 'ngram' or 'suffix' here: a model that drafts has one process",
         ),
     ],
 )
@@ -123,6 +127,31 @@ def test_a_row_drafts_on_while_others_fork():
         deltas += [delta for delta in driver.turn(max_steps=1) if delta.request_id == number]
     assert collect(deltas).token_ids == alone
     assert collect(deltas).drafts.num_accepted_draft_tokens > 10
+
+
+@pytest.mark.slow
+def test_an_adapter_and_new_weights_change_the_answers_and_not_the_drafts(tmp_path):
+    drafts = {"model": "tiny", "num_speculative_tokens": 3}
+    itself = Draft(tiny.CONFIG, tiny.load)
+    driver = tiny.driver(**tiny_lora.LORA, speculative_config=drafts, draft=itself)
+    [prompt] = tiny.prompts([9], seed=2)
+
+    def ask(seed=None):
+        adapter = None if seed is None else tiny_lora.request(tmp_path, seed)
+        [request] = tiny.numbered(driver.door.admit(prompt, tiny.greedy(24), lora_request=adapter))
+        driver.add(request)
+        found = tiny.drain(driver)[request.request_id]
+        counts = found.drafts
+        assert counts.num_draft_tokens > 0
+        return found.token_ids, counts.num_accepted_draft_tokens == counts.num_draft_tokens
+
+    assert ask() == (tiny_lora.reference_answer(None, prompt, 24), True)
+    assert ask(0) == (tiny_lora.reference_answer(0, prompt, 24), False)
+    driver.update_weights(driver.read_names(tiny.weights(seed=7).items()))
+    new = by_role(tiny.CONFIG, NAMES, tiny.weights(seed=7))
+    assert ask() == (reference_model.generate(tiny.CONFIG, new, prompt, 24), False)
+    assert ask(0) == (reference_model.generate(tiny.CONFIG, tiny_lora.merged(0, 7), prompt, 24), False)
+    tiny.assert_nothing_is_held(driver)
 
 
 class Other:

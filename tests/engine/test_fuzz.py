@@ -51,6 +51,8 @@ def test_answers_are_the_same_with_drafts_and_without(setting, tmp_path):
         since.num_accepted_tokens - stats.num_accepted_tokens,
     )
     assert counts.num_accepted_draft_tokens > 20
+    at = since.num_accepted_at
+    assert (sum(at), list(at)) == (since.num_accepted_tokens, sorted(at, reverse=True))
     if setting == "swap, drafts by itself":  # to the last token: what both chose from was the same
         assert counts.num_accepted_draft_tokens == counts.num_draft_tokens
     for seed in range(4):

@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 
 from jaxpaged.checks import InputError
+from jaxpaged.engine.drafted import Draft
 from jaxpaged.engine.driver import Driver
 from jaxpaged.handover.blocks import Blocks
 from jaxpaged.lora import LoRARequest
@@ -37,6 +38,7 @@ from tests.parallel.asks import differing
 from tests.tiers.test_engines import SCORED, ask, tiered, whole
 
 FLOAT32 = jnp.dtype("float32")
+ITSELF = Draft(tiny.CONFIG, tiny.load)
 pytestmark = pytest.mark.skipif(len(jax.devices()) < 6, reason="needs the process of test_in_a_process.py")
 
 
@@ -138,8 +140,8 @@ def test_what_cannot_be_split_is_refused(size, message):
     "options",
     [
         pytest.param(
-            {"tensor_parallel_size": 2, "speculative_config": {}} | tiny.SWAP,
-            id="2, swap, drafts",
+            {"tensor_parallel_size": 2, "speculative_config": {"model": "tiny"}, "draft": ITSELF} | tiny.SWAP,
+            id="2, swap, drafts by itself",
             marks=pytest.mark.slow,
         ),
         pytest.param(
@@ -172,6 +174,9 @@ def test_the_loop_answers_as_one_device_does_with_the_same_bits_in_any_company(o
             told = tiny.reference_logits((*prompt, *answer.token_ids[:-1]))[len(prompt) - 1 :]
             want = jax.nn.log_softmax(told)[np.arange(24), answer.token_ids]
             np.testing.assert_allclose([score.logprob for score in answer.scores], want, atol=1e-4)
+    stats = driver.stats
+    assert (stats.num_accepted_tokens > 20) == ("draft" in options)
+    assert stats.num_accepted_tokens >= 0.9 * stats.num_draft_tokens
     tiny.assert_nothing_is_held(driver)
     assert_same_on_each(driver.state)
     differs(driver)

@@ -31,6 +31,7 @@ from tests.parallel.cases import differs
 
 pytestmark = pytest.mark.skipif(len(jax.devices()) < 6, reason="needs the process of test_in_a_process.py")
 # The same in most tests, which so share a program; by two devices each, for the loop's tensor parallelism.
+SUFFIX = {"method": "suffix", "suffix_decoding_max_cached_requests": 2}
 TWO = {"data_parallel_size": 2, "tensor_parallel_size": 2, "structured_outputs_mib": 1, **tiny.SMALL}
 NUM_ROWS = 2 * tiny.DEFAULTS["max_num_seqs"]
 
@@ -76,8 +77,8 @@ def searched(driver, searches):
         pytest.param(TWO, id="2 x 2"),
         pytest.param(TWO | tiny.SWAP, id="2 x 2, swap", marks=pytest.mark.nightly),
         pytest.param(
-            TWO | {"tensor_parallel_size": 1, "loop": "host", "speculative_config": {}},
-            id="2, by the host, drafts",
+            TWO | {"tensor_parallel_size": 1, "loop": "host", "speculative_config": SUFFIX},
+            id="2, by the host, drafts by suffix",
             marks=pytest.mark.nightly,
         ),
     ],

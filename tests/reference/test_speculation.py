@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from reference.speculation import MOST_OCCURRENCES, SuffixLookup, likely_followers
+from reference.speculation import MOST_OCCURRENCES, Past, SuffixLookup, likely_followers
 
 LOOKUP = SuffixLookup(most=4, depth=7, factor=1.0, min_prob=0.1)
 
@@ -35,3 +35,27 @@ def test_drafts_end_where_they_become_unlikely():
 def test_what_repeats_itself_goes_on():
     assert likely_followers([5, 5, 5], LOOKUP) == [5, 5]
     assert likely_followers([1, 2, 1, 2, 1], LOOKUP) == [2, 1, 2]
+
+
+def test_past_answers_count_like_older_text_and_end_where_they_end():
+    assert likely_followers([8, 1, 2], LOOKUP, [[1, 2, 5, 6], [9]]) == [5, 6]
+    assert likely_followers([8, 2], LOOKUP, [[1, 2]]) == [], "nothing follows there"
+    assert likely_followers([8, 1, 2], LOOKUP, [[1], [2, 5]]) == [5], "an end is of one answer"
+    many = dataclasses.replace(LOOKUP, factor=4.0)
+    assert likely_followers([8, 2], many, [[2, 5], [2, 5, 6]]) == [5, 6]
+    assert likely_followers([2, 7, 2], many, [[2, 5]]) == [7, 2, 7, 2], "of equal many the own text's"
+    assert likely_followers([2, 7, 2], many, [[2, 5], [2, 5]]) == [5]
+
+
+def test_the_oldest_tokens_of_past_answers_are_forgotten_and_salts_keep_them_apart():
+    past = Past(5)
+    past.keep(0, [1, 2, 3])
+    past.keep(7, [4])
+    past.keep(0, [5, 6])
+    assert past.of(0) == [[2, 3], [5, 6]]
+    assert past.of(7) == [[4]]
+    past.keep(0, [1, 2, 3, 4, 5, 6])
+    assert past.answers == [(0, [2, 3, 4, 5, 6])]
+    nothing = Past(0)
+    nothing.keep(0, [1])
+    assert nothing.answers == []

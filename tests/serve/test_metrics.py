@@ -2,10 +2,15 @@
 
 import json
 import logging
+from types import SimpleNamespace
 
 import pytest
+from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from jaxpaged.config import EngineConfig
+from jaxpaged.engine.stats import Stats
+from jaxpaged.serve.metrics import Metrics
 from tests import tiny
 from tests.serve.conftest import soon
 
@@ -139,3 +144,27 @@ def test_what_runs_and_waits_is_told_while_it_does(served, brake):
     assert served.http.get("/load").json() == {"server_load": 6}
     hold.off()
     assert all(each.result(30).status_code == 200 for each in asking)
+
+
+def test_drafts_are_counted_under_vllms_names():
+    config = EngineConfig(speculative_config={"num_speculative_tokens": 3})
+    stats = Stats(
+        num_blocks=9, num_drafts=5, num_draft_tokens=14, num_accepted_tokens=6, num_accepted_at=(4, 2, 0)
+    )
+    size = SimpleNamespace(block_size=8, num_blocks=10)
+    engine = SimpleNamespace(stats=stats, config=config, cache_size=size)
+    text = generate_latest(Metrics("tiny", engine).registry).decode()
+    found = {
+        (sample.name.removeprefix("vllm:spec_decode_num_"), sample.labels.get("position")): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if "spec_decode" in sample.name
+    }
+    assert found == {
+        ("drafts_total", None): 5,
+        ("draft_tokens_total", None): 14,
+        ("accepted_tokens_total", None): 6,
+        ("accepted_tokens_per_pos_total", "0"): 4,
+        ("accepted_tokens_per_pos_total", "1"): 2,
+        ("accepted_tokens_per_pos_total", "2"): 0,
+    }

@@ -41,6 +41,7 @@ from reference import speculation
 from reference.engine import Engine
 from reference.sampler import TokenAutomaton
 from tests.step.automata_of_tests import AUTOMATA, arena, written
+from tests.step.followed import check_followed
 from tests.step.sum_model import SumDraft, SumModel, next_token
 
 VOCAB_ROOM = 97  # of sets of tokens: that of `tests.tiny`, for one state's steps to be another's
@@ -79,8 +80,10 @@ class Setting:
     has_arena: bool = False  # whether answers may have automata
     most_drafts: int = 0
     by_suffix: bool = False  # whether drafts are what mostly followed
+    past_tokens: int = 0  # of past answers that are looked into
     most_drafting: int | None = None  # rows that run while drafts are made
     by_model: bool = False  # whether a second model drafts
+    most_prompt: int | None = None  # see `ByModel`
 
     @property
     def reaches(self) -> tuple[reference.Reach, ...]:
@@ -113,7 +116,9 @@ class Setting:
             watermark_blocks=self.watermark_blocks,
             grouping=Grouping(self.specs, tuple((layer,) for layer in range(len(self.specs)))).of_step,
             reuse_answers=self.reuse_answers,
-            lookup=ByModel(self.most_drafts) if self.by_model else self.lookup(Lookup, SuffixLookup),
+            lookup=ByModel(self.most_drafts, self.most_prompt)
+            if self.by_model
+            else self.lookup(Lookup, SuffixLookup),
             most_drafting=self.most_drafting,
         )
 
@@ -122,7 +127,8 @@ class Setting:
         if not self.most_drafts:
             return None
         if self.by_suffix:
-            return by_suffix(most=self.most_drafts, depth=self.most_drafts + 3, factor=1.5, min_prob=0.6)
+            sizes = {"most": self.most_drafts, "depth": self.most_drafts + 3, "past_tokens": self.past_tokens}
+            return by_suffix(**sizes, factor=1.5, min_prob=0.6)
         return by_end(most=self.most_drafts, longest=3, shortest=1)
 
     def advance(self, state: EngineState) -> Any:
@@ -151,7 +157,9 @@ class Setting:
                 reuse_answers=self.reuse_answers,
                 preemption_mode="swap" if self.num_host_blocks else "recompute",
                 lookup=speculation.ByModel(
-                    self.most_drafts, functools.partial(next_token, self.reaches, drafts=True)
+                    self.most_drafts,
+                    functools.partial(next_token, self.reaches, drafts=True),
+                    self.most_prompt,
                 )
                 if self.by_model
                 else self.lookup(speculation.Lookup, speculation.SuffixLookup),
@@ -186,7 +194,7 @@ class Setting:
         device = tables(self.num_blocks, cached=self.prefix_caching)
         words = automata.BLOCK_WORDS * (1 + len(AUTOMATA) + NUM_ROWS) if self.has_arena else 0
         sizes = MAX_MODEL_LEN, VOCAB_ROOM
-        more = {"arena_words": words, "most_drafts": self.most_drafts}
+        more = {"arena_words": words, "most_drafts": self.most_drafts, "past_tokens": self.past_tokens}
         state = create_state(device, arrays(self.num_blocks), *sizes, host, **more)
         state = dataclasses.replace(state, arena=arena(NUM_ROWS)) if words else state
         # Bound to its device, as what a step gives back is: else the second step would be another program.
@@ -227,18 +235,8 @@ class LockStep:
         self.state = setting.state()
         self.num_steps = self.num_computed = 0
         self.queue: list[reference.Request] = []  # those without a row
-        kinds = (
-            "preempted",
-            "swapped",
-            "hits",
-            "forked",
-            "copied",
-            "constrained",
-            "drafted",
-            "accepted",
-            "rested",
-        )
-        self.seen = dict.fromkeys(kinds, 0)
+        kinds = "preempted swapped hits forked copied constrained drafted accepted rested marked"
+        self.seen = dict.fromkeys(kinds.split(), 0)
 
     @property
     def unfinished(self) -> bool:
@@ -370,6 +368,8 @@ class LockStep:
         assert modes == want.preempted
         assert of(got.leader_row, got.leader_row != np.arange(NUM_ROWS)) == want.forked
         self.compare_rows()
+        if self.setting.by_model:
+            self.seen["marked"] += check_followed(self.state, self.oracle.rows)
         assert free_block_ids(self.state.tables.pool) == want.free_block_ids
         assert self.findable() == [b.block_id for b in self.oracle.pool.blocks if b.block_hash is not None]
         if self.num_steps % 8 == 0:  # it takes longer than the step
@@ -382,6 +382,7 @@ class LockStep:
         self.seen["copied"] += len(want.copies)
         self.seen["drafted"] = int(self.state.counters[Counter.NUM_DRAFT_TOKENS])
         self.seen["accepted"] = int(self.state.counters[Counter.NUM_ACCEPTED_TOKENS])
+        assert int(jnp.sum(self.state.counters[len(Counter) :])) == self.seen["accepted"]
 
     def tables_after_step(self) -> dict[int, list[int]]:
         self.step()

@@ -27,6 +27,7 @@ SETTINGS = [
         policy=LRU_SPLIT,
         most_drafts=2,
         by_suffix=True,
+        past_tokens=40,
         most_drafting=1,
     ),
     Setting(
@@ -38,6 +39,7 @@ SETTINGS = [
         has_arena=True,
         most_drafts=3,
         by_model=True,
+        most_prompt=3,
     ),
     Setting("swap, split", num_blocks=1 + 17, num_host_blocks=1 + 8, policy=LRU_SPLIT, has_arena=True),
     Setting("window", num_blocks=1 + 14, num_tiles=1, specs=(SlidingWindow(10),), num_host_blocks=1 + 6),
@@ -198,3 +200,19 @@ def test_a_swapped_row_has_what_the_drafting_model_knew_of_its_prompt():
     lock.run([Event((request(1, 40, 112), request(2, 41, 112)))])
     assert lock.seen["swapped"]
     assert lock.seen["accepted"] > 20
+
+
+@pytest.mark.slow
+def test_a_model_that_drafts_computes_no_prompt_twice_and_no_long_one_for_a_short_answer():
+    """Blocks that are hit have a mark; a block that is taken anew has none."""
+    lock = LockStep(BY_MODEL)
+    lock.run([Event((request(1, 40, 60),))])
+    assert lock.seen["marked"]
+    before = dict(lock.seen)
+    lock.happen(Event((request(1 + VOCAB, 40, 52),)))
+    lock.step()
+    assert lock.seen["hits"] > before["hits"]
+    assert lock.seen["marked"] - before["marked"] == lock.seen["hits"] - before["hits"]
+    lock.run([])
+    assert lock.seen["drafted"] == before["drafted"], "40 tokens are more than 3 for each of 12"
+    lock.run([Event((request(15, 41, 90), request(16, 40, 90)))])  # which take these blocks

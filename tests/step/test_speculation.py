@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpaged.step import followers, speculation
+from jaxpaged.step import followers, past, speculation
 from jaxpaged.step.config import Lookup, SuffixLookup
-from jaxpaged.step.state import DraftRows
+from jaxpaged.step.state import DraftRows, empty_rows, no_past
 from reference import speculation as reference
 from tests.step.lockstep import Event, LockStep, Request
-from tests.step.sum_model import next_token
+from tests.step.sum_model import VOCAB, next_token
 from tests.step.test_scheduler import SETTINGS
 
 LOOKUP = Lookup(most=5, longest=3, shortest=2)
@@ -56,13 +56,60 @@ def test_what_mostly_followed_the_longest_end_is_drafted(monkeypatch, chunk):
     assert lengths == {0, 1, 2, 3, 4, 5}
 
 
+@pytest.mark.parametrize("room", [50, 400])
+def test_past_answers_of_the_same_salt_are_drafted_from(monkeypatch, room):
+    """Answers of few different tokens, in chunks of 16 places; the ring holds all or the last of them."""
+    monkeypatch.setattr(followers, "POSITIONS_AT_ONCE", 16)
+    monkeypatch.setattr(followers, "PAST_AT_ONCE", 16)
+    rng = np.random.default_rng(3)
+    lookup = SuffixLookup(most=5, depth=8, factor=1.7, min_prob=0.3, past_tokens=room)
+    oracle = reference.SuffixLookup(*dataclasses.astuple(lookup))
+    old = empty_rows(20, 40, 97)
+    old.arrival[:], old.salt[:] = np.arange(1, 21), rng.integers(0, 2, 20)
+    old.prompt_lens[:] = rng.integers(1, 20, 20)
+    old.num_tokens[:] = old.prompt_lens + rng.integers(1, 21, 20)
+    old.token_ids[:] = rng.integers(0, 5, (20, 40))
+    put = jax.jit(past.with_answer)
+    ring, kept = no_past(room), reference.Past(room)
+    for row in range(20):
+        ring = put(ring, old, row)
+        answer = old.token_ids[row, old.prompt_lens[row] : old.num_tokens[row]]
+        kept.keep(int(old.salt[row]), answer.tolist())
+    token_ids, num_tokens = rng.integers(0, 5, (300, 20)).astype(np.int32), rng.integers(0, 21, 300)
+    salt, num_tokens = rng.integers(0, 3, 300).astype(np.int32), num_tokens.astype(np.int32)
+    found = jax.jit(lambda *args: followers.likely_followers(*args[:2], lookup, *args[2:]))(
+        token_ids, num_tokens, ring, salt
+    )
+    others = 0
+    for tokens, n, its_salt, num, follow in zip(
+        token_ids, num_tokens, salt, *map(np.asarray, found), strict=True
+    ):
+        want = reference.likely_followers(tokens[:n].tolist(), oracle, kept.of(int(its_salt)))
+        assert follow[:num].tolist() == want
+        others += want != reference.likely_followers(tokens[:n].tolist(), oracle)
+    assert others > 50
+
+
+@pytest.mark.slow
+def test_an_answer_is_drafted_from_an_equal_one_of_the_same_salt_alone():
+    [setting] = [each for each in SETTINGS if each.past_tokens]
+    lock = LockStep(setting)
+    accepted = []
+    for arrival, salt in ((1, 0), (1 + VOCAB, 0), (1 + 2 * VOCAB, 5)):  # the same prompt
+        prompt = tuple((1 + i) % VOCAB for i in range(9))
+        lock.run([Event((Request(arrival, prompt, 40, salt=salt),))])
+        accepted.append(lock.seen["accepted"] - sum(accepted))
+    assert accepted[1] > accepted[0]
+    assert accepted[2] == accepted[0]
+
+
 def test_a_row_drafts_more_after_hits_and_waits_after_misses():
     rng = np.random.default_rng(1)
     oracle = reference.Drafting(reference.Lookup(*dataclasses.astuple(LOOKUP)))
     rows = DraftRows(*(jnp.array([value], jnp.int32) for value in (LOOKUP.most, 0, 0, [0, 0, 0], 0)))
     seen = set()
     for _ in range(300):
-        may = oracle.draft([1, 1, 1, 1, 1, 1, 1, 1], 5)
+        may = oracle.draft([1, 1, 1, 1, 1, 1, 1, 1], 5, 8)
         num, num_right = len(may), int(rng.integers(0, len(may) + 1)) if rng.random() < 0.3 else 0
         oracle.note(num, num_right)
         arrays = (jnp.array([value], jnp.int32) for value in (num, num_right))
