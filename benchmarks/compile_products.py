@@ -101,7 +101,7 @@ def expert_layer(implementation: ProductImplementation) -> dict[str, Any]:
     graphdef, params = nnx.split(made)
 
     def run(params: Any, x: jax.Array) -> jax.Array:
-        return nnx.merge(graphdef, params)(x, 0, jnp.zeros(len(x), bool))
+        return nnx.merge(graphdef, params)(x, 0, jnp.zeros(len(x), bool))[0]
 
     x = jax.ShapeDtypeStruct((_ROWS.value, MODEL.hidden_size), DTYPE)
     program = cuda_compiler.compiled(run, params, x)

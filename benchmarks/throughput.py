@@ -6,20 +6,16 @@ is not counted. Standard output is one JSON line for each engine, workload and d
 for how to install a peer and what its model is.
 """
 
-import dataclasses
 import json
 import os
-import resource
-import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 from absl import app, flags
 
-from benchmarks import record, workloads
+from benchmarks import record, turns, workloads
 
 _MODEL = flags.DEFINE_string(
     "model",
@@ -59,33 +55,13 @@ LIMITS = {
         "MKL_ENABLE_INSTRUCTIONS": "AVX2",
     }
 }
-RUNNERS = Path(__file__).parent / "peers"
-MAX_FOREIGN_CPU = 0.05
-NUM_CORES = 2
-
-
-@dataclasses.dataclass(frozen=True)
-class Engine:
-    """Command of one engine: its runner's flags, the Python it lives in, and its model by dtype."""
-
-    name: str
-    python: str
-    models: dict[str, str]  # dtype -> model; one for all under ""
-
-    @property
-    def command(self) -> list[str]:
-        kind, *flags = self.name.split("--")
-        return [self.python, str(RUNNERS / f"{kind}_runner.py"), *(f"--{flag}" for flag in flags)]
-
-    def model(self, dtype: str) -> str:
-        return self.models.get(dtype) or self.models[""]
 
 
 def main(argv: list[str]) -> None:
     """Measure, and print a line for each engine, workload and dtype."""
     record.start(argv)
-    ours = Engine("jaxpaged", sys.executable, _models(_MODEL.value or _bundled_model()))
-    engines = [ours, *map(_peer, _PEER.value)]
+    ours = turns.Engine("jaxpaged", sys.executable, turns.models_of(_MODEL.value or _bundled_model()))
+    engines = [ours, *map(turns.engine_of, _PEER.value)]
     if _INSTRUCTIONS.value:
         os.environ.update(LIMITS[_INSTRUCTIONS.value])
     results = record.Results("throughput")
@@ -97,7 +73,7 @@ def main(argv: list[str]) -> None:
 
 
 def compare(
-    engines: list[Engine], workload: workloads.Workload, dtype: str, rounds: int, repeats: int
+    engines: list[turns.Engine], workload: workloads.Workload, dtype: str, rounds: int, repeats: int
 ) -> list[dict[str, Any]]:
     """Run all rounds of one workload and dtype; the first engine is ours, to which ratios are taken."""
     runs: dict[str, list[dict[str, Any]]] = {engine.name: [] for engine in engines}
@@ -106,12 +82,12 @@ def compare(
         file.flush()
         for _ in range(rounds):
             for engine in engines:
-                runs[engine.name] += turn(engine, Path(file.name), dtype, repeats)
+                runs[engine.name] += turns.turn(engine, Path(file.name), dtype, repeats)
     ours = engines[0].name
     answers = next(run["token_ids"] for run in runs[ours] if "token_ids" in run)
     lines: list[dict[str, Any]] = []
     for engine in engines:
-        quiet = [run for run in runs[engine.name] if run["foreign_cpu"] <= MAX_FOREIGN_CPU]
+        quiet = [run for run in runs[engine.name] if run["foreign_cpu"] <= turns.MAX_FOREIGN_CPU]
         counted = quiet or runs[engine.name]
         theirs = next(run["token_ids"] for run in runs[engine.name] if "token_ids" in run)
         drafts = {name: counted[0][name] for name in ("drafted", "accepted") if name in counted[0]}
@@ -138,56 +114,11 @@ def compare(
     return lines
 
 
-def turn(engine: Engine, workload: Path, dtype: str, repeats: int) -> list[dict[str, Any]]:
-    """Run one process of one engine; return its JSON lines, with the share of the cores that others used."""
-    command = [*engine.command, "--model", engine.model(dtype), "--dtype", dtype]
-    command += ["--workload", str(workload), "--repeats", str(repeats)]
-    begin, busy, own = time.perf_counter(), _busy_seconds(), _children_seconds()
-    with tempfile.TemporaryFile("w+") as errors:
-        result = subprocess.run(
-            command, stdout=subprocess.PIPE, stderr=errors, text=True, cwd=record.ROOT, check=False
-        )
-        if result.returncode:
-            errors.seek(0)
-            sys.exit(f"{' '.join(command)} failed:\n{errors.read()[-3000:]}")
-    seconds = time.perf_counter() - begin
-    foreign = (_busy_seconds() - busy) - (_children_seconds() - own)
-    share = max(foreign, 0) / (seconds * NUM_CORES)
-    print(f"{engine.name} {dtype} {workload.stem}: others used {share:.1%}", file=sys.stderr)
-    return [json.loads(line) | {"foreign_cpu": share} for line in result.stdout.splitlines()]
-
-
 def _decode_speed(run: dict[str, Any], workload: workloads.Workload) -> float:
     """Return tokens after each answer's first, over a run's time beyond one that ends with the first."""
     return (run["output_tokens"] - len(workload["requests"])) / max(
         run["seconds"] - run["prefill_seconds"], 1e-9
     )
-
-
-def _busy_seconds() -> float:
-    """Return the processor seconds that all processes have used since the machine started."""
-    user, nice, system, _, _, irq, softirq, *_ = map(
-        int, Path("/proc/stat").read_text().split("\n")[0].split()[1:]
-    )
-    return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
-
-
-def _children_seconds() -> float:
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return usage.ru_utime + usage.ru_stime
-
-
-def _peer(text: str) -> Engine:
-    try:
-        name, python, model = text.split("=")
-    except ValueError:
-        sys.exit(f"--peer {text!r} must be NAME=PYTHON=MODEL")
-    return Engine(name, python, _models(model))
-
-
-def _models(text: str) -> dict[str, str]:
-    """Return the models by dtype; one for all under ""."""
-    return dict(part.split(":", 1) for part in text.split(",")) if ":" in text else {"": text}
 
 
 def _bundled_model() -> str:

@@ -25,6 +25,7 @@ class Request(TypedDict):
     prompt_token_ids: list[int]
     max_tokens: int
     json_schema: NotRequired[str]
+    num_answers: NotRequired[int]
 
 
 class Workload(TypedDict):
@@ -44,6 +45,19 @@ def single(seed: int = 0) -> Workload:
 def batch16(seed: int = 0) -> Workload:
     """Return sixteen prompts of 48 to 64 tokens, 64 new ones each, all at once."""
     return _short("batch16", 16, seed)
+
+
+def rollouts(seed: int = 0) -> Workload:
+    """Return sixty-four prompts of 48 to 64 tokens, with eight answers of 64 tokens each; 64 run at once."""
+    workload = _short("rollouts", 64, seed)
+    requests: list[Request] = [{**request, "num_answers": 8} for request in workload["requests"]]
+    return {**workload, "requests": requests, "max_num_seqs": 64}
+
+
+def few_rollouts(seed: int = 0) -> Workload:
+    """Return the first four prompts of `rollouts`: to try what measures."""
+    workload = rollouts(seed)
+    return {**workload, "name": "few_rollouts", "requests": workload["requests"][:4]}
 
 
 def ragged32(seed: int = 0) -> Workload:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 from jaxpaged.checks import INT32_MAX, check, checked_bool, checked_int
+from jaxpaged.config_rules import check_processes, check_together
 from jaxpaged.kv_events.options import KVEvents, kv_events
 from jaxpaged.options import (
     AUTO,
@@ -249,6 +250,10 @@ class EngineConfig:
     enable_trace_replay: bool = option(False, checked_bool, flag=yes_or_no("let requests replay answers"))
     # Whether answers tell what tokens were chosen from. Each row takes 4 bytes a token of the vocabulary.
     return_sampling_mask: bool = option(False, checked_bool, flag=yes_or_no("tell what was chosen from"))
+    # Whether answers tell which experts each token has chosen. It takes some bytes a token, layer and expert.
+    enable_return_routed_experts: bool = option(
+        False, checked_bool, flag=yes_or_no("tell which experts each token has chosen")
+    )
     # Tokens in a line of `prompt_logprob_token_ids` at most. A row takes 4 bytes for each at each position.
     max_prompt_logprob_token_ids: int = option(
         0, whole("an int in [0, 4096]", 0, 4096), flag=count("candidates for a prompt's token (default 0)")
@@ -349,25 +354,13 @@ class EngineConfig:
         """
         for name, checked in _CHECKS.items():
             self._set(name, checked(name, getattr(self, name)))
-        rule = "False without enable_prefix_caching"
-        check("reuse_answers", self.reuse_answers, rule, self.enable_prefix_caching or not self.reuse_answers)
         if isinstance(self.kv_offloading_backend, str) and self.kv_offloading_backend == "native":
             self._set("kv_offloading_backend", "host")
-        if self.kv_offloading_size is not None:
-            is_one = self.num_processes == self.data_parallel_size == 1 and not self.calculate_kv_scales
-            rule = (
-                "None with several processes or replicas, measured scales, or without enable_prefix_caching"
-            )
-            size = self.kv_offloading_size
-            check("kv_offloading_size", size, rule, is_one and self.enable_prefix_caching)
-        is_told = self.enable_prefix_caching and self.num_processes == 1
-        rule = "None with several processes, or without enable_prefix_caching"
-        told = self.kv_events_config
-        check("kv_events_config", told, rule, told is None or is_told)
-        drafts = self.speculative_config if self.enable_trace_replay else None
-        check("speculative_config", drafts, "None with enable_trace_replay", drafts is None)
+        check_together(self)
         self._check_tokens_and_blocks()
-        self._check_processes()
+        most = self.num_processes
+        self._set_int("process_id", f"an int in [0, num_processes={most})", 0, most - 1)
+        check_processes(self)
         self._set_int("max_cpu_loras", f"None or an int >= max_loras={self.max_loras}", self.max_loras)
         self._check_widths()
 
@@ -417,24 +410,6 @@ class EngineConfig:
     def num_rows(self) -> int:
         """Rows on the device: one for each running sequence, and as many for waiting ones."""
         return 2 * self.max_num_seqs
-
-    def _check_processes(self) -> None:
-        count, address = self.num_processes, self.distributed_init
-        self._set_int("process_id", f"an int in [0, num_processes={count})", 0, count - 1)
-        if count == 1:
-            check("distributed_init", address, "None unless num_processes is more than 1", address is None)
-            return
-        host, _, port = address.rpartition(":") if isinstance(address, str) else ("", "", "")
-        check(
-            "distributed_init",
-            address,
-            "HOST:PORT of process 0",
-            bool(host) and port.isascii() and port.isdigit(),
-        )
-        rule = f"a multiple of num_processes={count}"
-        check("tensor_parallel_size", self.tensor_parallel_size, rule, self.tensor_parallel_size % count == 0)
-        replicas, rule = self.data_parallel_size, "1 with several processes: start an engine for each replica"
-        check("data_parallel_size", replicas, rule, replicas == 1)
 
     def _set_int(self, name: str, rule: str, least: int, most: int = INT32_MAX) -> None:
         """Check a field and keep it as Python's int; None is good where the field's default is None."""

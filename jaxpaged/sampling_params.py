@@ -255,6 +255,8 @@ class SamplingParams:
     # `prompt_logprob_start` on, but for the last. -1: none.
     prompt_logprob_token_ids: Any = option(None, sampling_lists.candidates, compare=False)
     prompt_logprob_start: int | None = option(None, optional(whole("None or an int >= 0", 0)))
+    # First tokens of the prompt whose experts are not told, where the engine tells experts.
+    routed_experts_prompt_start: int = option(0, whole("an int >= 0", 0))
     # Tokens to keep of a longer prompt. -1: as many as leave room for one answer token. None: refuse a prompt
     # that is too long.
     truncate_prompt_tokens: int | None = option(None, optional(_num_kept), field=int)

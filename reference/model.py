@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from . import altup
+from .experts import choose, sparse_mixer
 from .parts import Weights, activate, linear, norm
 
 
@@ -75,6 +76,7 @@ class Config(Protocol):
     logit_soft_cap: float | None
 
 
+Routed = dict[str, list[list[int]]]  # by layer's name, each token's experts
 KeysAndValues = dict[int, tuple[np.ndarray, np.ndarray]]  # by layer
 
 
@@ -87,12 +89,19 @@ class Cache(Protocol):
         """Add the next tokens' K and V; return those of all tokens."""
 
 
-def logits(config: Config, weights: Weights, token_ids: list[int], cache: Cache | None = None) -> np.ndarray:
+def logits(
+    config: Config,
+    weights: Weights,
+    token_ids: list[int],
+    cache: Cache | None = None,
+    routed: Routed | None = None,
+) -> np.ndarray:
     """Return scores of the token after each of `token_ids`: [num_tokens, vocab_size], in the weights' dtype.
 
     With a cache, only tokens that it does not have are computed.
 
-    With a cache only of those that it does not have.
+    With a cache only of those that it does not have. `routed` takes the experts that each layer's router
+    chooses.
     """
     first = cache.num_tokens if cache else 0
     x = embed(config, weights, token_ids, first)
@@ -105,7 +114,7 @@ def logits(config: Config, weights: Weights, token_ids: list[int], cache: Cache 
         name = f"layers.{number}"
 
         def compute(x: np.ndarray, name: str = name, kind: Layer = kind) -> np.ndarray:
-            return layer(config, weights, name, kind, x, cache, shared)
+            return layer(config, weights, name, kind, x, cache, shared, routed)
 
         x = altup.layer(config, weights, name, x, own[:, number], compute) if config.altup else compute(x)
         if config.layer_inputs is not None and config.altup is None:
@@ -153,6 +162,7 @@ def layer(
     x: np.ndarray,
     cache: Cache | None = None,
     shared: KeysAndValues | None = None,
+    routed: Routed | None = None,
 ) -> np.ndarray:
     """Compute a layer: attention and a feed-forward block, each added to its input, in sequence or in
     parallel.
@@ -173,7 +183,7 @@ def layer(
     elif before:
         given = norm(config, weights, f"{name}.mlp_norm", given)
     if f"{name}.router.weight" in weights:
-        return attended + out("mlp", experts(config, weights, name, given, attended))
+        return attended + out("mlp", experts(config, weights, name, given, attended, routed))
     return attended + out("mlp", mlp(config, weights, name, given, sparsity=kind.sparsity))
 
 
@@ -286,22 +296,32 @@ def mlp(
     return linear(weights, down, activate(config, gate) * up)
 
 
-def experts(config: Config, weights: Weights, name: str, x: np.ndarray, residual: np.ndarray) -> np.ndarray:
+def experts(
+    config: Config,
+    weights: Weights,
+    name: str,
+    x: np.ndarray,
+    residual: np.ndarray,
+    routed: Routed | None = None,
+) -> np.ndarray:
     """Return, token by token, the chosen experts' outputs, weighed, and that of one which all tokens have.
 
-    Experts beside a dense part read the residual before its norm, through norms of their own.
+    Experts beside a dense part read the residual before its norm, through norms of their own. `routed` takes
+    each token's experts, in the order of their scores, under the layer's name.
     """
     e, out, whole = config.experts, np.zeros_like(x), x
-    routed, factors = x, np.ones(e.num_experts, x.dtype)
+    read, factors = x, np.ones(e.num_experts, x.dtype)
     if e.beside:
-        routed = norm(config, weights, f"{name}.router_norm", residual)
-        routed = routed * x.dtype.type(x.shape[-1] ** -0.5)
+        read = norm(config, weights, f"{name}.router_norm", residual)
+        read = read * x.dtype.type(x.shape[-1] ** -0.5)
         x = norm(config, weights, f"{name}.experts_norm", residual)
         factors = weights[f"{name}.expert_scale"]
-    scores = linear(weights, f"{name}.router", routed)
+    scores = linear(weights, f"{name}.router", read)
     correction = weights[f"{name}.correction"] if e.correction else np.zeros_like(scores[0])
     for token, its in enumerate(scores):
         mix = sparse_mixer(e, its) if e.scoring == "sparse_mixer" else choose(e, its, correction)
+        if routed is not None:
+            routed.setdefault(name, []).append([expert for expert, _ in mix])
         for expert, share in mix:
             prefix = f"{name}.experts.{expert}"
             share *= e.scale * factors[expert]
@@ -324,39 +344,6 @@ def experts(config: Config, weights: Weights, name: str, x: np.ndarray, residual
             shared = norm(config, weights, f"{name}.shared_out_norm", shared)
         out = out + shared
     return out
-
-
-def choose(e: Any, logits: np.ndarray, correction: np.ndarray) -> list[tuple[int, float]]:
-    """Return one token's experts and their weights, by scores with a correction that weights do not have.
-
-    Of groups of neighbouring experts those are left whose two best add up to most; of these, the best.
-    """
-    if e.scoring == "sigmoid":
-        scores = 1 / (1 + np.exp(-logits))
-    else:
-        scores = np.exp(logits - logits.max())
-        scores = scores / scores.sum()
-    ranked = scores + correction
-    groups = ranked.reshape(e.num_groups, -1)
-    best_two = np.sort(groups, axis=1)[:, -2:].sum(axis=1)
-    left = np.argsort(-best_two, kind="stable")[: e.num_chosen_groups]
-    size = groups.shape[1]
-    ranked = np.where(np.isin(np.arange(len(ranked)) // size, left), ranked, -np.inf)
-    chosen = np.argsort(-ranked, kind="stable")[: e.num_chosen]
-    total = scores[chosen].sum() if e.renormalise else 1.0
-    return [(int(expert), float(scores[expert] / total)) for expert in chosen]
-
-
-def sparse_mixer(e: Any, scores: np.ndarray) -> list[tuple[int, float]]:
-    """Return one token's two experts and their weights, each a softmax over those not far behind it."""
-    left, found = set(range(len(scores))), []
-    for _ in range(2):
-        best = max(left, key=lambda i: (scores[i], -i))
-        top = scores[best]
-        near = [i for i in left if (top - scores[i]) / max(abs(scores[i]), top) <= 2 * e.jitter]
-        found.append((best, float(1 / np.exp(scores[near] - top).sum())))
-        left.remove(best)
-    return found
 
 
 def xielu(weights: Weights, name: str, x: np.ndarray) -> np.ndarray:

@@ -80,8 +80,10 @@ ALLOWED = {
     "jaxpaged/checks.py": set(),
     "jaxpaged/status.py": set(),
     "jaxpaged/options.py": {"jaxpaged/checks.py"},
+    "jaxpaged/config_rules.py": {"jaxpaged/checks.py"},
     "jaxpaged/config.py": {
         "jaxpaged/checks.py",
+        "jaxpaged/config_rules.py",
         KV_EVENTS_OPTIONS,
         "jaxpaged/options.py",
         "jaxpaged/sampling_params.py",

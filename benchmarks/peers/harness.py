@@ -12,14 +12,16 @@ goes to standard error.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 NUM_THREADS = 2
 # Weights as a GGUF file of that type has them, for llama.cpp and ours; all else as each has it for bfloat16.
@@ -31,11 +33,14 @@ NGRAM, NGRAM_DRAFTS = {"prompt_lookup_max": 4, "prompt_lookup_min": 2}, 7
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt, the exact number of tokens to generate for it, and what JSON schema they follow."""
+    """One prompt, the exact number of tokens to generate for it, what JSON schema they follow, and how many
+    answers there are.
+    """
 
     prompt_token_ids: list[int]
     max_tokens: int
     json_schema: str | None = None
+    num_answers: int = 1
 
 
 @dataclass(frozen=True)
@@ -144,6 +149,84 @@ def measure(
         if repeat == 0:
             record["token_ids"] = token_ids
         print(json.dumps(record), file=options.results, flush=True)
+
+
+def measure_rollouts(
+    peer: str,
+    version: str,
+    options: Options,
+    generate: Callable[[list[Request]], list[list[list[int]]]],
+    new_weights: Callable[[float], Any],
+    update: Callable[[Any], object],
+) -> None:
+    """Run rounds of rollouts, each an update of all weights and then all answers, and write a line for each.
+
+    A round is run before that is not counted. Whether an update has an effect is checked first: with all
+    weights doubled a prompt has another answer, and with the old ones its own again. Memory is the most that
+    the process has during an update, less what it had before; the trainer's new weights were there.
+
+    Raises: RuntimeError if an update has no effect, or an answer has not exactly the tokens asked for.
+    """
+    few = [replace(request, num_answers=1) for request in options.requests[:1]]
+    first = generate(few)
+    update(new_weights(2.0))
+    changed = generate(few)
+    update(new_weights(1.0))
+    if changed == first or generate(few) != first:
+        raise RuntimeError("new weights must change an answer, and the old ones bring it back")
+    want = [[request.max_tokens] * request.num_answers for request in options.requests]
+    for repeat in range(-1, options.repeats):
+        given = new_weights(1.0 + 1e-3 * (repeat + 2))
+        with most_memory() as memory:
+            begin = time.perf_counter()
+            update(given)
+            update_seconds = time.perf_counter() - begin
+        del given
+        begin = time.perf_counter()
+        answers = generate(options.requests)
+        seconds = time.perf_counter() - begin
+        got = [list(map(len, each)) for each in answers]
+        if got != want:
+            raise RuntimeError(f"the answers' lengths {got} must be {want}")
+        if repeat < 0:
+            continue
+        num_answers = sum(map(len, got))
+        record = {
+            "peer": peer,
+            "version": version,
+            "dtype": options.dtype,
+            "workload": options.workload,
+            "repeat": repeat,
+            "update_seconds": round(update_seconds, 4),
+            "update_bytes": memory[-1] - memory[0],
+            "seconds": round(seconds, 4),
+            "answers": num_answers,
+            "rollouts_per_s": round(num_answers / (seconds + update_seconds), 3),
+        }
+        print(json.dumps(record), file=options.results, flush=True)
+
+
+@contextlib.contextmanager
+def most_memory() -> Iterator[list[int]]:
+    """Yield a list with the bytes of memory that this process has; at the end with the most of them, too."""
+
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    def watch() -> None:
+        while not done.wait(0.002):
+            most.append(max(most[-1], resident()))
+            del most[1:-1]
+
+    most, done = [resident()], threading.Event()
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        yield most
+    finally:
+        done.set()
+        watcher.join()
+        most.append(max(most[-1], resident()))
 
 
 def _timed(generate: Generate, requests: list[Request]) -> tuple[list[list[int]], float]:

@@ -52,6 +52,9 @@ class CompletionOutput:
     # For each place of the answer: the version of the weights that sampled it (`LLM.weight_version`).
     weight_versions: list[int] | None = None
     sampling_mask: SamplingMask | None = None  # with the engine option `return_sampling_mask`
+    # Experts of the prompt's tokens and the answer's but the last, [tokens, layers, experts], in the order of
+    # their scores; with the engine option `enable_return_routed_experts`.
+    routed_experts: np.ndarray | None = dataclasses.field(default=None, compare=False)
 
     def finished(self) -> bool:
         return self.finish_reason is not None
@@ -182,6 +185,7 @@ def _completion(answer: Delta, names: Names | None) -> CompletionOutput:
         stop_reason=answer.stop_reason,
         weight_versions=list(answer.weight_versions),
         sampling_mask=None if answer.support is None else SamplingMask([*map(list, answer.support)]),
+        routed_experts=answer.routed,
     )
 
 

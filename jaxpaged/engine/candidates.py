@@ -9,8 +9,12 @@ from jaxpaged.engine.request import Request
 from jaxpaged.sampling_params import SamplingParams
 
 
-def check_candidates(params: SamplingParams, prompt_len: int, vocab_size: int, most: int) -> None:
-    """Raise `InputError` if a request's candidates are not for its prompt, the model or the engine."""
+def check_told(params: SamplingParams, prompt_len: int, vocab_size: int, most: int) -> None:
+    """Raise `InputError` if what a request wants told of its prompt is not for it, the model or the engine:
+    candidates, or the first token whose experts are told.
+    """
+    start, rule = params.routed_experts_prompt_start, f"at most {prompt_len}, the prompt's length"
+    check("routed_experts_prompt_start", start, rule, start <= prompt_len)
     ids = params.prompt_logprob_token_ids
     if ids is None:
         return

@@ -24,7 +24,7 @@ from jaxpaged.checks import (
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine.adapters import Adapter, Adapters
 from jaxpaged.engine.arena import Grammar
-from jaxpaged.engine.candidates import check_candidates
+from jaxpaged.engine.candidates import check_told
 from jaxpaged.engine.continued import check_replay, continued
 from jaxpaged.engine.dead_ends import dead_end
 from jaxpaged.engine.grammars import Grammars
@@ -174,7 +174,7 @@ class Door:
         """Check a prompt and what is asked for with it. Return the request for its first answer."""
         prompt = self._prompt(self._cut(prompt_token_ids, params))
         most_told = self.config.max_prompt_logprob_token_ids
-        check_candidates(params, len(prompt), self.model_config.vocab_size, most_told)
+        check_told(params, len(prompt), self.model_config.vocab_size, most_told)
         max_num_tokens, trace = self.max_model_len, params.trace_decode_token_ids
         for most in (params.max_tokens, None if trace is None else len(trace)):
             if most is not None:

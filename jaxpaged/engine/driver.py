@@ -34,6 +34,7 @@ from jaxpaged.engine.replicas import Replicas
 from jaxpaged.engine.request import Delta, Request
 from jaxpaged.engine.request_queue import Queued, RequestQueue
 from jaxpaged.engine.rooms import WRITTEN_BLOCKS, InUse, Rooms
+from jaxpaged.engine.routed import RoutedReader
 from jaxpaged.engine.setup import Setup
 from jaxpaged.engine.snapshot import Snapshot
 from jaxpaged.engine.start import Shapes
@@ -49,7 +50,7 @@ from jaxpaged.parallel.calls import SendCall
 from jaxpaged.parallel.mesh import BY_SHARD, from_host
 from jaxpaged.parallel.processes import Leader, Processes
 from jaxpaged.status import raise_if_error
-from jaxpaged.step import loop
+from jaxpaged.step import loop, recent
 from jaxpaged.step.automata import BLOCK_WORDS
 from jaxpaged.step.report import Report
 from jaxpaged.step.state import Counter, EngineState, Rows, empty_rows, without_kv
@@ -68,7 +69,7 @@ class Run:
     began: float  # when it was dispatched, by `time.perf_counter`
 
 
-class Driver(Offloading, ArenaWriter):
+class Driver(Offloading, ArenaWriter, RoutedReader):
     """The owner of model and state. One `turn` dispatches the next run and reads the one before."""
 
     def __init__(
@@ -222,7 +223,8 @@ class Driver(Offloading, ArenaWriter):
         drafts = self.config.speculative_config
         check("speculative_config", drafts, "None for a snapshot", drafts is None)
         sizes = "structured_outputs_mib", "max_prompt_logprob_token_ids"
-        for name in (*sizes, "enable_trace_replay", "return_sampling_mask"):
+        flags = "enable_trace_replay", "return_sampling_mask", "enable_return_routed_experts"
+        for name in (*sizes, *flags):
             asked = getattr(self.config, name)
             check(name, asked, f"{0 if name in sizes else False} for a snapshot", not asked)
         values = jax.device_get(without_kv(self._state))
@@ -281,7 +283,9 @@ class Driver(Offloading, ArenaWriter):
             self.send_masks([])
         self._submit([])
         self._abort_arrivals(np.zeros(len(self.rows), np.int32))
-        scores = loop.recent_scores(self._state, mesh=self._mesh)
+        if self._state.routed is not None:
+            self.routed_of(0)
+        scores = recent.scores(self._state, mesh=self._mesh)
         jax.block_until_ready((self._run(max_steps=0), scores))
 
     def _run(self, max_steps: int | None = None) -> Report:
@@ -303,13 +307,8 @@ class Driver(Offloading, ArenaWriter):
             self._state, report = loop.run(self.graphdef, *arrays, config=config, mesh=mesh)
         if self.events is not None:
             self.events.look(self._state)
-        if wants_scores:
-            report = dataclasses.replace(report, new_scores=loop.recent_scores(self._state, mesh=self._mesh))
-        if self.config.return_sampling_mask:
-            report = dataclasses.replace(
-                report, new_support=loop.recent_support(self._state, mesh=self._mesh)
-            )
-        return report
+        asked = wants_scores, self.config.return_sampling_mask
+        return recent.told_beside(report, self._state, *asked, mesh=self._mesh)
 
     def _recall_less_urgent(self) -> None:
         """Put requests that wait in rows, new or preempted, back where more urgent ones could have their
@@ -430,7 +429,8 @@ class Driver(Offloading, ArenaWriter):
         if self.rows.wants_prompt_scores:
             prompts = self._replicas.merged_prompts(jax.device_get(run.report.prompt_scores))
         # The version rises when no run is under way, so it is that of the weights that computed this one.
-        deltas, self.first_run = self.rows.read(report, prompts, run.stays, self.weight_version)
+        versions = run.stays, self.weight_version
+        deltas, self.first_run = self.rows.read(report, prompts, *versions, self.routed_of)
         self._note(report, run.began)
         if self.events is not None:
             self.events.read(self._state)

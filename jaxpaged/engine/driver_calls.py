@@ -10,5 +10,13 @@ CALL_CLASSES = Rows, SamplingState, LogitRules, Beams, GrammarRows
 # Their arguments are host arrays.
 CALLS = SharedCalls(
     *("_forget_prefixes", "_abort_arrivals", "_dispatch", "_put_adapter", "_place", "_write_chunk"),
-    *("write_automaton", "write_mask_lines", "_write_candidates", "_put_weights", "_release", "_restore"),
+    *(
+        "write_automaton",
+        "write_mask_lines",
+        "_write_candidates",
+        "_routed_of",
+        "_put_weights",
+        "_release",
+        "_restore",
+    ),
 )

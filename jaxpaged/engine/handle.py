@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
+import numpy as np
 from absl import logging
 
 from jaxpaged.engine.request import Delta, DraftCounts, Request
@@ -148,6 +149,10 @@ def sum_of_drafts(counts: Sequence[DraftCounts | None]) -> DraftCounts | None:
     return sum(its, DraftCounts()) if its else None
 
 
+def _joined(parts: Sequence[np.ndarray]) -> np.ndarray | None:
+    return np.concatenate(parts) if parts else None
+
+
 def or_raise(item: Item) -> Delta:
     """Return the delta, or raise the error anew, with its cause, for each thread that waits."""
     if isinstance(item, EngineDeadError):
@@ -174,4 +179,5 @@ def collect(deltas: Sequence[Delta]) -> Delta:
         if all(delta.support is None for delta in deltas)
         else tuple(each for delta in deltas for each in delta.support or ()),
         drafts=sum_of_drafts([delta.drafts for delta in deltas]),
+        routed=_joined([delta.routed for delta in deltas if delta.routed is not None]),
     )

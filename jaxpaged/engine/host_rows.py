@@ -42,6 +42,19 @@ class HostRow:
             return None
         return [None, *(score for _, tile in sorted(self.prompt_scores.items()) for score in tile)]
 
+    def routed(self, report: Any, row: int, num_new: int, routed_of: Any) -> np.ndarray | None:
+        """Return the experts of the tokens that were computed since the last report: at first those of the
+        prompt and the answer's beginning, then those of `num_new`. The newest token is not computed.
+        """
+        if report.new_routed is None:
+            return None
+        end = int(report.num_tokens[row]) - 1
+        if len(self.answer) == len(self.request.continues or ()):
+            found: np.ndarray = routed_of(row)[self.request.params.routed_experts_prompt_start : end]
+            return found
+        last = min(end, MAX_STEPS)
+        return np.array(report.new_routed[row][last - num_new : last])
+
     def scores_of_candidates(self) -> np.ndarray | None:
         """Return the scores of the prompt's candidates, likewise."""
         return None if self.answer else told_candidates(self.request.params, self.candidates)
@@ -171,7 +184,12 @@ class HostRows:
         self._columns[row] = 0
 
     def read(
-        self, report: Report, prompts: PromptScores | None, stays: np.ndarray, weight_version: int = 0
+        self,
+        report: Report,
+        prompts: PromptScores | None,
+        stays: np.ndarray,
+        weight_version: int = 0,
+        routed_of: Callable[[int], np.ndarray] | None = None,
     ) -> tuple[list[Delta], list[int]]:
         """Take what is new in a report of NumPy arrays, and free the rows of requests that have ended.
 
@@ -179,6 +197,7 @@ class HostRows:
         stays: `stays` as it was when the run was dispatched. A report says nothing of a row that was taken
             since, even if by the same request again.
         weight_version: of the weights that the run computed with.
+        routed_of: what reads the experts of all tokens of a row.
 
         Returns: the deltas, and the numbers of the requests that this report is the first to see run.
         """
@@ -198,7 +217,7 @@ class HostRows:
         columns["has_run"] |= begins
         first_run = [entry.request.request_id for row in np.flatnonzero(begins) if (entry := self._rows[row])]
         rows = np.flatnonzero(changed & ~columns["is_beam"])
-        deltas = self._deltas(report, rows, num_new, weight_version, drafts)
+        deltas = self._deltas(report, rows, num_new, weight_version, drafts, routed_of)
         if columns["is_beam"].any():
             rows = np.flatnonzero(changed & columns["is_beam"])
             deltas += self._follow_beams(report, rows, num_new, weight_version)
@@ -207,7 +226,7 @@ class HostRows:
         return deltas, first_run
 
     def _deltas(
-        self, report: Any, rows: np.ndarray, num_new: Any, weight_version: int, drafts: Any
+        self, report: Any, rows: np.ndarray, num_new: Any, weight_version: int, drafts: Any, routed_of: Any
     ) -> list[Delta]:
         """Return the newest `num_new` tokens of these rows, as deltas.
 
@@ -238,6 +257,7 @@ class HostRows:
                     weight_versions=(weight_version,) * len(its_tokens),
                     support=None if report.new_support is None else _sets(report.new_support[row][new]),
                     drafts=None if drafts is None else DraftCounts(*drafts[row].tolist()),
+                    routed=entry.routed(report, row, n, routed_of) if n else None,
                 )
             )
             entry.answer += its_tokens

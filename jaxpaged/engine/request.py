@@ -146,6 +146,9 @@ class Delta:
     # For each of these tokens, those that it was chosen from, rising; None where that is not told.
     support: tuple[tuple[int, ...], ...] | None = None
     num_fetched_tokens: Mapping[str, int] | None = None  # prompt tokens that came from each tier, once
+    # Experts of tokens that were computed for these, [tokens, layers, experts]: the first delta has the
+    # prompt's. None where they are not told.
+    routed: np.ndarray | None = dataclasses.field(default=None, compare=False)
     # Of the steps that gave these tokens; None: nothing is drafted. No part of the answer.
     drafts: DraftCounts | None = dataclasses.field(default=None, compare=False)
 

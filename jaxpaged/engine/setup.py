@@ -16,6 +16,7 @@ from jaxpaged.config import AUTO, PREFILL_TILE, EngineConfig
 from jaxpaged.contracts import attentions, layer_kinds, samplers
 from jaxpaged.contracts.attentions import Attention
 from jaxpaged.contracts.samplers import Sampler
+from jaxpaged.engine.routed import routed_shape
 from jaxpaged.memory import eviction, kv_cache
 from jaxpaged.memory.cache_specs import FULL, CacheSpec, together
 from jaxpaged.memory.grouping import Grouping, grouping_of, one_group
@@ -105,7 +106,7 @@ class Setup:
         a part from outside cannot be used. What JAX has traced of other code of such parts is dropped.
         """
         self._check_draft()
-        _ = self.mesh
+        _ = self.mesh, self.routed_shape
         if rule := self.layout.why_not_heads(self.whole.num_kv_heads):
             raise InputError(f"kv_layout={self.layout}: {rule}")
         self._check_loop_over_layers()
@@ -258,6 +259,11 @@ class Setup:
         one = self.layout, config.block_size, self.dtype, narrowest
         return narrowest if all(kv_cache.is_divisible(*one, heads) for heads in wider) else padded
 
+    @functools.cached_property
+    def routed_shape(self) -> jax.ShapeDtypeStruct | None:
+        """Shape of what is told of a token's experts; None where nothing is."""
+        return routed_shape(self.model_config, is_asked=self.config.enable_return_routed_experts)
+
     def step_config(self, num_blocks: int) -> StepConfig:
         """Return the constants of the compiled step over a pool of `num_blocks` blocks."""
         config, drafts = self.config, self.config.speculative_config
@@ -358,9 +364,7 @@ class Setup:
         if own is not None and implementation != "xla":
             return f"the {implementation} kernel serves no layer_kind from outside, as {own!r}"
         if implementation == "native":
-            extras = ", ".join(c.attention_extras)
-            why_not = native.why_not_cache(self.layout, self.dtype)
-            return why_not or (f"the native kernel has no {extras}" if extras else None)
+            return native.why_not_cache(self.layout, self.dtype)
         view = self.layout.view()
         numbers = None if view is None else self.layout.arrays(1, 1, 1, 1, self.dtype)[view.k.array].dtype
         try:

@@ -301,6 +301,7 @@ def _created(
         replays=config.enable_trace_replay,
         masks=config.return_sampling_mask,
         candidates=config.max_prompt_logprob_token_ids,
+        routed=setup.routed_shape,
         past_tokens=setup.past_tokens,
         mesh=mesh,
     )

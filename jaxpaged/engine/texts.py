@@ -109,6 +109,9 @@ class Texts:
             scores=None if delta.scores is None else delta.scores[:num_tokens],
             weight_versions=delta.weight_versions[:num_tokens],
             support=None if delta.support is None else delta.support[:num_tokens],
+            routed=None
+            if delta.routed is None
+            else delta.routed[: len(delta.routed) - len(delta.token_ids) + num_tokens],
             finish_reason=FinishReason.STOP,
             stop_reason=stop,
             text=self._give(end if self._includes else end - len(stop)),

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, Num
+from jaxtyping import Array, Bool, Float, Int, Num, UInt
 
 from jaxpaged.memory.block_pool import NULL_BLOCK
 from pallas_kernels.layouts import TOKEN_MAJOR, BlockSlice, Layout, Pool, Sizes
@@ -35,6 +35,9 @@ class KVCache:
     num_kv_heads: int = field(metadata={"static": True})
     head_dim: int = field(metadata={"static": True})
     dtype: jnp.dtype = field(metadata={"static": True})  # data type of the computation
+    # Experts that each token of a pass has chosen in each layer, 0 where there are none: left beside K and V,
+    # where a step asks for it. It is no part of the cache between passes.
+    routed: UInt[Array, "num_tokens num_layers num_chosen"] | None = None
     # Full blocks that have K and V of a model that drafts, too; None: there is none.
     followed: Bool[Array, " num_blocks"] | None = None
 
@@ -59,6 +62,13 @@ class KVCache:
         first, stride = (self.num_blocks, 1) if self.layout.layers_apart else (1, self.num_layers)
         of_layer = BlockSlice(jnp.asarray(layer * first, jnp.int32), stride, self.num_blocks)
         return Pool(blocks | shared, self.layout, sizes, of_layer)
+
+    def with_routed(
+        self, layer: int | Int[Array, ""], experts: Int[Array, "num_tokens num_chosen"]
+    ) -> "KVCache":
+        """Return the cache with the experts that the tokens of a pass have chosen in a layer."""
+        assert self.routed is not None
+        return replace(self, routed=self.routed.at[:, layer].set(experts.astype(self.routed.dtype)))
 
     def viewed(self, num_kv_heads: int, head_dim: int) -> "KVCache":
         """Return the cache as one of layers with other heads: as many as lie in the bytes of a block.

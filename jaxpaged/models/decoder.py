@@ -178,7 +178,7 @@ class Decoder(nnx.Module):
         if c.logit_divisor != 1.0:
             logits = logits / c.logit_divisor
         if c.logit_soft_cap is not None:
-            logits = c.logit_soft_cap * jnp.tanh(logits / c.logit_soft_cap)
+            logits = layers.soft_capped(logits, c.logit_soft_cap)
         return logits
 
 
@@ -246,7 +246,10 @@ class DecoderLayers(nnx.Module):
             given = normed
         if batch.wanted is not None:
             given = jnp.where(batch.wanted[:, None], given, 0)
-        out = self._fed_forward(given, after, layer, batch)
+        tells = cache.routed is not None
+        out, experts = self._fed_forward(given, after, layer, batch, tells=tells)
+        if experts is not None and cache.routed is not None:
+            cache = cache.with_routed(layer, experts)
         return self._added(after, out, self.mlp_out_norm, layer), cache
 
     def _fed_forward(
@@ -255,32 +258,43 @@ class DecoderLayers(nnx.Module):
         residual: Float[Array, "num_tokens hidden"],
         layer: layers.Layer,
         batch: PassBatch,
-    ) -> Float[Array, "num_tokens hidden"]:
-        """Return the feed-forward part's output: some layers may have a dense one.
+        *,
+        tells: bool,
+    ) -> tuple[Float[Array, "num_tokens hidden"], Int[Array, "num_tokens num_chosen"] | None]:
+        """Return the feed-forward part's output, and each token's experts: some layers may have a dense one.
 
         residual: before its norm, which experts beside a dense part read.
+        tells: whether the experts are wanted. A dense part in a loop over layers then gives zeros.
         """
-        experts, dense = self.config.experts, self.dense
-        if isinstance(self.mlp, ExpertsMLP) and self.mlp.beside is not None:
+        mlp, dense = self.mlp, self.dense
+        if not isinstance(mlp, ExpertsMLP):
+            return mlp(x, layer, batch.is_padding, batch.adapters), None
+        if mlp.beside is not None:
             if batch.wanted is not None:
                 residual = jnp.where(batch.wanted[:, None], residual, 0)
-            return self.mlp(x, layer, batch.is_padding, residual=residual)
-        if experts is None or dense is None:
-            return self.mlp(x, layer, batch.is_padding, batch.adapters)
+            return mlp(x, layer, batch.is_padding, residual)
+        if dense is None:
+            return mlp(x, layer, batch.is_padding)
         with_dense, with_experts = (layers_with(self.config, role) for role in ("down", "experts"))
         is_dense = [i in with_dense for i in range(self.config.num_layers)]
         # Of each layer its number among those that are as it is.
         numbers = [(with_dense if its else with_experts).index(i) for i, its in enumerate(is_dense)]
         if isinstance(layer, int):
-            part = dense if is_dense[layer] else self.mlp
-            return part(x, numbers[layer], batch.is_padding)
+            if is_dense[layer]:
+                return dense(x, numbers[layer], batch.is_padding), None
+            return mlp(x, numbers[layer], batch.is_padding)
         number = jnp.asarray(numbers, jnp.int32)[layer]
-        return lax.cond(
-            jnp.asarray(is_dense)[layer],
-            lambda x: dense(x, number, batch.is_padding),
-            lambda x: self.mlp(x, number, batch.is_padding),
-            x,
-        )
+        type Found = tuple[Float[Array, "num_tokens hidden"], Int[Array, "num_tokens num_chosen"] | None]
+
+        def by_dense(x: Float[Array, "num_tokens hidden"]) -> Found:
+            nothing = jnp.zeros((x.shape[0], mlp.config.num_chosen), jnp.int32)
+            return dense(x, number, batch.is_padding), nothing if tells else None
+
+        def by_experts(x: Float[Array, "num_tokens hidden"]) -> Found:
+            out, chosen = mlp(x, number, batch.is_padding)
+            return out, chosen if tells else None
+
+        return lax.cond(jnp.asarray(is_dense)[layer], by_dense, by_experts, x)
 
     def _added(
         self,

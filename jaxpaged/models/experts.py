@@ -72,14 +72,16 @@ class ExpertsMLP(nnx.Module):
         x: Float[Array, "num_tokens hidden"],
         layer: layers.Layer,
         is_padding: Bool[Array, " num_tokens"],
-        adapters: Int[Array, " num_tiles"] | None = None,  # unused: adapters change no expert
         residual: Float[Array, "num_tokens hidden"] | None = None,  # for experts beside a dense part
-    ) -> Float[Array, "num_tokens hidden"]:
+    ) -> tuple[Float[Array, "num_tokens hidden"], Int[Array, "num_tokens num_chosen"]]:
+        """Return the output, and each token's experts, the one with the highest score first."""
         routed = given = x
         if self.beside is not None:
             assert residual is not None
             routed, given = self.beside.inputs(residual, layer)
-        weights = jnp.where(is_padding[:, None], 0, self.choose(routed, layer))
+        is_nobodys = is_padding[:, None]
+        shares, by_token = self.choose(routed, layer)
+        weights = jnp.where(is_nobodys, 0, shares)
         chosen = jnp.any(weights > 0, axis=0)
         if self.visits_all:
             experts = jnp.arange(chosen.shape[0])
@@ -109,14 +111,16 @@ class ExpertsMLP(nnx.Module):
             if self.beside is not None:
                 if self.shards is not None:
                     out, shared = self.shards.total(out), self.shards.total(shared)
-                return self.beside.added(out.astype(x.dtype), shared.astype(x.dtype), layer)
+                return self.beside.added(out.astype(x.dtype), shared.astype(x.dtype), layer), by_token
             out = out + shared
-        return out if self.shards is None else self.shards.total(out)
+        return out if self.shards is None else self.shards.total(out), by_token
 
     def choose(
         self, x: Float[Array, "num_tokens hidden"], layer: layers.Layer
-    ) -> Float[Array, "num_tokens num_experts"]:
-        """Return each token's weight for each expert; 0 for experts that it has not chosen."""
+    ) -> tuple[Float[Array, "num_tokens num_experts"], Int[Array, "num_tokens num_chosen"]]:
+        """Return each token's weight for each expert, 0 for experts that it has not chosen; and those that it
+        has.
+        """
         c = self.config
         logits = self.router(x, layer)
         if c.scoring == "sparse_mixer":
@@ -139,7 +143,7 @@ class ExpertsMLP(nnx.Module):
         if c.scale != 1.0:
             share = share * c.scale
         rows = jnp.arange(x.shape[0])[:, None]
-        return jnp.zeros(logits.shape, jnp.float32).at[rows, experts].set(share)
+        return jnp.zeros(logits.shape, jnp.float32).at[rows, experts].set(share), experts
 
     def _in_chosen_groups(
         self, ranked: Float[Array, "num_tokens num_experts"]

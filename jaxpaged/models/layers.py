@@ -305,6 +305,15 @@ def relu2(x: Float[Array, "..."]) -> Float[Array, "..."]:
     return jnp.square(jax.nn.relu(x))
 
 
+def soft_capped(x: Float[Array, "..."], cap: float) -> Float[Array, "..."]:
+    """Return `cap * tanh(x / cap)`.
+
+    Its bounds keep the product apart from a sum behind it: as one instruction the two would have other bits,
+    and it depends on the program whether they are one.
+    """
+    return lax.clamp(-cap, cap * jnp.tanh(x / cap), cap)
+
+
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
     "gelu": gelu,

@@ -24,7 +24,6 @@ from jaxpaged.memory.policies import Policy
 from jaxpaged.models.layers import AdapterParam
 from jaxpaged.models.lora import put
 from jaxpaged.parallel.mesh import BY_SHARD, ON_EACH
-from jaxpaged.sampling import Scores
 from jaxpaged.status import Status
 from jaxpaged.step import scheduler
 from jaxpaged.step.config import StepConfig
@@ -61,6 +60,7 @@ def create(
     replays: Static[bool] = False,
     masks: Static[bool] = False,
     candidates: Static[int] = 0,
+    routed: Static[jax.ShapeDtypeStruct | None] = None,
     past_tokens: Static[int] = 0,
 ) -> PerReplica[EngineState]:
     """Create a state without requests, with zeros for K and V of the shapes in `kv_cache`.
@@ -90,6 +90,7 @@ def create(
         replays=replays,
         masks=masks,
         candidates=candidates,
+        routed=routed,
         past_tokens=past_tokens,
     )
 
@@ -283,6 +284,7 @@ def report(
         new_token_ids=_newest_tokens(rows),
         new_scores=None,
         new_support=None,
+        new_routed=None,
         prompt_scores=prompt_scores,
         num_free_blocks=pool.num_free,
         num_cached_blocks=block_pool.num_cached(pool),
@@ -297,27 +299,6 @@ def _newest_tokens(rows: Rows) -> Int[Array, "rows max_steps"]:
     window = first[:, None] + jnp.arange(MAX_STEPS)
     row = jnp.arange(rows.phase.shape[0])[:, None]
     return rows.token_ids.at[row, window].get(mode="clip")
-
-
-@program(results=lambda specs: ON_EACH)
-def recent_scores(state: PerReplica[EngineState]) -> PerReplica[Scores]:
-    """Return the scores of the tokens that a report has. They are no part of it, for most runs need none."""
-    return _recent(state.scores, state)
-
-
-def _recent(rings: Any, state: EngineState) -> Any:
-    """Return what is kept of each row's last MAX_STEPS tokens, the newest at the end."""
-    first = jnp.maximum(state.rows.num_tokens - MAX_STEPS, 0)
-    place = (first[:, None] + jnp.arange(MAX_STEPS)) % MAX_STEPS
-    return jax.tree.map(lambda ring: ring[jnp.arange(place.shape[0])[:, None], place], rings)
-
-
-@program(results=lambda specs: ON_EACH)
-def recent_support(
-    state: PerReplica[EngineState],
-) -> PerReplica[UInt32[Array, "rows max_steps words"]]:
-    """Return the sets of tokens that those of a report were chosen from, where the state has them."""
-    return _recent(state.support, state)
 
 
 @program(donate="state", results=lambda specs: specs["state"])

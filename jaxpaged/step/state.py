@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, UInt32
+from jaxtyping import Array, Bool, Float, Int, UInt, UInt32
 
 from jaxpaged.memory import block_pool, block_table, prefix_cache
 from jaxpaged.memory.block_pool import FreeInfo, StatusInfo
@@ -223,6 +223,9 @@ class EngineState:
     status: Int[Array, ""]  # `Status` bits of all steps: anything but OK is a bug of the scheduler
     # Sets of tokens that those of answers were chosen from, in columns as `scores`; None: nobody asks.
     support: UInt32[Array, "rows max_steps words"] | None = None
+    # Experts that each row's tokens have chosen, by position; None: nobody asks. A row's newest token has
+    # none yet, for it is not computed.
+    routed: UInt[Array, "rows max_model_len num_layers num_chosen"] | None = None
     past: Past | None = None  # answers that drafts are looked up in; None: in none
 
     def on_tables[**P](
@@ -334,6 +337,7 @@ def create_state(
     replays: bool = False,
     masks: bool = False,
     candidates: int = 0,
+    routed: jax.ShapeDtypeStruct | None = None,
     past_tokens: int = 0,
 ) -> EngineState:
     """Create a state without requests over empty tables and an empty cache.
@@ -343,6 +347,7 @@ def create_state(
     replays: requests may have answers that are given.
     masks: the tokens that each was chosen from are told.
     candidates: tokens to be scored behind each place of a prompt at most.
+    routed: shape of what is told of a token's experts: layers, and experts that it chooses in each.
     past_tokens: tokens of past answers that drafts are looked up in.
     """
     words = -(-vocab_size // 32)
@@ -367,6 +372,9 @@ def create_state(
         counters=jnp.zeros(len(Counter) + most_drafts, jnp.int32),
         status=jnp.zeros((), jnp.int32),
         support=jnp.zeros((tables.max_seqs, MAX_STEPS, words), jnp.uint32) if masks else None,
+        routed=None
+        if routed is None
+        else jnp.zeros((tables.max_seqs, max_model_len, *routed.shape), routed.dtype),
         past=no_past(past_tokens) if past_tokens else None,
     )
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt
 
 from jaxpaged.arithmetic import cdiv
 from jaxpaged.config import PREFILL_TILE
@@ -25,6 +25,9 @@ from jaxpaged.step.model import Hidden, Model
 from jaxpaged.step.plan import DecodeSlots, Plan, Tiles, decode_tiles, prompt_tiles, slots_of
 from jaxpaged.step.scheduler import Decision
 from jaxpaged.step.state import Counter, EngineState, Phase, Rows
+
+# Experts by row and position (`EngineState.routed`); None: nobody asks.
+Routed = UInt[Array, "rows max_model_len num_layers num_chosen"] | None
 
 
 @jax.tree_util.register_dataclass
@@ -136,6 +139,10 @@ def start_forks(
         return hidden[source]
 
     hidden = lax.cond(jnp.any(rows.forking), gather, lambda: hidden)
+    if (routed := state.routed) is not None:
+        source = jnp.where(rows.forking, leader_row, jnp.arange(leader_row.shape[0]))
+        routed = lax.cond(jnp.any(rows.forking), lambda its: its[source], lambda its: its, routed)
+        state = replace(state, routed=routed)
     phase = jnp.where(rows.forking, Phase.RUNNING, rows.phase)
     return replace(state, rows=replace(rows, phase=phase)), hidden
 
@@ -157,16 +164,18 @@ def forward(
     """
     rows, tables = state.rows, state.tables
     width = config.tiles_per_pass
-    type Carry = tuple[KVCache, Hidden, PromptScores]
+    type Carry = tuple[KVCache, Hidden, PromptScores, Routed]
 
     def prefill(carry: Carry) -> Carry:
         all_tiles = prompt_tiles(state, plan, cdiv(config.num_tiles, width) * width)
 
         def one_pass(i: Int[Array, ""], carry: Carry) -> Carry:
             tiles = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, i * width, width), all_tiles)
-            kv_cache, hidden, prompt_scores = carry
-            kv_cache, hidden, out = compute(model, rows, tables, kv_cache, hidden, tiles, slots, config)
-            return kv_cache, hidden, score_prompts(model, rows, tiles, out, prompt_scores, i * width)
+            kv_cache, hidden, prompt_scores, routed = carry
+            kv_cache, hidden, routed, out = compute(
+                model, rows, tables, kv_cache, hidden, routed, tiles, slots, config
+            )
+            return kv_cache, hidden, score_prompts(model, rows, tiles, out, prompt_scores, i * width), routed
 
         return lax.fori_loop(0, cdiv(jnp.sum(plan.num_tiles), width), one_pass, carry)
 
@@ -174,16 +183,18 @@ def forward(
         tiles = decode_tiles(state, plan, slots)
         if width < config.max_num_seqs:
             tiles = jax.tree.map(lambda x: x[:width], tiles)
-        kv_cache, hidden, prompt_scores = carry
-        kv_cache, hidden, _ = compute(model, rows, tables, kv_cache, hidden, tiles, slots, config)
-        return kv_cache, hidden, prompt_scores
+        kv_cache, hidden, prompt_scores, routed = carry
+        kv_cache, hidden, routed, _ = compute(
+            model, rows, tables, kv_cache, hidden, routed, tiles, slots, config
+        )
+        return kv_cache, hidden, prompt_scores, routed
 
     def skip(carry: Carry) -> Carry:
         return carry
 
     nothing = jnp.zeros((config.max_num_seqs, model.hidden_size), model.dtype)
     beyond_all = jnp.full_like(prompt_scores.row, rows.phase.shape[0])
-    carry = state.kv_cache, nothing, replace(prompt_scores, row=beyond_all)
+    carry = state.kv_cache, nothing, replace(prompt_scores, row=beyond_all), state.routed
     carry = lax.cond(jnp.any(plan.num_tiles > 0), prefill, skip, carry)
     decodes = (plan.num_tiles == 0) & (plan.num_new_tokens > 0)
     if config.decode_widths:
@@ -196,10 +207,10 @@ def forward(
         passes: list[Callable[[Carry], Carry]] = [skip]
         passes += [functools.partial(decode, width=width) for width in widths[1:]]
         narrowest = jnp.sum(num_slots > jnp.array(widths), dtype=jnp.int32)
-        kv_cache, hidden, prompt_scores = lax.switch(narrowest, passes, carry)
+        kv_cache, hidden, prompt_scores, routed = lax.switch(narrowest, passes, carry)
     else:
-        kv_cache, hidden, prompt_scores = lax.cond(jnp.any(decodes), decode, skip, carry)
-    return replace(state, kv_cache=kv_cache), hidden, prompt_scores
+        kv_cache, hidden, prompt_scores, routed = lax.cond(jnp.any(decodes), decode, skip, carry)
+    return replace(state, kv_cache=kv_cache, routed=routed), hidden, prompt_scores
 
 
 def score_prompts(
@@ -246,14 +257,16 @@ def compute(
     tables: BlockTables,
     kv_cache: KVCache,
     hidden: Hidden,
+    routed: Routed,
     tiles: Tiles,
     slots: DecodeSlots,
     config: StepConfig,
-) -> tuple[KVCache, Hidden, Float[Array, "num_tiles tile_len hidden"]]:
+) -> tuple[KVCache, Hidden, Routed, Float[Array, "num_tiles tile_len hidden"]]:
     """Run the model over tiles whose tokens have slots already.
 
-    The hidden states of each row's newest token, and of its prompt's last, go to `hidden`. Returns the hidden
-    states of all positions, too, for rows whose prompts are scored.
+    The hidden states of each row's newest token, and of its prompt's last, go to `hidden`, and all tokens'
+    experts to `routed`, where they are told. Returns the hidden states of all positions, too, for rows whose
+    prompts are scored.
     """
     positions = tiles.start[:, None] + jnp.arange(tiles.tile_len, dtype=jnp.int32)
     row = jnp.broadcast_to(tiles.row[:, None], positions.shape)
@@ -277,18 +290,24 @@ def compute(
         adapters=None if rows.lora is None else jnp.where(tiles.end > 0, rows.lora[tiles.row], 0),
         table_rows=tiles.row if is_one else tables.lines_of(tiles.row).reshape(-1, tables.num_groups).T,
         grouping=None if is_one else config.grouping,
-        wanted=wanted.reshape(-1) if tiles.tile_len > 1 else None,
+        wanted=wanted.reshape(-1) if tiles.tile_len > 1 and routed is None else None,
     )
     token_ids = jnp.where(valid, rows.token_ids.at[row, positions].get(mode="clip"), 0)
     own, its = drafting.parted(model, kv_cache, config)
+    if routed is not None:
+        own = replace(own, routed=jnp.zeros((positions.size, *routed.shape[2:]), routed.dtype))
     out, own = model(token_ids.reshape(-1), jnp.where(valid, positions, 0).reshape(-1), own, batch)
+    if routed is not None and own.routed is not None:
+        at = jnp.where(valid, row, routed.shape[0]), positions
+        chosen = own.routed.reshape(*positions.shape, *routed.shape[2:])
+        own, routed = replace(own, routed=None), routed.at[at].set(chosen, mode="drop")
     kv_cache = drafting.joined(own, its)
     out = out.reshape(*positions.shape, -1)
     last = out[jnp.arange(positions.shape[0]), tiles.end - 1 - tiles.start]
     slot = jnp.where(is_newest, slots.of_row[tiles.row], hidden.shape[0])
     if slots.offset is not None and tiles.tile_len == 1:
         slot = jnp.where(slots.offset[: slot.shape[0]] > 0, jnp.arange(slot.shape[0]), slot)
-    return kv_cache, hidden.at[slot].set(last, mode="drop"), out
+    return kv_cache, hidden.at[slot].set(last, mode="drop"), routed, out
 
 
 def publish(state: EngineState, computes_prompt: Bool[Array, ""], config: StepConfig) -> EngineState:

@@ -165,7 +165,7 @@ ENGINE: dict[str, Verdict] = {
     ),
     **_only(
         "more outputs",
-        "enable_return_routed_experts aux_output_config",
+        "aux_output_config",
     ),
     **_only("traces", "otlp_traces_endpoint collect_detailed_traces", use="/metrics of the server"),
     **_only("profiles", "profiler_config", use="jax.profiler"),

@@ -37,7 +37,8 @@ ffi::Error Attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, f
                      ffi::Buffer<ffi::S32> block_tables, ffi::Buffer<ffi::S32> query_starts,
                      ffi::Buffer<ffi::S32> seq_lens, ffi::Buffer<ffi::F32> k_scales, ffi::Buffer<ffi::F32> v_scales,
                      ffi::Buffer<ffi::S32> first_block, ffi::Buffer<ffi::S32> table_rows,
-                     ffi::Result<ffi::AnyBuffer> out, float scale, int64_t window, int64_t chunk,
+                     ffi::Buffer<ffi::F32> slopes, ffi::Buffer<ffi::F32> sinks,
+                     ffi::Result<ffi::AnyBuffer> out, float scale, float soft_cap, int64_t window, int64_t chunk,
                      ffi::Span<const int64_t> places, int64_t block_stride) {
   const auto queries = q.dimensions();
   const int64_t* at = places.begin();
@@ -71,7 +72,10 @@ ffi::Error Attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, f
                                          {},
                                          first_block.typed_data()[0],
                                          block_stride,
-                                         table_rows.element_count() ? table_rows.typed_data() : nullptr};
+                                         OrNull(table_rows),
+                                         soft_cap,
+                                         OrNull(slopes),
+                                         OrNull(sinks)};
     AttendAll(pool, call);
   });
 }
@@ -91,8 +95,11 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpaged_attention, Attention,
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
                                   .Ret<ffi::AnyBuffer>()
                                   .Attr<float>("scale")
+                                  .Attr<float>("soft_cap")
                                   .Attr<int64_t>("window")
                                   .Attr<int64_t>("chunk")
                                   .Attr<ffi::Span<const int64_t>>("places")

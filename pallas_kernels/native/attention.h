@@ -9,7 +9,6 @@
 
 #include "attention_job.h"
 #include "scores.h"
-#include "softmax.h"
 #include "values.h"
 
 namespace native {
@@ -121,8 +120,16 @@ void Attend(const AttentionCall<T, C>& call, int64_t tile, int64_t first_head, i
     const int64_t its = (first_head + head) * call.scale_strides.head;
     if (call.k_scales) Rescale(job, call.k_scales + its, head);
     for (int64_t row = 0; row < num_rows; ++row) {
-      job.totals[job.index(head, row)] =
-          Soften(job.weight(head, row), num_tokens, job.begin(row), job.ends[row], call.scale);
+      float* const weights = job.weight(head, row);
+      const int64_t row_begin = job.begin(row), row_end = job.ends[row];
+      float& total = job.totals[job.index(head, row)];
+      if (call.HasChanges()) {
+        const Changes changes = call.ChangesOf((first_head + head) * group + row % group);
+        Change(weights, row_begin, row_end, call.scale, changes);
+        total = Soften(weights, num_tokens, row_begin, row_end, 1, changes.sink);
+      } else {
+        total = Soften(weights, num_tokens, row_begin, row_end, call.scale);
+      }
     }
     if (call.v_scales) Rescale(job, call.v_scales + its, head);
   }

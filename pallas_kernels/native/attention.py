@@ -64,11 +64,14 @@ def tiled_paged_attention(
     scale: float,
     window: int | None,
     chunk: int | None,
+    soft_cap: float | None = None,
+    alibi_slopes: Float[Array, " num_q_heads"] | None = None,
+    sinks: Float[Array, " num_q_heads"] | None = None,
 ) -> Float[Array, "num_tiles tile_len num_q_heads head_dim"]:
     """Compute `ops.tiled_paged_attention`, where `serves(q.dtype)` and `why_not_layout` is None.
 
     table_rows: each tile's row of block_tables; None: tile t has row t.
-    window, chunk: the options `sliding_window` and `attention_chunk`.
+    window, chunk: the options `sliding_window` and `attention_chunk`. Others have their names.
 
     Queries at or beyond seq_lens get zeros.
     """
@@ -83,9 +86,11 @@ def tiled_paged_attention(
         given = (q, k, v, *at, k_scales, v_scales)
     first, stride = (jnp.int32(0), 1) if pool.blocks is None else (pool.blocks.first, pool.blocks.stride)
     rows = jnp.zeros(0, jnp.int32) if table_rows is None else table_rows
+    biases = [jnp.zeros(0, jnp.float32) if its is None else its for its in (alibi_slopes, sinks)]
     bounds = {"window": np.int64(window or UNBOUNDED), "chunk": np.int64(chunk or UNBOUNDED)}
-    options = {"scale": np.float32(scale), "block_stride": np.int64(stride), **bounds}
-    return call(*given, first, rows, **options, places=np.array(places, np.int64))
+    numbers = {"scale": np.float32(scale), "soft_cap": np.float32(soft_cap or 0)}
+    options = {**numbers, "block_stride": np.int64(stride), **bounds}
+    return call(*given, first, rows, *biases, **options, places=np.array(places, np.int64))
 
 
 def operands(pool: Pool) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, list[int]]:

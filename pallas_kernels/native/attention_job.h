@@ -3,6 +3,7 @@
 #ifndef PALLAS_KERNELS_NATIVE_ATTENTION_JOB_H_
 #define PALLAS_KERNELS_NATIVE_ATTENTION_JOB_H_
 
+#include "softmax.h"
 #include "vector.h"
 #include "work.h"
 
@@ -45,6 +46,17 @@ struct AttentionCall {
   // Block i of the tables is block first_block + i * block_stride of the arrays.
   int64_t first_block = 0, block_stride = 1;
   const int32_t* table_rows = nullptr;  // of each tile; null: in their order
+  float soft_cap = 0;                   // 0: none
+  const float *slopes = nullptr, *sinks = nullptr;  // [num_q_heads]; null: none
+
+  bool HasChanges() const { return soft_cap != 0 || slopes || sinks; }
+  Changes ChangesOf(int64_t q_head) const {
+    Changes changes;
+    changes.soft_cap = soft_cap;
+    if (slopes) changes.slope = slopes[q_head];
+    if (sinks) changes.sink = sinks[q_head];
+    return changes;
+  }
 
   const int32_t* TableOf(int64_t tile) const { return block_tables + (table_rows ? table_rows[tile] : tile) * max_blocks; }
 

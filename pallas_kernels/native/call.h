@@ -22,6 +22,12 @@ inline ffi::Error CheckType(ffi::DataType type) {
   return ffi::Error::InvalidArgument("the library has kernels for numbers of another type");
 }
 
+// Returns an array's first number; null if the array is empty, which stands for an absent one.
+template <typename Buffer>
+auto OrNull(const Buffer& array) -> decltype(array.typed_data()) {
+  return array.element_count() ? array.typed_data() : nullptr;
+}
+
 }  // namespace native
 
 // Lets this library's threads wait where those of another library do. Returns that address; null chooses the own one.

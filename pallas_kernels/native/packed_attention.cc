@@ -18,7 +18,8 @@ ffi::Error PackedAttention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::Buffer<f
                            Scales k_scale, Scales k_zero, ffi::AnyBuffer k_new, ffi::Buffer<ffi::S32> new_group,
                            ffi::Buffer<ffi::U8> v, Scales v_scale, Scales v_zero,
                            ffi::Buffer<ffi::S32> first_block, ffi::Buffer<ffi::S32> table_rows,
-                           ffi::Result<ffi::AnyBuffer> out, float scale, int64_t window, int64_t chunk,
+                           ffi::Buffer<ffi::F32> slopes, ffi::Buffer<ffi::F32> sinks,
+                           ffi::Result<ffi::AnyBuffer> out, float scale, float soft_cap, int64_t window, int64_t chunk,
                            ffi::Span<const int64_t> places, int64_t block_stride) {
   for (const auto& numbers : {q, k_new}) {
     if (auto error = CheckType(numbers.element_type()); error.failure()) return error;
@@ -55,7 +56,10 @@ ffi::Error PackedAttention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::Buffer<f
                                                       packing,
                                                       first_block.typed_data()[0],
                                                       block_stride,
-                                                      table_rows.element_count() ? table_rows.typed_data() : nullptr};
+                                                      OrNull(table_rows),
+                                                      soft_cap,
+                                                      OrNull(slopes),
+                                                      OrNull(sinks)};
   AttendAll(pool, call);
   return ffi::Error::Success();
 }
@@ -79,8 +83,11 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpaged_packed_attention, PackedAttention,
                                   .Arg<Scales>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
                                   .Ret<ffi::AnyBuffer>()
                                   .Attr<float>("scale")
+                                  .Attr<float>("soft_cap")
                                   .Attr<int64_t>("window")
                                   .Attr<int64_t>("chunk")
                                   .Attr<ffi::Span<const int64_t>>("places")

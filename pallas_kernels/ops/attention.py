@@ -144,8 +144,8 @@ def tiled_paged_attention(
             share it; None: each call makes its own, where it needs one.
         implementation: None stands for `choice.default_tiled_implementation`. "mosaic_gpu" takes tiles of up
             to 64 tokens; the kernel for decode steps computes short ones (`decode.attention.serves`).
-            "native" serves CPUs as `native.why_not` says, without slopes, soft cap, sinks, scales and kinds
-            of layers from outside. "xla" serves all.
+            "native" serves CPUs as `native.why_not` says, without scales of heads and kinds of layers from
+            outside. "xla" serves all.
         options: see `TiledOptions`.
 
     Returns: [num_tiles, tile_len, num_q_heads, head_dim] of q's type. Queries at or beyond seq_lens are
@@ -163,20 +163,27 @@ def tiled_paged_attention(
     pool = batch.pool
     if table_rows is not None:  # a tile without tokens may name any row
         batch = batch._replace(table_rows=jnp.clip(table_rows, 0, block_tables.shape[0] - 1))
-    not_native = ("alibi_slopes", "layer_kind", "soft_cap", "sinks", "k_scale", "v_scale")
-    biases = [name for name in not_native if getattr(checked, name) is not None]
+    not_native = ("layer_kind", "k_scale", "v_scale")
+    lacking = [name for name in not_native if getattr(checked, name) is not None]
     not_native_layout = native.why_not_layout(pool.layout, q.dtype)
     if implementation is None and not interpret:
         implementation = choice.default_tiled_implementation(q.dtype, tile_len)
-        if implementation == "native" and (biases or not_native_layout):
+        if implementation == "native" and (lacking or not_native_layout):
             implementation = "xla"
     if implementation == "native":
-        why = f"it has no {', '.join(biases)}" if biases else native.why_not(q.dtype) or not_native_layout
+        why = f"it has no {', '.join(lacking)}" if lacking else native.why_not(q.dtype) or not_native_layout
         if why:
             raise NotImplementedError(f"'native' attention does not serve this call: {why}. Use 'xla'.")
         arrays = (q, pool, block_tables, query_starts, seq_lens, batch.table_rows)
-        window, chunk = checked.sliding_window, checked.attention_chunk
-        return native.tiled_paged_attention(*arrays, scale=scale, window=window, chunk=chunk)
+        return native.tiled_paged_attention(
+            *arrays,
+            scale=scale,
+            window=checked.sliding_window,
+            chunk=checked.attention_chunk,
+            soft_cap=checked.soft_cap,
+            alibi_slopes=checked.alibi_slopes,
+            sinks=checked.sinks,
+        )
     chosen = choice.for_attention(implementation, batch, checked, interpret=interpret)
     group_size = q.shape[2] // pool.sizes.num_kv_heads
     is_prompt = tile_len > 1 and not decode_kernel.serves(tile_len, group_size, q.shape[3])

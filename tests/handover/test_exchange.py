@@ -26,7 +26,7 @@ from jaxpaged.models import lora
 from jaxpaged.models.families.llama import NAMES
 from jaxpaged.models.load_as import LoadAs
 from jaxpaged.sampling_params import SamplingParams
-from jaxpaged.step import loop
+from jaxpaged.step import loop, recent
 from pallas_kernels.layouts import LAYOUTS
 from tests import tiny
 from tests.layouts import EACH, HEAD_DIM, NUM_HEADS, block_size_of
@@ -41,7 +41,7 @@ PROGRAMS = (
     programs.write_blocks,
     programs.digest,
 )
-BESIDE = loop.submit, loop.write_tokens, loop.report, loop.recent_scores, loop.abort
+BESIDE = loop.submit, loop.write_tokens, loop.report, recent.scores, loop.abort
 
 
 def num_compiled(programs=PROGRAMS):

@@ -46,6 +46,9 @@ Value* Read(int64_t count) {
   return array.data;
 }
 
+// Reads an array that may be absent, which has no numbers.
+const float* ReadSome(int64_t count) { return count ? Read<float>(count) : nullptr; }
+
 template <typename Value>
 void Write(const Array<Value>& array) {
   fwrite(array.data, 1, array.bytes, stdout);
@@ -101,7 +104,8 @@ void RunLowRank(const std::vector<int64_t>& sizes) {
 }
 
 // num_tiles tile_len num_q_heads head_dim num_kv_heads block_size max_blocks, bytes of a cache, window, then of K and V
-// the first number of V and the strides of blocks, tokens and heads, and of scales their number and these strides; chunk
+// the first number of V and the strides of blocks, tokens and heads, and of scales their number and these strides; chunk,
+// numbers of slopes and of sinks
 template <typename T, typename C>
 void RunAttention(const std::vector<int64_t>& sizes) {
   using Value = typename T::Value;
@@ -109,22 +113,23 @@ void RunAttention(const std::vector<int64_t>& sizes) {
   const auto* q = Read<Value>(num_queries);
   const auto* k = Read<char>(sizes[7]);
   const auto* v = sizes[9] ? k + sizes[9] * bytes : Read<char>(sizes[7]);
-  const auto *k_scales = Read<float>(sizes[13]), *v_scales = Read<float>(sizes[13]);
-  if (sizes[13] == 0) k_scales = v_scales = nullptr;
+  const auto *k_scales = ReadSome(sizes[13]), *v_scales = ReadSome(sizes[13]);
   const auto* tables = Read<int32_t>(sizes[0] * sizes[6]);
   const auto *starts = Read<int32_t>(sizes[0]), *lens = Read<int32_t>(sizes[0]);
-  const float scale = *Read<float>(1);
+  const auto *scale = Read<float>(1), *soft_cap = Read<float>(1);
+  const auto *slopes = ReadSome(sizes[18]), *sinks = ReadSome(sizes[19]);
   const Array<Value> out(num_queries);
   ThisThread pool;
   AttendAll(pool, AttentionCall<T, C>{q, k, v, tables, starts, lens, k_scales, v_scales, out.data, sizes[0], sizes[1],
                                       sizes[2], sizes[3], sizes[4], sizes[5], sizes[6],
                                       {sizes[10] * bytes, sizes[11] * bytes, sizes[12] * bytes},
-                                      {sizes[14], sizes[15], sizes[16]}, scale, sizes[8], sizes[17]});
+                                      {sizes[14], sizes[15], sizes[16]}, *scale, sizes[8], sizes[17], {}, 0, 1, nullptr,
+                                      *soft_cap, slopes, sinks});
   Write(out);
 }
 
 // num_tiles tile_len num_q_heads head_dim num_kv_heads block_size max_blocks window num_blocks, then the strides of blocks,
-// tokens and heads of codes, of K's scales, of k_new and of V's scales; chunk
+// tokens and heads of codes, of K's scales, of k_new and of V's scales; chunk, numbers of slopes and of sinks
 template <typename T>
 void RunPackedAttention(const std::vector<int64_t>& sizes) {
   using Value = typename T::Value;
@@ -139,14 +144,16 @@ void RunPackedAttention(const std::vector<int64_t>& sizes) {
   const auto *v_scale = Read<uint16_t>(blocks * sizes[18]), *v_zero = Read<uint16_t>(blocks * sizes[18]);
   const auto* tables = Read<int32_t>(sizes[0] * sizes[6]);
   const auto *starts = Read<int32_t>(sizes[0]), *lens = Read<int32_t>(sizes[0]);
-  const float scale = *Read<float>(1);
+  const auto *scale = Read<float>(1), *soft_cap = Read<float>(1);
+  const auto *slopes = ReadSome(sizes[22]), *sinks = ReadSome(sizes[23]);
   const Array<Value> out(num_queries);
   ThisThread pool;
   const Packing<Nibbles<T>> packing{k_scale,   k_zero,   v_scale,     v_zero,      k_new,
                                     new_group, sizes[5], strides(12), strides(18), strides(15)};
   AttendAll(pool, AttentionCall<T, Nibbles<T>>{q, k, v, tables, starts, lens, nullptr, nullptr, out.data, sizes[0],
                                                sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6], strides(9),
-                                               {sizes[5], 1, 0}, scale, sizes[7], sizes[21], packing});
+                                               {sizes[5], 1, 0}, *scale, sizes[7], sizes[21], packing, 0, 1, nullptr,
+                                               *soft_cap, slopes, sinks});
   Write(out);
 }
 

@@ -6,7 +6,7 @@ import platform
 import shutil
 import subprocess
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax.numpy as jnp
 import numpy as np
@@ -37,9 +37,9 @@ class Kernels(Protocol):
     def product(self, x: np.ndarray, weight: np.ndarray) -> np.ndarray: ...
     def quantised_product(self, x: np.ndarray, weight: Quantised) -> np.ndarray: ...
     def add_low_rank(self, y: np.ndarray, *arrays: np.ndarray | int | tuple[int, ...]) -> np.ndarray: ...
-    def attend(self, *arrays: np.ndarray, scale: float, window: int | None = None) -> np.ndarray: ...
+    def attend(self, *arrays: np.ndarray, scale: float, **options: Any) -> np.ndarray: ...
     def attend_to(
-        self, q: np.ndarray, pool: Pool, *arrays: np.ndarray, scale: float, window: int | None = None
+        self, q: np.ndarray, pool: Pool, *arrays: np.ndarray, scale: float, **options: Any
     ) -> np.ndarray: ...
 
 
@@ -57,24 +57,13 @@ class Called:
         y, x, a, b, choices = map(jnp.asarray, (y, x, a, b, choices))
         return np.asarray(native.add_low_rank(y, x, a, b, choices, layer, widths))
 
-    def attend(self, *arrays, scale, window=None, chunk=None):
-        options = {
-            "scale": scale,
-            "sliding_window": window,
-            "attention_chunk": chunk,
-            "implementation": "native",
-        }
-        return np.asarray(ops.tiled_paged_attention(*map(jnp.asarray, arrays), **options))
+    def attend(self, *arrays, scale, window=None, chunk=None, **biases):
+        options = {"sliding_window": window, "attention_chunk": chunk, **biases}
+        arrays = (jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in arrays)
+        return np.asarray(ops.tiled_paged_attention(*arrays, scale=scale, implementation="native", **options))
 
-    def attend_to(self, q, pool, *arrays, scale, window=None, chunk=None):
-        arrays = (jnp.asarray(q), pool, None, *(jnp.asarray(x, jnp.int32) for x in arrays))
-        options = {
-            "scale": scale,
-            "sliding_window": window,
-            "attention_chunk": chunk,
-            "implementation": "native",
-        }
-        return np.asarray(ops.tiled_paged_attention(*arrays, **options))
+    def attend_to(self, q, pool, *arrays, **options):
+        return self.attend(q, pool, None, *(x.astype(np.int32) for x in arrays), **options)
 
 
 class Driven:
@@ -113,17 +102,21 @@ class Driven:
         y = self._run("low_rank", x.dtype, x.dtype, sizes, [y, x, a[layer], b[layer], choices])
         return np.frombuffer(y, np.float32).reshape(len(x), sum(widths))
 
-    def attend(self, q, k, v, tables, starts, lens, *, scale, window=None, chunk=None):
-        sizes = Sizes(*k.shape)
-        pool = Pool({"k": k, "v": v}, TOKEN_MAJOR, sizes)
-        return self.attend_to(q, pool, tables, starts, lens, scale=scale, window=window, chunk=chunk)
+    def attend(self, q, k, v, tables, starts, lens, **options):
+        pool = Pool({"k": k, "v": v}, TOKEN_MAJOR, Sizes(*k.shape))
+        return self.attend_to(q, pool, tables, starts, lens, **options)
 
-    def attend_to(self, q, pool, tables, starts, lens, *, scale, window=None, chunk=None):
-        at = [*(x.astype(np.int32) for x in (tables, starts, lens)), np.float32(scale)]
+    def attend_to(
+        self, q, pool, tables, starts, lens, *, scale, window=None, chunk=None,
+        soft_cap=0, alibi_slopes=(), sinks=(),
+    ):  # fmt: skip
+        at = [*(x.astype(np.int32) for x in (tables, starts, lens))]
+        at += [np.asarray(x, np.float32) for x in (scale, soft_cap, alibi_slopes, sinks)]
+        of_rows = [chunk or 2**31 - 1, len(alibi_slopes), len(sinks)]
         if pool.layout.packed_view():
             arrays, (num_heads, block_size, *steps) = attention.packed_operands(pool)
             sizes = [*q.shape, num_heads, block_size, tables.shape[1], window or 2**31 - 1]
-            sizes += [pool.sizes.num_blocks, *steps, chunk or 2**31 - 1]
+            sizes += [pool.sizes.num_blocks, *steps, *of_rows]
             out = self._run("attention", q.dtype, arrays[0].dtype, sizes, [q, *map(np.asarray, arrays), *at])
             return np.frombuffer(out, q.dtype).reshape(q.shape)
         k, v, k_scales, v_scales, places = attention.operands(pool)
@@ -133,7 +126,7 @@ class Driven:
             v_scales = v_scales.reshape(-1)[v_scale_first:]
             k_scales = k_scales.reshape(-1)[: len(v_scales)]
         sizes = [*q.shape, num_heads, block_size, tables.shape[1], k.nbytes, window or 2**31 - 1]
-        sizes += [v_first, *steps, k_scales.size, a, b, c, chunk or 2**31 - 1]
+        sizes += [v_first, *steps, k_scales.size, a, b, c, *of_rows]
         caches = [k] if v_first else [k, v]
         numbers = attention.numbers_of(pool.layout, q.dtype)
         out = self._run("attention", q.dtype, numbers, sizes, [q, *caches, k_scales, v_scales, *at])

@@ -10,6 +10,7 @@ import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +33,8 @@ DTYPES = [
     for why in [native_targets.why_not(dtype)]
 ]
 F32, BF16 = map(jnp.dtype, ("float32", "bfloat16"))
+SINKS = {"sinks": np.array([-3, 0, 1.5, 4, -np.inf, 2], np.float32)}  # of six query heads
+ALL_BIASES = {"soft_cap": 1.5, "alibi_slopes": np.linspace(0, 0.2, 6, dtype=np.float32), **SINKS}
 each_dtype = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 
 
@@ -105,15 +108,21 @@ def test_attention_of_any_head(
 
 
 @each_dtype
-@pytest.mark.parametrize(("window", "chunk"), [(None, None), (20, None), (None, 33)])
-def test_attention_of_a_tile(kernels: Kernels, dtype: str, window: int | None, chunk: int | None) -> None:
+@pytest.mark.parametrize(
+    ("window", "chunk", "biases"),
+    [(None, None, {}), (20, None, {}), (None, 33, {}), (None, None, SINKS), (20, None, ALL_BIASES)],
+    ids=["all", "window", "chunk", "sinks", "window and biases"],
+)
+def test_attention_of_a_tile(
+    kernels: Kernels, dtype: str, window: int | None, chunk: int | None, biases: dict[str, Any]
+) -> None:
     """Each query sees the tokens up to its own, and has the bits that it has alone; padding gives zeros."""
     lengths, num_queries = np.array([70, 33, 0, 104]), 7  # as many rows as K is turned for, and a few
     starts = np.array([63, 30, 0, 97])
     begins = starts // chunk * chunk if chunk else lengths - (window + 6 if window else lengths)
     _, k, v, tables = paged(dtype, 6, 2, 64, block_size=16, lengths=lengths, begins=begins)
     q = draw(9, dtype, 4, num_queries, 6, 64)
-    bounds = {"window": window, "chunk": chunk}
+    bounds = {"window": window, "chunk": chunk, **biases}
     out = kernels.attend(q, k, v, tables, starts, lengths, scale=0.125, **bounds)
     check(out, q, k, v, tables, starts, lengths, **bounds)
     assert not out[1, 3:].any()
@@ -161,8 +170,8 @@ def test_attention_reads_layouts_where_they_lie(
     k, v = (np.asarray(x) for x in pool.read(jnp.arange(num_blocks), jnp.dtype("float32")))
     out = kernels.attend_to(q, pool, tables, starts, lengths, scale=0.125)
     check(out, q, k, v, tables, starts, lengths, window=None)
-    alone = kernels.attend_to(q[:, :1], pool, tables, starts, lengths, scale=0.125)
-    check(alone, q[:, :1], k, v, tables, starts, lengths, window=None)
+    alone = kernels.attend_to(q[:, :1], pool, tables, starts, lengths, scale=0.125, soft_cap=1.5)
+    check(alone, q[:, :1], k, v, tables, starts, lengths, window=None, soft_cap=1.5)
 
 
 @each_dtype
@@ -189,12 +198,13 @@ def test_attention_unpacks_four_bits(kernels: Kernels, dtype: str, head_dim: int
     newest = np.asarray(pool.arrays["new_group"])[tables[np.arange(3), lengths // 32]]
     assert newest.tolist() == [0, 1, 1], "each sequence has a group that is not whole"
     q = draw(5, dtype, 3, 5, 6, head_dim)
-    out = kernels.attend_to(q, pool, tables, starts, lengths, scale=0.125, window=window)
+    options = {"window": window, **(ALL_BIASES if window else {})}
+    out = kernels.attend_to(q, pool, tables, starts, lengths, scale=0.125, **options)
     k, v = (np.asarray(x) for x in pool.read(jnp.arange(10), jnp.dtype("float32")))
-    check(out, q, k, v, tables, starts, lengths, window=window)
+    check(out, q, k, v, tables, starts, lengths, **options)
     for i in (0, 4):
         at = starts + i
-        alone = kernels.attend_to(q[:, i : i + 1], pool, tables, at, lengths, scale=0.125, window=window)
+        alone = kernels.attend_to(q[:, i : i + 1], pool, tables, at, lengths, scale=0.125, **options)
         np.testing.assert_array_equal(bits(alone[:, 0]), bits(out[:, i]))
 
 
@@ -207,6 +217,13 @@ def test_attention_weights_of_far_apart_scores(kernels: Kernels, dtype: str) -> 
     for sign in (1, -1):
         out = kernels.attend(sign * q, k, v, tables, lengths - 1, lengths, scale=float(sign))[0, 0, 0]
         np.testing.assert_array_equal(out, v[tables[0, 2], 5, 0])
+        # A sink beyond all scores leaves nothing, one far below them all.
+        options = {"scale": float(sign), "sinks": np.array([-1e4], np.float32)}
+        out = kernels.attend(sign * q, k, v, tables, lengths - 1, lengths, **options)[0, 0, 0]
+        np.testing.assert_array_equal(out, v[tables[0, 2], 5, 0])
+        options["sinks"] = np.array([1e4], np.float32)
+        out = kernels.attend(sign * q, k, v, tables, lengths - 1, lengths, **options)
+        np.testing.assert_allclose(out.astype(np.float32), 0, atol=1e-30)
 
 
 def paged(dtype, num_q_heads, num_kv_heads, head_dim, *, block_size, lengths, begins=0):
@@ -223,7 +240,7 @@ def paged(dtype, num_q_heads, num_kv_heads, head_dim, *, block_size, lengths, be
     return draw(1, dtype, len(lengths), 1, num_q_heads, head_dim), k, v, tables.astype(np.int32)
 
 
-def check(out, q, k, v, tables, starts, lengths, window, chunk=None) -> None:
+def check(out, q, k, v, tables, starts, lengths, window, chunk=None, **biases) -> None:
     """Compare with the oracle, query by query."""
     assert out.dtype == q.dtype
     wide_q, wide_k, wide_v = (x.astype(np.float32) for x in (q, k, v))
@@ -236,6 +253,7 @@ def check(out, q, k, v, tables, starts, lengths, window, chunk=None) -> None:
             scale=0.125,
             sliding_window=window,
             attention_chunk=chunk,
+            **biases,
         )
         got = out[:, i].astype(np.float32)[seen > 0]
         np.testing.assert_allclose(got, want[seen > 0], rtol=tolerance, atol=tolerance * 1e-2 + 1e-5)

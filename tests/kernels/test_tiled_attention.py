@@ -133,15 +133,16 @@ def test_each_query_of_a_tile_equals_a_decode_at_its_place(shape, window, implem
         np.testing.assert_allclose(out[used, i], want[used], atol=TOLERANCE, rtol=TOLERANCE)
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize(("num_q_heads", "num_kv_heads"), [(6, 2), (24, 3)])
-def test_slopes_soft_cap_and_sinks_in_tiles_equal_the_oracle(num_q_heads, num_kv_heads):
+def test_slopes_soft_cap_and_sinks_in_tiles_equal_the_oracle(num_q_heads, num_kv_heads, implementation):
     """XLA computes few heads as one, many one by one."""
     q, k, v, tables, seq_lens = make_case(num_q_heads, num_kv_heads, 16, 8, [2, 45, 139], 2)
     starts = seq_lens - 2
     rng = np.random.default_rng(1)
     biases = {name: rng.normal(size=num_q_heads).astype(np.float32) for name in ("alibi_slopes", "sinks")}
     options = {"scale": 0.3, "soft_cap": 2.0, **biases}
-    out = attend(q, k, v, tables, starts, seq_lens, **options, implementation="xla")
+    out = attend(q, k, v, tables, starts, seq_lens, **options, implementation=implementation)
     for i in range(2):
         want = reference_attention.paged_attention(q[:, i], k, v, tables, starts + i + 1, **options)
         np.testing.assert_allclose(out[:, i], want, atol=TOLERANCE, rtol=TOLERANCE)
@@ -276,6 +277,7 @@ def test_a_kernel_is_refused_for_longer_tiles():
 
 def test_native_attention_is_refused_what_it_does_not_know():
     q, k, v, tables, seq_lens = make_case(4, 2, 16, 8, [9, 3], 1)
-    arrays = map(jnp.asarray, (q, k, v, tables, seq_lens - 1, seq_lens))
-    with pytest.raises(NotImplementedError, match="does not serve this call: it has no soft_cap, sinks. Use"):
-        ops.tiled_paged_attention(*arrays, scale=1.0, soft_cap=2.0, sinks=np.ones(4), implementation="native")
+    q, k, v, *at = map(jnp.asarray, (q, k, v, tables, seq_lens - 1, seq_lens))
+    scales, k, v = {"k_scale": 1.0, "v_scale": 1.0}, k.astype(jnp.int8), v.astype(jnp.int8)
+    with pytest.raises(NotImplementedError, match="serve this call: it has no k_scale, v_scale. Use 'xla'"):
+        ops.tiled_paged_attention(q, k, v, *at, scale=1.0, **scales, implementation="native")

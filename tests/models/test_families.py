@@ -241,11 +241,12 @@ def test_an_expert_that_no_token_chose_is_not_computed(moe, monkeypatch):
     mlp = moe.layers.mlp
     x = jnp.asarray(np.random.default_rng(0).normal(size=(4, 32)), jnp.float32)
     is_padding = jnp.array([False, True, True, True])
-    weights = mlp.choose(x, 0)
-    mlp(x, 0, is_padding).block_until_ready()
+    weights, by_token = mlp.choose(x, 0)
+    jax.block_until_ready(mlp(x, 0, is_padding))
     jax.effects_barrier()
     chosen = np.flatnonzero(weights[0])
     assert len(chosen) == 2
+    assert sorted(by_token[0].tolist()) == chosen.tolist()
     assert computed == {int(expert): 2 for expert in chosen}  # gate and up, and down
     everyone = np.flatnonzero(np.any(weights > 0, axis=0))
     assert len(everyone) > 2, "the others would have chosen more"
@@ -255,9 +256,9 @@ def test_a_tokens_experts_add_up_alike_in_any_company(moe):
     mlp = moe.layers.mlp
     x = jnp.asarray(np.random.default_rng(0).normal(size=(8, 32)), jnp.float32)
     nobody = jnp.zeros(8, bool)
-    together = mlp(x, 1, nobody)
+    together, _ = mlp(x, 1, nobody)
     for row in range(8):
-        alone = mlp(x, 1, jnp.arange(8) != row)
+        alone, _ = mlp(x, 1, jnp.arange(8) != row)
         np.testing.assert_array_equal(alone[row], together[row])
 
 

@@ -25,6 +25,7 @@ from jaxpaged.step import loop
 from jaxpaged.step.state import Counter, FinishReason
 from reference import model as reference_model
 from tests import tiny, tiny_lora, tiny_recursive
+from tests.engine import test_routed
 from tests.engine.fuzz import Fuzz
 from tests.models.test_decoder import GOLDENS
 from tests.parallel.cases import differs
@@ -310,6 +311,28 @@ def test_what_is_of_one_group_alone_is_refused(driver):
         InputError, match=r"^data_parallel_size=2 must be 1 to export or adopt blocks: make an"
     ):
         driver.export_blocks(np.arange(20), None)
+
+
+@pytest.mark.nightly
+def test_experts_and_candidates_are_told_by_each_group():
+    """Two groups of two devices tell what one device does, of a model with experts."""
+    folder = GOLDENS / "families" / "qwen3_moe"
+    prompts = [[3 + token % 58 for token in its] for its in tiny.prompts([20, 41, 9, 33])]
+    ids = [np.random.default_rng(0).integers(0, 61, (len(prompt) - 1, 3)) for prompt in prompts]
+    plain = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True, detokenize=False)
+    params = [dataclasses.replace(plain, prompt_logprob_token_ids=each) for each in ids]
+    options = tiny.DEFAULTS | test_routed.ASKED | {"max_model_len": 128, "max_prompt_logprob_token_ids": 3}
+    both = []
+    for more in ({}, TWO):
+        llm = LLM(folder, skip_tokenizer_init=True, **options | more)
+        both.append(llm.generate(prompts, params))
+    for one, other in zip(*both, strict=True):
+        answer = other.outputs[0]
+        assert answer.token_ids == one.outputs[0].token_ids
+        want = test_routed.oracles([*other.prompt_token_ids, *answer.token_ids], folder)
+        np.testing.assert_array_equal(answer.routed_experts, want)
+        told = other.prompt_token_id_logprobs
+        np.testing.assert_allclose(told, one.prompt_token_id_logprobs, atol=1e-5)
 
 
 @pytest.mark.slow

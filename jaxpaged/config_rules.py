@@ -1,0 +1,47 @@
+"""Rules that an engine's options keep together; each message names the value and the rule."""
+
+from typing import Any
+
+from jaxpaged.checks import check
+
+
+def check_together(config: Any) -> None:
+    """Raise `InputError` if options of an `EngineConfig`, each good by itself, do not go together."""
+    _check_caching(config)
+    drafts = config.speculative_config if config.enable_trace_replay else None
+    check("speculative_config", drafts, "None with enable_trace_replay", drafts is None)
+
+
+def _check_caching(config: Any) -> None:
+    caches = config.enable_prefix_caching
+    check(
+        "reuse_answers",
+        config.reuse_answers,
+        "False without enable_prefix_caching",
+        caches or not config.reuse_answers,
+    )
+    if (size := config.kv_offloading_size) is not None:
+        is_one = config.num_processes == config.data_parallel_size == 1 and not config.calculate_kv_scales
+        rule = "None with several processes or replicas, measured scales, or without enable_prefix_caching"
+        check("kv_offloading_size", size, rule, is_one and caches)
+    told, is_told = config.kv_events_config, caches and config.num_processes == 1
+    rule = "None with several processes, or without enable_prefix_caching"
+    check("kv_events_config", told, rule, told is None or is_told)
+    # What a hit takes from the cache nobody computes, and so nobody routes.
+    rule = "False with enable_return_routed_experts"
+    check("enable_prefix_caching", caches, rule, not (caches and config.enable_return_routed_experts))
+
+
+def check_processes(config: Any) -> None:
+    """Raise `InputError` if an `EngineConfig` does not say where its processes meet, and what they share."""
+    count, address = config.num_processes, config.distributed_init
+    if count == 1:
+        check("distributed_init", address, "None unless num_processes is more than 1", address is None)
+        return
+    host, _, port = address.rpartition(":") if isinstance(address, str) else ("", "", "")
+    is_address = bool(host) and port.isascii() and port.isdigit()
+    check("distributed_init", address, "HOST:PORT of process 0", is_address)
+    rule, size = f"a multiple of num_processes={count}", config.tensor_parallel_size
+    check("tensor_parallel_size", size, rule, size % count == 0)
+    replicas, rule = config.data_parallel_size, "1 with several processes: start an engine for each replica"
+    check("data_parallel_size", replicas, rule, replicas == 1)
