@@ -1,13 +1,13 @@
 """The kernels on this machine's GPU, compiled, against the NumPy oracle: right, and the same every time.
 
-    python -m benchmarks.check_kernels [--out FILE]         on a Hopper GPU
+    python -m benchmarks.check_kernels [--out FILE]         on an NVIDIA GPU
     python -m benchmarks.check_kernels --kernel prompts     one of the kernels
     python -m benchmarks.check_kernels --smoke              a few of the cases, interpreted, on a CPU
 
 JSON lines on stdout, one a case and version of the kernel: the error that is largest beside what is allowed
-there, and whether more runs gave the same bits. It fails if one is wrong or moves, and at once where JAX does
-not use a Hopper GPU. Rows, tables and pools are padded, so that cases that differ in lengths alone share a
-compiled program. It needs jax, numpy, jaxtyping and absl-py; the cases are those of the tests.
+there, and whether more runs gave the same bits. It fails if one is wrong or moves, and at once where JAX uses
+no NVIDIA GPU since Ampere. Rows, tables and pools are padded, so that cases that differ in lengths alone
+share a compiled program. It needs jax, numpy, jaxtyping and absl-py; the cases are those of the tests.
 """
 
 import functools

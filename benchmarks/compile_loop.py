@@ -206,7 +206,6 @@ def compile_for_h200(case: Case) -> tuple[Any, Any]:
     from jaxpaged.step import loop
     from jaxpaged.step.config import StepConfig
     from jaxpaged.step.state import EngineState, HostPool, create_state, create_tables
-    from pallas_kernels.gpu.targets import HOPPER
     from pallas_kernels.ops import choice
 
     mesh = Mesh(np.array(cuda_compiler.topology(1, case.capability).devices), ("x",))
@@ -245,8 +244,7 @@ def compile_for_h200(case: Case) -> tuple[Any, Any]:
         if case.attention == "constant":
             return ConstantModel()
         quantisation = None if case.quantization is None else OnLoad(case.quantization)
-        products = "mosaic_gpu" if case.capability == HOPPER.capability else "xla"
-        with mock.patch.object(choice, "default_implementation", return_value=products):
+        with mock.patch.object(choice, "default_implementation", return_value="mosaic_gpu"):
             loops = case.loops or None
             model = decoder.abstract(config, LoadAs(dtype, loop_over_layers=loops), NAMES, quantisation)
         if case.num_adapters:

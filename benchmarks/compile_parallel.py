@@ -1,11 +1,12 @@
-"""Compile the serving loop of real sizes for H200s, without one: what they tell each other, what each holds.
+"""Compile the serving loop of real sizes for GPUs, without one: what they tell each other, what each holds.
 
     python -m benchmarks.compile_parallel [NAME ...]    one JSON line per case, or for these alone
 
-What it needs, `cuda_compiler` says. For eight devices; of Llama 3.1 8B for one. Weights are shapes alone. The
-engine sizes its cache as it does on GPUs, by the compiled loop: as many blocks as fit beside weights, state
-and loop in 90% of an H200's 141 GB. All numbers are XLA's own of the compiled program, and of one device;
-collectives are counted in its text. `seconds` and `processor_seconds` are those of tracing and compiling.
+What it needs, `cuda_compiler` says. For eight H200s; of Llama 3.1 8B for one, and for one of every other card
+of `targets.CARDS`. Weights are shapes alone. The engine sizes its cache as it does on GPUs, by the compiled
+loop: as many blocks as fit beside weights, state and loop in 90% of the card's memory. All numbers are XLA's
+own of the compiled program, and of one device; collectives are counted in its text. `seconds` and
+`processor_seconds` are those of tracing and compiling.
 """
 
 import collections
@@ -26,11 +27,12 @@ from benchmarks.llama import LLAMA_3_SCALING, llama_config
 from jaxpaged.config import EngineConfig, Quantization
 from jaxpaged.engine.gpu_flags import FLAGS
 from jaxpaged.models.config import ModelConfig
+from pallas_kernels.gpu.targets import CARDS, Card
 
 _HERE = flags.DEFINE_bool("here", False, "Compile in this process, which has cuda_compiler's environment.")
 
-MEMORY_BYTES = 141_000_000_000  # of an H200, by its datasheet
-SHARE = 0.9  # of it for the engine: `EngineConfig.gpu_memory_utilization`
+H200 = next(card for card in CARDS if card.name.startswith("H200"))
+SHARE = 0.9  # of a card's memory for the engine: `EngineConfig.gpu_memory_utilization`
 KINDS = "all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute|collective-broadcast"
 
 
@@ -50,10 +52,12 @@ class Case:
     vocab_size: int = 128256
     loops: bool = False  # `EngineConfig.loop_over_layers`
     graphs: str = FLAGS["xla_gpu_enable_command_buffer"]  # of what XLA makes CUDA graphs
+    card: Card = H200
 
     def __str__(self) -> str:
         name = f"{self.model} {self.quantization or 'bfloat16'} {self.num_layers} layers"
         name += " in a loop" * self.loops
+        name += f" on {self.card.name}" * (self.card != H200)
         return name if self.graphs in FLAGS.values() else f"{name} {self.graphs}"
 
     def model_config(self) -> ModelConfig:
@@ -76,6 +80,7 @@ class Case:
 
 
 LLAMA_8B = Case("llama-3.1-8b", 32, 4096, 14336, 32, num_devices=1)
+SHORT = 8192  # tokens of a sequence where the card may have 24 GB
 SMALL = Case("small", 2, 1024, 2048, 8, max_num_seqs=8, max_model_len=512, vocab_size=4096)
 
 
@@ -85,6 +90,7 @@ def cases() -> list[Case]:
         dataclasses.replace(SMALL, graphs=f"{SMALL.graphs},+COLLECTIVES"),
         *(dataclasses.replace(LLAMA_8B, num_layers=layers) for layers in (2, 32)),
         *(dataclasses.replace(LLAMA_8B, num_layers=layers, loops=True) for layers in (2, 16, 32)),
+        *(dataclasses.replace(LLAMA_8B, max_model_len=SHORT, card=card) for card in CARDS if card != H200),
         Case("llama-3.1-70b", 80, 8192, 28672, 64),
         Case("llama-3.1-405b", 126, 16384, 53248, 128, quantization="fp8"),
     ]
@@ -104,7 +110,7 @@ class Report:
     alias_bytes: int  # arguments that become results in place
     temp_bytes: int
     total_bytes: int  # arguments, temporaries, and results that are not in place
-    fits: bool  # in `MEMORY_BYTES`
+    fits: bool  # in the card's memory
     outermost: tuple[str, ...]  # the thunks that are in no other: what a run launches
     seconds: float
     processor_seconds: float  # of the compiler's processes, too
@@ -131,7 +137,7 @@ def run(name: str) -> Report:
 def _report_here(name: str) -> Report:
     case = cuda_compiler.named(cases(), name)
     start, processor_start = time.perf_counter(), _processor_seconds()
-    weight_bytes, size, compiled = compile_for_h200s(case)
+    weight_bytes, size, compiled = compile_for_gpus(case)
     seconds, processor_seconds = time.perf_counter() - start, _processor_seconds() - processor_start
     memory = compiled.memory_analysis()
     new = memory.output_size_in_bytes - memory.alias_size_in_bytes
@@ -148,7 +154,7 @@ def _report_here(name: str) -> Report:
         alias_bytes=memory.alias_size_in_bytes,
         temp_bytes=memory.temp_size_in_bytes,
         total_bytes=total,
-        fits=total <= MEMORY_BYTES,
+        fits=total <= case.card.memory_bytes,
         outermost=cuda_compiler.outermost(thunks),
         seconds=round(seconds, 1),
         processor_seconds=round(processor_seconds, 1),
@@ -170,7 +176,7 @@ def collectives(text: str) -> dict[str, int]:
     return dict(sorted(found.items()))
 
 
-def compile_for_h200s(case: Case) -> tuple[int, Any, Any]:
+def compile_for_gpus(case: Case) -> tuple[int, Any, Any]:
     """Return the bytes of a device's weights, the cache's size, and `loop.run` compiled for it.
 
     Needs the environment of `cuda_compiler.run`.
@@ -186,7 +192,7 @@ def compile_for_h200s(case: Case) -> tuple[int, Any, Any]:
     config, model_config = case.engine_config(), case.model_config()
     quantisation = None if case.quantization is None else OnLoad(case.quantization)
     shapes_of = functools.partial(decoder.abstract, model_config, names=NAMES, quantisation=quantisation)
-    with _on_h200s(case.num_devices):
+    with _on_gpus(case.card, case.num_devices):
         setup = Setup(config, model_config)
         setup.check()
         model = start.abstract_model(setup, shapes_of)
@@ -195,23 +201,27 @@ def compile_for_h200s(case: Case) -> tuple[int, Any, Any]:
 
 
 @contextlib.contextmanager
-def _on_h200s(num_devices: int) -> Iterator[None]:
-    """Answer the engine's questions about its devices as so many H200s would, with nothing else on them."""
+def _on_gpus(card: Card, num_devices: int) -> Iterator[None]:
+    """Answer the engine's questions about its devices as so many of a card would, with nothing else on
+    them.
+    """
     import jax
     import numpy as np
+    from jax.experimental.mosaic.gpu import utils
     from jax.sharding import Mesh
 
     from jaxpaged.engine import gpu_flags, machine, setup
     from jaxpaged.models.shards import DATA, MODEL
     from pallas_kernels.ops import choice
 
-    devices = np.array(cuda_compiler.topology(num_devices).devices)
+    devices = np.array(cuda_compiler.topology(num_devices, card.capability).devices)
     mesh = Mesh(devices.reshape(1, num_devices), (DATA, MODEL)) if num_devices > 1 else None
-    memory = {"bytes_limit": int(SHARE * MEMORY_BYTES)}
+    memory = {"bytes_limit": int(SHARE * card.memory_bytes)}
     answers = (
         (jax, "default_backend", "gpu"),
         (jax, "local_devices", list(devices)),
         (choice, "default_implementation", "mosaic_gpu"),
+        (utils, "_infer_arch", tuple(map(int, card.capability.split(".")))),
         (setup, "mesh_of", mesh),
         (machine, "memory_stats", memory),
         (gpu_flags, "memory_share", SHARE),

@@ -277,10 +277,13 @@ def markdown(reports: list[Report]) -> str:
     return "\n".join([*lines, ""])
 
 
-def targets_programs() -> list[Program]:
+def targets_programs() -> list[Program | Product]:
     """Return the programs of the table of targets."""
     prompt = Program("tiles", tile_len=32)
-    return [p for base in (Program(), prompt) for p in (base, dataclasses.replace(base, cache_dtype="int8"))]
+    attention = [
+        p for one in (Program(), prompt) for p in (one, dataclasses.replace(one, cache_dtype="int8"))
+    ]
+    return [*attention, *(Product(kind, rows) for kind in ("Q4_0", BLOCKS, DENSE) for rows in (16, 64))]
 
 
 def targets_markdown() -> str:
@@ -288,7 +291,7 @@ def targets_markdown() -> str:
     import jax
 
     lines = [
-        "# What the attention kernels take on every target",
+        "# What the kernels take on every target",
         "",
         f"Made by `python -m benchmarks.compile_report --targets --write` with jax {jax.__version__}:",
         "compiled, not run. Columns are those of compile_report.md.",

@@ -1,7 +1,6 @@
 """The GPU under a benchmark: whether JAX uses it, what it can do, and how long its kernels take.
 
     python -m benchmarks.device            one JSON line of what it is; fails unless our kernels serve it
-    python -m benchmarks.device products   likewise for kernels of products
 
 Kernels are timed by a trace of the device (CUPTI's), ours and others' alike: the sum of what a call's kernels
 take, without the gaps in between and whatever the host does. Where there is no trace, as on a CPU, the host's
@@ -21,7 +20,6 @@ import jax.numpy as jnp
 
 from benchmarks import record
 from pallas_kernels.gpu import ptxas, targets
-from pallas_kernels.gpu.targets import Operation
 
 H200_FLOPS = 790e12  # a second, of a large product in bfloat16 of random numbers
 
@@ -58,8 +56,7 @@ def peak() -> Peak:
 
 def main() -> None:
     """Run as a module."""
-    operation: Any = sys.argv[1] if len(sys.argv) > 1 else "prompts"
-    print(json.dumps(require_gpu(operation)), flush=True)
+    print(json.dumps(require_gpu()), flush=True)
 
 
 def described(smoke: bool) -> dict[str, Any]:
@@ -67,9 +64,9 @@ def described(smoke: bool) -> dict[str, Any]:
     return {"device": "cpu"} if smoke else require_gpu()
 
 
-def require_gpu(operation: Operation = "prompts") -> dict[str, Any]:
-    """Return what GPU and compiler there are. End the process with one line where our kernels do not compute
-    the operation on the GPU that JAX uses.
+def require_gpu() -> dict[str, Any]:
+    """Return what GPU and compiler there are. End the process with one line where our kernels do not serve
+    the GPU that JAX uses.
     """
     try:
         device = jax.devices()[0]
@@ -82,8 +79,6 @@ def require_gpu(operation: Operation = "prompts") -> dict[str, Any]:
             f"nothing is measured: {there}JAX uses {used}, which is no NVIDIA GPU since Ampere: install "
             "jax[cuda12] or jax[cuda13]; see JAX_PLATFORMS and CUDA_VISIBLE_DEVICES (--smoke runs anywhere)"
         )
-    if operation not in target.serves:
-        sys.exit(f"nothing is measured: {used} has no kernels of {operation}: {target}")
     version = ptxas.version()
     if version is None:
         sys.exit(

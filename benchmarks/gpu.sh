@@ -18,8 +18,8 @@
 #
 # Results go to FOLDER, or $OUT, or out: a JSON line each, as soon as it is there, so a run that is stopped keeps
 # what it has. A step that fails does not keep the next from running, but the command fails in the end; without
-# --smoke it fails at once where JAX uses no GPU that our kernels serve; --products asks for a Hopper GPU. Lines say
-# what share is reached of what the card's datasheet says (pallas_kernels/gpu/targets.py), or of reading alone.
+# --smoke it fails at once where JAX uses no GPU that our kernels serve. Lines say what share is reached of what the
+# card's datasheet says (pallas_kernels/gpu/targets.py), or of reading alone.
 # Cases and peers that do not serve the GPU are named with the reason.
 #
 # It needs jax with CUDA, numpy, jaxtyping and absl-py, and flax for the engine. Of these, what is not installed may
@@ -128,9 +128,7 @@ import nvidia
 sys.exit(not any(file for place in nvidia.__path__ for file in pathlib.Path(place).glob("*/bin/ptxas")))' 2>&- ||
         export CUDA_ROOT=/usr/local/cuda
 fi
-operation=prompts
-[ "$mode" = --products ] && operation=products
-"$python" -m benchmarks.device $operation || exit 1
+"$python" -m benchmarks.device || exit 1
 case "$mode" in
 --prefill) prefill && table "$folder/prefill.jsonl" ;;
 --engine) engine && table "$folder/engine.jsonl" ;;

@@ -1,6 +1,6 @@
 """Products with a layer's weights on a GPU: our kernel, which is told the layer, beside cuBLAS.
 
-    python -m benchmarks.products [--out FILE] [--budget 160]    on a Hopper GPU
+    python -m benchmarks.products [--out FILE] [--budget 160]    on an NVIDIA GPU
     python -m benchmarks.products --smoke                        tiny shapes, interpreted, on a CPU
 
 JSON lines on stdout, one a shape, number of rows and implementation: microseconds of a product, adding up

@@ -18,9 +18,9 @@ from benchmarks.texts import QUESTIONS, edits
 from jaxpaged import LLM, SamplingParams
 
 BATCHES = flags.DEFINE_list("batches", ["1", "4", "16"], "prompts at once")
-METHOD = flags.DEFINE_enum("method", "ngram", ["ngram", "suffix", "draft_model"], "way to draft")
+METHOD = flags.DEFINE_enum("method", "ngram", ["ngram", "suffix", "draft_model", "eagle3"], "way to draft")
 MODEL = flags.DEFINE_string("model", "smollm2", "model that answers")
-DRAFT = flags.DEFINE_string("draft", "smollm2", "model that drafts, for draft_model")
+DRAFT = flags.DEFINE_string("draft", "smollm2", "model or head that drafts, for draft_model and eagle3")
 QUANTIZATION = flags.DEFINE_string("quantization", None, "form of the answering model's weights")
 DRAFT_QUANTIZATION = flags.DEFINE_string("draft_quantization", None, "form of the drafting model's weights")
 SLOTS = flags.DEFINE_integer("slots", 16, "max_num_seqs")
@@ -47,7 +47,7 @@ def main(argv: list[str]) -> None:
     if METHOD.value == "suffix":
         drafts |= {"suffix_decoding_max_cached_requests": CACHED.value}
         settings |= {"cached": CACHED.value}
-    if METHOD.value == "draft_model":
+    if METHOD.value in ("draft_model", "eagle3"):
         drafts |= {"model": DRAFT.value, "quantization": DRAFT_QUANTIZATION.value}
         settings |= {
             "model": MODEL.value,

@@ -315,14 +315,14 @@ class EngineConfig:
         ),
     )
     # Whether layers are computed in a loop: then compiling takes as long for many as for few. None: where our
-    # CPU kernels multiply. On a GPU True needs Hopper, 16 bits and the attention kernel. Our own kernel,
+    # CPU kernels multiply. On a GPU True needs 16 bits and the attention kernel. Our own kernel,
     # which was never measured, then multiplies in place of cuBLAS.
     loop_over_layers: bool | None = option(
         None,
         optional(checked_bool),
         flag=yes_or_no(
             "compute layers in a loop, so that compiling takes as long for many as for few (default: where "
-            "our CPU kernels multiply; on a Hopper GPU a kernel that was never measured then multiplies)"
+            "our CPU kernels multiply; on a GPU a kernel that was never measured then multiplies)"
         ),
     )
     max_logprobs: int = option(

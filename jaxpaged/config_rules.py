@@ -24,9 +24,8 @@ def _check_caching(config: Any) -> None:
         is_one = config.num_processes == config.data_parallel_size == 1 and not config.calculate_kv_scales
         rule = "None with several processes or replicas, measured scales, or without enable_prefix_caching"
         check("kv_offloading_size", size, rule, is_one and caches)
-    told, is_told = config.kv_events_config, caches and config.num_processes == 1
-    rule = "None with several processes, or without enable_prefix_caching"
-    check("kv_events_config", told, rule, told is None or is_told)
+    told = config.kv_events_config
+    check("kv_events_config", told, "None without enable_prefix_caching", told is None or caches)
     # What a hit takes from the cache nobody computes, and so nobody routes.
     rule = "False with enable_return_routed_experts"
     check("enable_prefix_caching", caches, rule, not (caches and config.enable_return_routed_experts))

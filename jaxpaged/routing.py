@@ -73,7 +73,7 @@ class Router[Name: Hashable]:
         self.max_blocks = checked_int("max_blocks", max_blocks, "an int >= 1", 1)
         self.max_lead = checked_number("max_lead", max_lead, "a number >= 0", 0)
         self._cached: dict[Name, OrderedDict[Key, None]] = {}  # the one used longest ago first
-        self._told: dict[Name, set[Key]] = {}
+        self._told: dict[Name, dict[str, set[Key]]] = {}  # by medium
         self._turn: dict[Name, int] = {}  # when each was last sent something
         self._num_sent = 0
 
@@ -96,19 +96,23 @@ class Router[Name: Hashable]:
 
     def num_cached(self, name: Name, keys: Iterable[Key]) -> int:
         """Return how many of the first keys the replica has cached, as far as is known."""
-        cached, told, num = self._cached.get(name, ()), self._told.get(name, ()), 0
+        cached, told, num = self._cached.get(name, ()), self._told.get(name, {}).values(), 0
         for key in keys:
-            if key not in told and key not in cached:
+            if key not in cached and not any(key in its for its in told):
                 break
             num += 1
         return num
 
-    def tell(self, name: Name, stored: Iterable[Key] = (), removed: Iterable[Key] = ()) -> None:
-        """Record what a replica tells of its cache: what it has removed, and then stored.
+    def tell(
+        self, name: Name, stored: Iterable[Key] = (), removed: Iterable[Key] = (), medium: str = "GPU"
+    ) -> None:
+        """Record what a replica tells of a medium of its cache: what it has removed there, and then stored.
 
-        What was sent to it counts as cached until it tells that it has stored it.
+        What was sent to it counts as cached until it tells that it has stored it. What it has in any medium
+        counts as cached: it is fetched from there in less time than computing takes.
         """
-        told, sent = self._told.setdefault(name, set()), self._cached.setdefault(name, OrderedDict())
+        told = self._told.setdefault(name, {}).setdefault(medium, set())
+        sent = self._cached.setdefault(name, OrderedDict())
         told.difference_update(removed)
         for key in stored:
             told.add(key)
@@ -116,13 +120,13 @@ class Router[Name: Hashable]:
 
     def forget(self, name: Name) -> None:
         """Record that a replica has nothing cached any more."""
-        self._told[name], self._cached[name] = set(), OrderedDict()
+        self._told[name], self._cached[name] = {}, OrderedDict()
 
     def note(self, name: Name, keys: Sequence[Key]) -> None:
         """Record that a request with these keys was sent to the replica."""
-        cached, told = self._cached.setdefault(name, OrderedDict()), self._told.get(name, ())
+        cached, told = self._cached.setdefault(name, OrderedDict()), self._told.get(name, {}).values()
         for key in reversed(keys):  # so that of a prompt its end is forgotten first
-            if key in told:
+            if any(key in its for its in told):
                 continue
             cached[key] = None
             cached.move_to_end(key)

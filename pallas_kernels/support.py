@@ -148,8 +148,8 @@ class Served:
     quantised_head_dims: tuple[int, ...] | None  # with a cache of 8 bits a number
     block_sizes: tuple[int, ...] | None
     max_group_size: int | None
+    longest_group_size: int | None = None  # likewise with the longest heads; None: as max_group_size
     scaled_block_sizes: tuple[int, ...] | None = None  # with a scale for each token
-    scaled_head_dims: tuple[int, ...] | None = None  # likewise; None: as quantised_head_dims
     packed_head_dims: tuple[int, ...] | None = None  # with 4 bits a number
     packed_block_sizes: tuple[int, ...] | None = None  # likewise
     needs_view: bool = False  # whether it reads only what a view shows
@@ -201,21 +201,15 @@ SUPPORT: dict[str, Served] = {
     ),
 }
 
-# Where a program has 99 or 163 KiB of shared memory, two stages of longer heads take more. With 163 KiB a
-# quantised cache of heads of 192 has the memory, but its prompts not the registers.
-_SHORT_HEADS = dataclasses.replace(
-    SUPPORT["mosaic_gpu"],
-    head_dims=(64, 80, 96, 112, 128),
-    quantised_head_dims=(64, 128),
-    scaled_head_dims=(64,),
-)
-_LONGER_HEADS = dataclasses.replace(
-    SUPPORT["mosaic_gpu"], head_dims=(64, 80, 96, 112, 128, 192), quantised_head_dims=(64, 128)
-)
+# Before Hopper a program's warpgroups cannot share registers unequally: prompts with an 8-bit cache and long
+# heads have 168 a thread, too few. Where a program has 99 KiB of shared memory, tiles of such heads do not
+# fit beside what is widened, nor those of the longest heads beside queries of more than 8 of them.
+_NARROW = dataclasses.replace(SUPPORT["mosaic_gpu"], quantised_head_dims=(64, 128))
+_SMALL = dataclasses.replace(_NARROW, longest_group_size=8)
 # What "mosaic_gpu" serves on targets, by ptxas's names, where that is less than SUPPORT says.
 LIMITED: dict[str, Served] = {
-    "sm_80": _LONGER_HEADS,
-    **dict.fromkeys(("sm_86", "sm_89", "sm_120a", "sm_121a"), _SHORT_HEADS),
+    "sm_80": _NARROW,
+    **dict.fromkeys(("sm_86", "sm_89", "sm_120a", "sm_121a"), _SMALL),
 }
 
 
@@ -249,17 +243,17 @@ def refuse_unserved(
     wrong += listed("k_cache.dtype", jnp.dtype(cache_dtype).name, served.cache_dtypes)
     is_quantised = jnp.dtype(cache_dtype).name in QUANTISED_DTYPES
     head_dims = served.quantised_head_dims if is_quantised else served.head_dims
-    view = options.kv_layout.view()
-    if view is not None and view.k_scale is not None:
-        head_dims = served.scaled_head_dims or head_dims
     if options.kv_layout.packed_view() is not None:
         head_dims = served.packed_head_dims
     wrong += listed("head_dim", head_dim, head_dims)
     wrong += listed("block_size", block_size, served.block_sizes_of(options.kv_layout))
     if not served.serves(options.kv_layout):
         wrong += listed("kv_layout", options.kv_layout, served.kv_layouts)
-    if served.max_group_size is not None and group_size > served.max_group_size:
-        wrong.append(f"num_q_heads // num_kv_heads={group_size} (served: up to {served.max_group_size})")
+    most = served.max_group_size
+    if served.longest_group_size is not None and head_dim == max(served.head_dims or (0,)):
+        most = served.longest_group_size
+    if most is not None and group_size > most:
+        wrong.append(f"num_q_heads // num_kv_heads={group_size} (served: up to {most})")
     if options.layer_kind is not None and implementation != "xla":
         wrong.append("a kind of layer from outside")
     if wrong:
@@ -290,12 +284,11 @@ def markdown_table() -> str:
         "cache layout": [join(s.kv_layouts) for s in SUPPORT.values()],
     }
     lines[", ".join(OPTIONAL)] = ["yes"] * len(SUPPORT)
-    for its in (_LONGER_HEADS, _SHORT_HEADS):
-        where = ", ".join(name for name, served in LIMITED.items() if served is its)
-        lines[f"head_dim on {where}"] = ["any", join(its.head_dims)]
-        lines[f"head_dim with an 8-bit cache on {where}"] = ["any", join(its.quantised_head_dims)]
-        if its.scaled_head_dims is not None:
-            lines[f"head_dim with a scale a token on {where}"] = ["any", join(its.scaled_head_dims)]
+    where = ", ".join(LIMITED)
+    lines[f"head_dim with an 8-bit cache on {where}"] = ["any", join(_NARROW.quantised_head_dims)]
+    where = ", ".join(name for name, served in LIMITED.items() if served is _SMALL)
+    line = f"query heads per kv head with head_dim {max(_SMALL.head_dims or (0,))} on {where}"
+    lines[line] = ["any", f"1 to {_SMALL.longest_group_size}"]
     rows = [["", *(f"`{name}`" for name in SUPPORT)], ["---"] * (len(SUPPORT) + 1)]
     rows += [[name, *cells] for name, cells in lines.items()]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)

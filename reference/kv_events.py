@@ -52,11 +52,18 @@ class Follower:
 
     def __init__(self) -> None:
         self.contents: dict[tuple[int, int], Content] = {}  # by group and hash
+        self.below: dict[str, set[int]] = {}  # hashes of blocks below the device, by medium
 
     def apply(self, event: Mapping[str, Any]) -> None:
         """Apply one event. What it removes must be there, and what it stores must not."""
         if event["type"] == "AllBlocksCleared":
-            self.contents = {}
+            self.contents, self.below = {}, {}
+            return
+        if event["medium"] != "GPU":
+            known, its = self.below.setdefault(event["medium"], set()), {*event["block_hashes"]}
+            is_stored = event["type"] == "BlockStored"
+            assert known.isdisjoint(its) if is_stored else known >= its
+            self.below[event["medium"]] = known | its if is_stored else known - its
             return
         group = event["group_idx"]
         if event["type"] == "BlockRemoved":

@@ -152,7 +152,7 @@ class AsyncLLM:
             self.llm.read_prompt,
             tokenization_kwargs=tokenization_kwargs,
             cuts=getattr(params, "cuts", None),
-            may_continue=True,
+            without=(),
         )
         is_long = _is_long(prompt) or _work_of(params) > streams.CHECKED_HERE
         return Admitted(*await self._read(is_long, read, prompt, admit))

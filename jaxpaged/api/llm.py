@@ -126,7 +126,7 @@ class LLM(LoadedModel):
                     self.engine.door.admit, params=its, priority=urgency, lora_request=adapter
                 )
                 cuts = getattr(its, "cuts", None)
-                read = functools.partial(self.read_prompt, cuts=cuts, may_continue=True)
+                read = functools.partial(self.read_prompt, cuts=cuts, without=())
                 asked.append((i, *read(prompt, admit, tokenization_kwargs=tokenization_kwargs)))
             except InputError as error:
                 if on_error is None:
@@ -226,7 +226,7 @@ class LLM(LoadedModel):
                 *naming_prompt(
                     i,
                     len(many),
-                    self.read_prompt,
+                    functools.partial(self.read_prompt, without=("continue_from",)),
                     prompt,
                     functools.partial(admit, lora_request=adapter, priority=urgency),
                 ),

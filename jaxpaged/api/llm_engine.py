@@ -84,7 +84,7 @@ class LLMEngine:
         admit = functools.partial(
             self.llm.engine.door.admit, params=params, priority=priority, lora_request=lora_request
         )
-        read = functools.partial(self.llm.read_prompt, prompt, admit, may_continue=True)
+        read = functools.partial(self.llm.read_prompt, prompt, admit, without=())
         text, requests = read(tokenization_kwargs=tokenization_kwargs, cuts=getattr(params, "cuts", None))
         put = self._items.put
         handles = self.llm.engine.submit_all(requests, lambda item: put((request_id, item)))

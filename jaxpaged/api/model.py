@@ -1,7 +1,7 @@
 """Loaded models: files, tokenizer and engine of one model, with what every way to ask it needs."""
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Self
 
 from jaxpaged.api import tokens
@@ -217,21 +217,20 @@ class LoadedModel(RolloutMethods, PoolingMethods):
         *,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         cuts: str | None = None,
-        may_continue: bool = False,
+        without: Collection[str] = ("continue_from", "kv_cache_ttl"),
     ) -> tuple[str | None, T]:
         """Return a prompt's text, where it was given as text, and what `admit` makes of its token ids and its
-        salt; and of what the answers begin with, if they `may_continue`. `cuts`: as `tokenize` takes it.
+        salt, and of what else it says; it must be `without` some of that. `cuts`: as `tokenize` takes it.
         Raises `InputError`.
         """
         text, token_ids, salt = split_prompt(prompt)
-        begun = prompt.get("continue_from") if isinstance(prompt, Mapping) else None
-        check("continue_from", begun, "left out here", begun is None or may_continue)
+        more = {}
+        for name in ("continue_from", "kv_cache_ttl") if isinstance(prompt, Mapping) else ():
+            if (told := prompt.get(name)) is not None:
+                check(name, told, "left out here", name not in without)
+                more[name] = told
         if token_ids is None:
             token_ids = self.tokenize(str(text), cuts=cuts, **tokenization(tokenization_kwargs))
-        more = {} if begun is None else {"continue_from": begun}
-        if isinstance(prompt, Mapping) and (seconds := prompt.get("kv_cache_ttl")) is not None:
-            check("kv_cache_ttl", seconds, "left out here", may_continue)
-            more["kv_cache_ttl"] = seconds
         return text, admit(token_ids, cache_salt=salt, **more)
 
     def tokenize(self, text: str, *, add_special_tokens: bool = True, cuts: str | None = None) -> list[int]:

@@ -18,6 +18,8 @@ from jaxpaged.vllm_names.judge import SAMPLING_NAMES, passes
 
 STANDARD_INPUT = "-"
 PROMPTS = ("prompt", "prompt_token_ids", "messages")
+# What a line says beside its prompt and its sampling options.
+OTHERS = ("id", "priority", "cache_salt", "kv_cache_ttl")
 # Variables of the chat template of a line's messages.
 TEMPLATE = {"reasoning_effort": (str, "a string"), "chat_template_kwargs": (dict, "an object")}
 OPTIONS = tuple(name for name in SamplingParams.__dataclass_fields__ if name != "output_kind")
@@ -34,6 +36,7 @@ class PromptLine:
     id: Any = None  # what a line calls itself, to be repeated in its answer
     priority: int = 0
     cache_salt: str | None = None
+    kv_cache_ttl: float | None = None
     template_kwargs: Mapping[str, Any] | None = None  # variables for the chat template of messages
     where: str = ""  # it was written down, for messages
 
@@ -169,7 +172,8 @@ def for_llm(asked: PromptLine, render_chat: Callable[..., dict[str, Any]], chat:
         prompt = render_chat(prompt["messages"], kwargs=asked.template_kwargs, cuts=cuts)
     elif chat and "prompt" in prompt:
         prompt = render_chat([{"role": "user", "content": prompt["prompt"]}], cuts=cuts)
-    return prompt | ({} if asked.cache_salt is None else {"cache_salt": asked.cache_salt})
+    more = {name: getattr(asked, name) for name in ("cache_salt", "kv_cache_ttl")}
+    return prompt | {name: its for name, its in more.items() if its is not None}
 
 
 def _lines(file: str, name: str) -> list[str]:
@@ -232,7 +236,7 @@ def of_row(row: str | bytes | dict[str, Any], sampling: Mapping[str, Any]) -> Pr
     own = _sampling_options(value)
     if isinstance(bias := own.get("logit_bias"), dict):  # JSON turns all its keys into strings
         own["logit_bias"] = {token_id(key): added for key, added in bias.items()}
-    others = {name: value.pop(name) for name in ("id", "priority", "cache_salt") if name in value}
+    others = {name: value.pop(name) for name in OTHERS if name in value}
     others = {name: its for name, its in others.items() if its is not None}
     if kind == "messages":
         variables = {name: its for name in TEMPLATE if (its := value.pop(name, None)) is not None}
@@ -245,7 +249,7 @@ def of_row(row: str | bytes | dict[str, Any], sampling: Mapping[str, Any]) -> Pr
     for name, asks in value.items():
         if asks is None or passes(name, asks, SAMPLING_NAMES, own):
             continue
-        known = ", ".join([*PROMPTS, "id", "priority", "cache_salt", *TEMPLATE, *OPTIONS])
+        known = ", ".join([*PROMPTS, *OTHERS, *TEMPLATE, *OPTIONS])
         raise InputError(f"option {name!r} must be one of {known}")
     return PromptLine({kind: prompt}, SamplingParams(**{**sampling, **own}), **others)
 

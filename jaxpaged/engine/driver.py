@@ -15,7 +15,6 @@ import numpy as np
 from absl import logging
 from flax import nnx
 
-from jaxpaged.checks import check
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine import capacity, drafted, machine, start
 from jaxpaged.engine.adapters import beside
@@ -36,7 +35,7 @@ from jaxpaged.engine.request_queue import Queued, RequestQueue
 from jaxpaged.engine.rooms import WRITTEN_BLOCKS, InUse, Rooms
 from jaxpaged.engine.routed import RoutedReader
 from jaxpaged.engine.setup import Setup
-from jaxpaged.engine.snapshot import Snapshot
+from jaxpaged.engine.snapshot import Snapshot, check_snapshot
 from jaxpaged.engine.start import Shapes
 from jaxpaged.engine.stats import Stats
 from jaxpaged.models.config import ModelConfig
@@ -128,17 +127,17 @@ class Driver(Offloading, ArenaWriter, RoutedReader):
         self.pace = Pace()
         self._last_read = -np.inf  # when the last report was read, by `time.perf_counter`
         self.compile()
-        self.open_tiers()
         if config.kv_events_config is not None:
-            its = self.step_config.grouping.specs, self._state, self._replicas.follow, self._mesh
-            self.events = Events(config, *its)
+            its = self.step_config.grouping.specs, self._state, self._replicas.follow
+            self.events = Events(config, *its, self.look, self._mesh)
+        self.open_tiers()
         if isinstance(processes, Leader):
             self.send_call = processes.tell
 
     @property
     def has_work(self) -> bool:
         """Whether a turn would do anything."""
-        return bool(self.queue) or self._unread is not None or self.rows.has_any or self.has_arrivals
+        return bool(self.queue) or self._unread is not None or self.rows.has_any or self.moves_blocks
 
     @property
     def state(self) -> EngineState:
@@ -175,7 +174,7 @@ class Driver(Offloading, ArenaWriter, RoutedReader):
         self.first_run = []
         # Before others take the blocks of a prompt; and where rows rest until the host has read their tokens.
         deltas = self.settle() if self.must_keep or self.rows.has_followed else []
-        self.release_arrivals(is_idle=not (self.queue or self.rows.has_any))
+        self.move_blocks(is_idle=not (self.queue or self.rows.has_any or self._unread))
         self._recall_less_urgent()
         self.fill_rows()
         self.write_masks()
@@ -186,15 +185,16 @@ class Driver(Offloading, ArenaWriter, RoutedReader):
         deltas += [] if self._unread is None else self._read(self._unread)
         self._unread = dispatched if self.rows.has_any else None
         if self.events is not None and dispatched is not None and self._unread is None:
-            self.events.read(self._state)  # nobody ran in it
+            self.events.read()  # nobody ran in it
         return deltas
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes. If any request is unfinished, change nothing and return False."""
+        self.finish_departures()
         if self.has_work:
             return False
-        self._forget_prefixes()
         self.forget_tiers()
+        self._forget_prefixes()
         return True
 
     def follow(self, name: str, arrays: Sequence[Any]) -> None:
@@ -219,14 +219,7 @@ class Driver(Offloading, ArenaWriter, RoutedReader):
 
         Raises `InputError` with several replicas, and with what a snapshot lacks: drafts, structured outputs.
         """
-        check("data_parallel_size", self._replicas.size, "1 for a snapshot", self._replicas.size == 1)
-        drafts = self.config.speculative_config
-        check("speculative_config", drafts, "None for a snapshot", drafts is None)
-        sizes = "structured_outputs_mib", "max_prompt_logprob_token_ids"
-        flags = "enable_trace_replay", "return_sampling_mask", "enable_return_routed_experts"
-        for name in (*sizes, *flags):
-            asked = getattr(self.config, name)
-            check(name, asked, f"{0 if name in sizes else False} for a snapshot", not asked)
+        check_snapshot(self.config)
         values = jax.device_get(without_kv(self._state))
         queue = tuple(self.queue)
         return Snapshot(values, self.step_config, self.door.model_config.vocab_size, queue)
@@ -291,7 +284,8 @@ class Driver(Offloading, ArenaWriter, RoutedReader):
     def _run(self, max_steps: int | None = None) -> Report:
         if max_steps is None:
             pace = self.pace
-            most = pace.max_steps_beside_followed if self.rows.has_followed else pace.max_steps
+            is_brief = self.rows.has_followed or self.is_fetching
+            most = pace.max_steps_while_others_wait if is_brief else pace.max_steps
             limits = loop.limits(most, pace.max_passes)
         else:
             limits = loop.limits(max_steps)
@@ -324,7 +318,7 @@ class Driver(Offloading, ArenaWriter, RoutedReader):
             return
         if self.queue.first.order > waiting[0][0]:
             return  # always so under first come, first served
-        num_free = len(self.rows.free_rows)
+        num_free = max(len(self.rows.free_rows) - self.num_held_rows, 0)
         giving_way = {row for _, row in waiting}
         staying = InUse.of(entry.request for row, entry in self.rows.taken() if row not in giving_way)
         would_run = self.queue.with_room(lambda request: self._rooms.has_room(request, staying))
@@ -349,6 +343,8 @@ class Driver(Offloading, ArenaWriter, RoutedReader):
         if not self.queue:
             return
         free_rows = self._replicas.split(self.rows.free_rows)
+        if self.num_held_rows:
+            del free_rows[0][-self.num_held_rows :]
         in_use = InUse.of(entry.request for _, entry in self.rows.taken())
         filled_rows: list[tuple[int, int, Queued]] = []
         taken = self.queue.take(
@@ -357,10 +353,12 @@ class Driver(Offloading, ArenaWriter, RoutedReader):
         )
         for together in taken:
             first = together[0]
-            in_use.add(first.request)
             if self.events is not None:
                 self.events.note(first.request)
-            self.fetch(first.request)
+            if self.begins_fetch(together):
+                del free_rows[0][-len(together) :]
+                continue
+            in_use.add(first.request)
             its_rows = free_rows[self._replicas.choose(first.request, first.token_ids, free_rows)]
             head = its_rows[0]
             filled_rows += [(its_rows.pop(0), head, queued) for queued in together]
@@ -433,7 +431,7 @@ class Driver(Offloading, ArenaWriter, RoutedReader):
         deltas, self.first_run = self.rows.read(report, prompts, *versions, self.routed_of)
         self._note(report, run.began)
         if self.events is not None:
-            self.events.read(self._state)
+            self.events.read()
         return self.keep(deltas)
 
     def _note(self, report: Report, dispatched: float) -> None:

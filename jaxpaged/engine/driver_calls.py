@@ -18,5 +18,6 @@ CALLS = SharedCalls(
         "_put_weights",
         "_release",
         "_restore",
+        "look",
     ),
 )

@@ -16,6 +16,7 @@ from jaxpaged.engine.request import Request
 from jaxpaged.handover import programs
 from jaxpaged.kv_events.messages import Event
 from jaxpaged.kv_events.publisher import Publisher
+from jaxpaged.kv_events.tier_mirror import TierMirror
 from jaxpaged.kv_events.tree import GroupKind, Label, Tree
 from jaxpaged.memory.cache_specs import ChunkedLocal, FullAttention, SlidingWindow
 from jaxpaged.step.state import EngineState
@@ -26,7 +27,10 @@ type Listener = Callable[[int, Sequence[Event]], None]  # is told a replica's nu
 
 
 class Events:
-    """Events of all replicas of an engine, for its thread. Raises `InputError` where they cannot be sent."""
+    """Events of all replicas of an engine, for its thread. Raises `InputError` where they cannot be sent.
+
+    look: lets the devices of all processes look once more. Of several processes only the first one tells.
+    """
 
     def __init__(
         self,
@@ -34,29 +38,31 @@ class Events:
         specs: Sequence[Any],
         state: EngineState,
         listen: Listener,
+        look: Callable[[], None],
         mesh: Mesh | None,
     ) -> None:
         assert config.kv_events_config is not None
         kinds, self._num_replicas = [_kind_of(spec) for spec in specs], config.data_parallel_size
         self.trees = [Tree(config.block_size, kinds) for _ in range(self._num_replicas)]
-        self._mesh, self._listen = mesh, listen
-        self._publishers = []
+        self._mesh, self._listen, self._look_again = mesh, listen, look
+        self._tells = config.process_id == 0
+        self._publishers, its = [], config.kv_events_config
         try:
-            for rank in range(self._num_replicas if config.kv_events_config.publisher == "zmq" else 0):
-                self._publishers.append(Publisher(config.kv_events_config, rank))
+            for rank in range(self._num_replicas if self._tells and its.publisher == "zmq" else 0):
+                self._publishers.append(Publisher(its, rank))
         except ValueError:
             self.close()
             raise
+        self.tiers: TierMirror | None = None  # of what lies below the device
         self._told = programs.nothing_told(state.tables.pool.prefix_cache, mesh=mesh)
         self._unread: collections.deque[Any] = collections.deque()
         self.look(state)  # compiles
-        self.read(state)
+        if self._tells:  # nothing is there yet
+            self._take(jax.device_get(self._unread.popleft()))
 
     def note(self, request: Request) -> None:
         """Note what a request's number for its salt stands for, before it runs."""
-        adapter = None if request.adapter is None else request.adapter.request
-        name = (None, None) if adapter is None else (adapter.lora_int_id, adapter.lora_name)
-        self.name_salt(request.salt, Label(request.cache_salt, *name))
+        self.name_salt(request.salt, label_of(request))
 
     def name_salt(self, number: int, label: Label) -> None:
         """Note what a number for a salt stands for."""
@@ -67,30 +73,38 @@ class Events:
         """Let the device report what has changed up to this state. Waits for nothing."""
         cache = state.tables.pool.prefix_cache
         self._told, changes = programs.tell_changes(cache, self._told, most=MOST_CHANGES, mesh=self._mesh)
-        self._unread.append(changes)
+        if self._tells:
+            self._unread.append(changes)
 
-    def read(self, state: EngineState) -> None:
+    def read(self) -> None:
         """Read the report that is unread for longest, and tell what it says.
 
-        state: the newest state; what did not fit is reported from it if no other report is under way.
+        What did not fit is reported from the newest state if no other report is under way.
         """
-        is_whole = False
+        is_whole = not self._tells
         while not is_whole:
             is_whole = self._take(jax.device_get(self._unread.popleft())) or bool(self._unread)
             if not is_whole:
-                self.look(state)
+                self._look_again()
 
     def tell(self, state: EngineState) -> None:
         """Tell now what has changed up to this state."""
         self.look(state)
         while self._unread:
-            self.read(state)
+            self.read()
 
     def forget(self, state: EngineState) -> None:
         """Tell that nothing is cached any more: of this state, that is so."""
         for rank, tree in enumerate(self.trees):
             self._tell(rank, tree.forget())
+        if self.tiers is not None:  # who follows has forgotten them, too
+            self._tell(0, self.tiers.retold())
         self.tell(state)
+
+    def tell_tiers(self) -> None:
+        """Tell what has changed in the tiers."""
+        if self.tiers is not None:
+            self._tell(0, self.tiers.events())
 
     def close(self) -> None:
         """Close all sockets."""
@@ -117,6 +131,13 @@ class Events:
         self._listen(rank, events)
         if self._publishers:
             self._publishers[rank].publish(events)
+
+
+def label_of(request: Request) -> Label:
+    """Return what a request's number for its salt stands for."""
+    adapter = None if request.adapter is None else request.adapter.request
+    name = (None, None) if adapter is None else (adapter.lora_int_id, adapter.lora_name)
+    return Label(request.cache_salt, *name)
 
 
 def _kind_of(spec: Any) -> GroupKind:

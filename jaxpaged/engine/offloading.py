@@ -1,40 +1,51 @@
 """Offloading: the part of a driver that keeps prompts' blocks in tiers below the device, and fetches them.
 
-The compiled loop knows nothing of tiers. Between two runs, blocks of prompts that have been computed are
-copied into the tiers, before others can take their places. A request's blocks that lie below host memory are
-read while other rows run. The request waits for them, but no longer than they would take to compute. When it
-gets a row, what host memory has of its prompt behind the device's own hit is written to free blocks, as
-blocks of a finished request: so the loop finds them. What fails is a miss.
+The compiled loop knows nothing of tiers. Blocks of prompts that have been computed leave for the tiers beside
+the next runs (`departures`). A request's blocks that lie below host memory are read while other rows run.
+When there is a row for it, what host memory has of its prompt behind the device's own hit is copied to the
+device beside the runs, and written to free blocks between two of them (`fetches`): as blocks of a finished
+request, so the loop finds them. The request waits for both, but no longer than computing would take. What
+fails is a miss.
 """
 
 import dataclasses
 import time
 from collections.abc import Collection, Sequence
+from typing import Any
 
-import jax
 import numpy as np
 
 from jaxpaged.arithmetic import cdiv
 from jaxpaged.config import PREFILL_TILE
 from jaxpaged.contracts.block_stores import BlockKey, StoredBlock
+from jaxpaged.engine.departures import Departures
+from jaxpaged.engine.events import Events, label_of
+from jaxpaged.engine.fetches import Fetch, Fetches
 from jaxpaged.engine.pace import Pace
 from jaxpaged.engine.passing import Passing
 from jaxpaged.engine.request import Delta, Request
+from jaxpaged.engine.request_queue import Queued
 from jaxpaged.engine.residence import KV_CACHE, MEMORY
 from jaxpaged.handover import exchange
+from jaxpaged.kv_events import messages
+from jaxpaged.kv_events.tier_mirror import TierMirror
+from jaxpaged.step.state import MAX_STEPS
 from jaxpaged.tiers import groups, keys, tiers
 from jaxpaged.tiers.rule import Rule
-from jaxpaged.tiers.tiers import HOST, Promotion, Tiers
+from jaxpaged.tiers.tiers import DISK, HOST, Promotion, Tiers
 
+MEDIA = {HOST: messages.HOST, DISK: messages.STORAGE}  # of the tiers that tell of themselves
 IDLE_SECONDS = 0.002  # of a turn in which there is nothing to do but to wait for blocks
 
 
 @dataclasses.dataclass
 class Arrival:
-    """Requests of one prompt that wait for its blocks."""
+    """Requests of one prompt that wait for its blocks from below host memory."""
 
-    promotion: Promotion
+    wanted: list[BlockKey]  # that some tier has
+    asked: exchange.Asked  # what the device has
     waiting: list[tuple[Request, Sequence[int]]]
+    promotion: Promotion | None = None
 
 
 class Offloading(Passing):
@@ -42,14 +53,17 @@ class Offloading(Passing):
 
     pace: Pace
     tiers: Tiers | None = None
+    fetches: Fetches
+    departures: Departures
 
     def open_tiers(self) -> None:
         """Open what options name, once. Raises `InputError` for blocks that cannot travel."""
         size = self.config.kv_offloading_size
         self._unkept: dict[int, Request] = {}  # requests whose prompts have not been stored
+        self._answers: dict[int, tuple[Request, list[int]]] = {}  # that prompts may find, while they grow
         self._arrivals: dict[int, Arrival] = {}  # by the number of a prompt's first request
         self._promoted: dict[int, set[BlockKey]] = {}  # blocks that were read from below, by request
-        self._fetched: dict[int, dict[str, int]] = {}  # tokens fetched from each tier, by request
+        self._tried: dict[int, Fetch] = {}  # fetches of requests that have not run, by their numbers
         self._adapters: dict[int, bytes] = {}  # digests of adapters, by their numbers
         self._space = b""
         self.rule = Rule()
@@ -58,35 +72,72 @@ class Offloading(Passing):
             its = self.config.kv_offloading_backend, self.config.kv_offloading_disk_size
             self.tiers = tiers.opened(size, *its)
             self.stats = dataclasses.replace(self.stats, tiers=self.tiers.counts)
-            self._compile_copies()
+            # They compile what copies blocks, so that no measurement counts that.
+            specs = self.step_config.grouping.specs
+            exchange.locate(self._state, np.zeros(0, np.int32), 0, specs, self._mesh)
+            self.departures = Departures(self.tiers, self._state, specs, self._mesh)
+            self.fetches = Fetches(self._state, specs, self._mesh)
+            self._state = self.fetches.compiled(self._state)
+            if self.events is not None:
+                self._observe(self.events)
 
-    def _compile_copies(self) -> None:
-        """Compile what copies blocks, so that no measurement counts that; nothing is copied."""
-        specs, size = self.step_config.grouping.specs, self.config.block_size
-        nothing, present = np.zeros((0, size), np.int32), np.zeros((len(specs), 0), bool)
-        exchange.locate(self._state, nothing.reshape(-1), 0, specs, self._mesh)
-        reservation = exchange.reserve(self._state, nothing, present, 0, self._mesh)
-        assert reservation is not None
-        ids = np.zeros(exchange.chunk_size(self._state.kv_cache), np.int32)
-        exchange.read_ids(self._state, ids, self._mesh)
-        [chunk] = exchange.gathered([None], self._state.kv_cache, self._mesh)
-        self._state = exchange.written(self._state, ids, chunk, self._mesh)
+    def _observe(self, events: Events) -> None:
+        """Let events tell of the tiers that tell of themselves."""
+        assert self.tiers is not None
+        its = {name: MEDIA[name] for name in self.tiers.stores if name in MEDIA}
+        events.tiers = TierMirror(self.config.block_size, [*its.values()])
+        for name, medium in its.items():
+            store: Any = self.tiers.stores[name]
+            store.observe = events.tiers.observer(medium)
+
+    def _note_keys(self, request: Request, tokens: np.ndarray, its_keys: Sequence[BlockKey]) -> None:
+        """Note what the keys of a request's blocks stand for, for who follows events."""
+        if self.events is not None and self.events.tiers is not None:
+            self.events.tiers.note([key.digest for key in its_keys], tokens, label_of(request))
 
     def close_tiers(self) -> None:
         """Finish what is to be written. Nothing is stored or fetched from then on."""
         if self.tiers is not None:
             its, self.tiers = self.tiers, None
+            self.fetches.close()
+            self.departures.close()
             its.close()
 
     @property
-    def has_arrivals(self) -> bool:
-        """Whether any request waits for blocks."""
-        return bool(self._arrivals)
+    def moves_blocks(self) -> bool:
+        """Whether any request waits for blocks, or blocks wait to leave."""
+        return (
+            bool(self._arrivals) or self.is_fetching or (self.tiers is not None and self.departures.has_any)
+        )
+
+    @property
+    def is_fetching(self) -> bool:
+        """Whether blocks are on their way to the device."""
+        return self.tiers is not None and len(self.fetches) > 0
+
+    @property
+    def num_held_rows(self) -> int:
+        """Number of free rows that are held for requests whose blocks are on their way."""
+        return self.fetches.num_rows if self.is_fetching else 0
+
+    def finish_departures(self) -> None:
+        """Wait until all that leaves for the tiers is there."""
+        if self.tiers is not None and KV_CACHE in self.resident:
+            self.departures.finish(self._state)
 
     def forget_tiers(self) -> None:
         """Forget what the tiers have of this engine's model."""
         if self.tiers is not None:
+            self.finish_departures()
             self.tiers.clear(self._current_space())
+
+    def settle_blocks(self) -> None:
+        """Let no block be on its way: what leaves is finished; requests that wait are computed."""
+        self.finish_departures()
+        if self.is_fetching:
+            for fetch in self.fetches.dropped():
+                fetch.arrived = []
+                self._enqueue(fetch)
 
     def arrives(self, request: Request, answer: Sequence[int]) -> bool:
         """Take a new request if it is to wait for blocks from below host memory; False: it is not."""
@@ -98,127 +149,162 @@ class Offloading(Passing):
             return True
         if request.index or not self._may_hit(request):
             return False
-        wanted = self._keys(request, spare=1)
+        wanted = self._keys(request, request.prompt_token_ids[:-1])  # one is left to compute
         for its in self.tiers.counts.values():
             its.num_queries += len(wanted)
-        num_found = self.tiers.found(wanted)
-        below = self.tiers.below_only(wanted[:num_found])
-        if not below or KV_CACHE not in self.resident:
+        wanted = wanted[: self.tiers.found(wanted)]
+        self._note_found(request, wanted)
+        if KV_CACHE not in self.resident or not self.tiers.below_only(wanted):
             return False
-        num_here = len(self._locate(request).token_ids)
-        below = [key for key in below if key in wanted[num_here:num_found]]
-        seconds = self._compute_seconds(num_found - num_here)
-        num_bytes = exchange.block_bytes(self._state.kv_cache)
-        if not below or not self.rule.pays(
-            seconds, (num_found - num_here) * num_bytes, len(below) * num_bytes
-        ):
-            return False
-        promotion = self.tiers.promote(below, time.monotonic() + self.rule.wait(seconds))
-        self._arrivals[first] = Arrival(promotion, [(request, answer)])
+        self._arrivals[first] = Arrival(wanted, self._ask(request), [(request, answer)])
         return True
 
-    def release_arrivals(self, *, is_idle: bool) -> None:
-        """Queue the requests whose blocks have come, or whose time is over. An idle driver waits a little."""
-        if is_idle and self._arrivals:
-            next(iter(self._arrivals.values())).promotion.done.wait(IDLE_SECONDS)
-        for first in [first for first, its in self._arrivals.items() if its.promotion.is_over]:
-            arrival = self._arrivals.pop(first)
-            promotion, self._promoted[first] = arrival.promotion, set(arrival.promotion.promoted)
-            if promotion.promoted:
+    def _note_found(self, request: Request, found: Sequence[BlockKey]) -> None:
+        """Let events tell what tiers had before anybody asked for it."""
+        if self.tiers is None or self.events is None or self.events.tiers is None:
+            return
+        self._note_keys(request, request.prompt_token_ids, found)
+        for name, store in self.tiers.stores.items():
+            if name in MEDIA:
+                tell = self.events.tiers.observer(MEDIA[name])
+                for key in reversed(found):
+                    tell(key.digest, store.contains(key))
+
+    def move_blocks(self, *, is_idle: bool) -> None:
+        """Let blocks move on, and queue the requests for which that is over. If idle, wait a little."""
+        if self.tiers is None or KV_CACHE not in self.resident:
+            return
+        if is_idle:
+            self._wait()
+        self.departures.begin(self._state)
+        self._release_arrivals()
+        for fetch in self.fetches:
+            if not fetch.is_planned and fetch.asked.is_ready:
+                self._plan(fetch)
+        self._state = self.fetches.advance(self._state, self.rule)
+        for fetch in self.fetches.over():
+            self._enqueue(fetch)
+        if self.events is not None:
+            self.events.tell_tiers()
+
+    def _wait(self) -> None:
+        """Wait a little for what comes next. The device is idle."""
+        for arrival in self._arrivals.values():
+            if arrival.promotion is not None:
+                arrival.promotion.done.wait(IDLE_SECONDS)
+            return
+        if len(self.fetches):
+            self.fetches.wait(IDLE_SECONDS)
+        else:
+            self.departures.wait()
+
+    def _release_arrivals(self) -> None:
+        """Begin to read what the device lacks, and queue the requests for which that is over."""
+        assert self.tiers is not None
+        for first, arrival in [*self._arrivals.items()]:
+            if arrival.promotion is None:
+                if not arrival.asked.is_ready:
+                    continue
+                arrival.promotion = self._promotion(arrival)
+            promotion = arrival.promotion
+            if promotion is not None and not promotion.is_over:
+                continue
+            del self._arrivals[first]
+            if promotion is not None:
+                self._promoted[first] = set(promotion.promoted)
                 num_bytes = len(promotion.promoted) * exchange.block_bytes(self._state.kv_cache)
                 self.rule.below.note(num_bytes, time.monotonic() - promotion.began)
             for request, answer in arrival.waiting:
                 self.queue.add(request, answer)
 
+    def _promotion(self, arrival: Arrival) -> Promotion | None:
+        """Begin to read blocks from below host memory that the device lacks, if that pays."""
+        assert self.tiers is not None
+        wanted = arrival.wanted[len(arrival.asked.chain().token_ids) :]
+        below = self.tiers.below_only(wanted)
+        seconds = self._compute_seconds(len(wanted))
+        num_bytes = exchange.block_bytes(self._state.kv_cache)
+        if not below or not self.rule.pays(
+            seconds, self.fetches.num_bytes(len(wanted)), len(below) * num_bytes
+        ):
+            return None
+        return self.tiers.promote(below, time.monotonic() + self.rule.wait(seconds))
+
     def drop_arrivals(self, request_ids: Collection[int]) -> list[Request]:
         """Forget the requests with these numbers, and return those that waited for blocks."""
-        gone = []
+        if self.tiers is None:
+            return []
+        gone = [queued.request for queued in self.fetches.without(request_ids)]
         for first, arrival in [*self._arrivals.items()]:
             its = [request for request, _ in arrival.waiting if request.request_id in request_ids]
             arrival.waiting = [pair for pair in arrival.waiting if pair[0] not in its]
             gone += its
             if not arrival.waiting:
                 del self._arrivals[first]
+        for request_id in request_ids:
+            self._forget_request(request_id)
         return gone
 
-    def fetch(self, request: Request) -> None:
-        """Write to the device what host memory has of a request's prompt behind the device's own hit."""
-        if self.tiers is None or request.index or KV_CACHE not in self.resident:
-            return
+    def begins_fetch(self, together: Sequence[Queued]) -> bool:
+        """Take requests for which there are rows if they are to wait for blocks from host memory."""
+        request = together[0].request
+        if self.tiers is None or KV_CACHE not in self.resident:
+            return False
+        if self.fetches.joins(together):
+            return True
+        if request.index:
+            return False
         self._unkept[request.request_id] = request
-        wanted = self._keys(request, spare=1) if self._may_hit(request) else []
-        here = [self.tiers.get(key) for key in reversed(wanted)][::-1]
-        if not any(here):
-            return
-        chain = self._locate(request)
-        num_here = min(len(chain.token_ids), len(wanted))
+        if request.request_id in self._tried or not self._may_hit(request):
+            return False
+        wanted = self._keys(request, request.prompt_token_ids[:-1])  # one is left to compute
+        found = [self.tiers.get(key) for key in reversed(wanted)][::-1]
+        promoted = self._promoted.pop(request.request_id, set())
+        if not any(found):
+            return False
+        fetch = Fetch([*together], wanted, found, self._ask(request), promoted)
+        self._tried[request.request_id] = fetch
+        self.fetches.add(fetch)
+        return True
+
+    def _plan(self, fetch: Fetch) -> None:
+        """Decide what to fetch, now that the device has told what it has."""
+        chain, size = fetch.asked.chain(), self.config.block_size
+        num_here = min(len(chain.token_ids), len(fetch.keys))
         found: list[StoredBlock] = []
-        for block in here[num_here:]:
+        for block in fetch.found[num_here:]:
             if block is None:
                 break
             found.append(block)
         present, specs = [block.present for block in found], self.step_config.grouping.specs
-        end = groups.served(present, specs, num_here, self.config.block_size)
-        found = found[: end - num_here]
-        num_bytes = sum(block.num_bytes for block in found)
-        if not found or len(found) > self._num_spare_blocks:
-            return
-        if not self.rule.pays(self._compute_seconds(len(found)), num_bytes, 0):
-            return
-        if self._adopt(request, chain, num_here, found, wanted[:end]):
-            promoted = self._promoted.pop(request.request_id, set())
-            its = self._fetched.setdefault(request.request_id, {})
-            for key, block in zip(wanted[num_here:end], found, strict=True):
-                name = self.tiers.below_name if key in promoted else HOST
-                its[name] = its.get(name, 0) + self.config.block_size
-                self.tiers.counts[name].num_hits += 1
-                self.tiers.counts[HOST].read_bytes += block.num_bytes
+        found = found[: groups.served(present, specs, num_here, size) - num_here]
+        fetch.found, seconds = (), self._compute_seconds(len(found))
+        if len(found) > self._num_spare_blocks or not self.rule.pays(
+            seconds, self.fetches.num_bytes(len(found)), 0
+        ):
+            found = []
+        fetch.deadline = time.monotonic() + self.rule.wait(seconds)
+        self.fetches.plan(fetch, self._state, chain, found)
+
+    def _enqueue(self, fetch: Fetch) -> None:
+        for queued in fetch.together:
+            self.queue.add(queued.request, queued.answer)
 
     @property
     def _num_spare_blocks(self) -> int:
         """Number of free blocks, but for those that were fetched for requests that have not run."""
-        fetched = sum(sum(its.values()) for its in self._fetched.values())
-        return self.stats.num_free_blocks - fetched // self.config.block_size
-
-    def _adopt(
-        self,
-        request: Request,
-        chain: exchange.Chain,
-        num_here: int,
-        found: Sequence[StoredBlock],
-        wanted: Sequence[BlockKey],
-    ) -> bool:
-        """Write found blocks to free ones behind those that the device has; False if they do not fit."""
-        size, num_groups = self.config.block_size, len(chain.lines)
-        token_ids = request.prompt_token_ids[: len(wanted) * size].reshape(-1, size)
-        present = np.zeros((num_groups, len(wanted)), bool)
-        present[:, :num_here] = chain.present[:, :num_here]
-        read = groups.blocks_read(self.step_config.grouping.specs, len(wanted), size)
-        for i, block in enumerate(found, start=num_here):
-            present[:, i] = block.present
-            present[1:, i] &= read[1:, i]
-        began = time.perf_counter()
-        reservation = exchange.reserve(self._state, token_ids, present, request.salt, self._mesh)
-        if reservation is None:
-            return False
-        blocks = [
-            None if i < num_here else _of_group(found[i - num_here], group)
-            for group, i in np.argwhere(present).tolist()
-        ]
-        chunks = exchange.gathered(blocks, self._state.kv_cache, self._mesh)
-        for state in exchange.fill(self._state, reservation, chunks, self._mesh):
-            self._state = state
-        jax.block_until_ready(self._state.kv_cache)
-        self.rule.upload.note(sum(block.num_bytes for block in found), time.perf_counter() - began)
-        return True
+        return self.stats.num_free_blocks - sum(fetch.num_blocks for fetch in self._tried.values())
 
     @property
     def must_keep(self) -> bool:
-        """Whether a prompt is being computed whose blocks are to be stored."""
-        return bool(self._unkept)
+        """Whether a prompt is being computed whose blocks others may take before the host looks again."""
+        return any(
+            request.max_num_tokens - len(request.prompt_token_ids) <= MAX_STEPS
+            for request in self._unkept.values()
+        )
 
     def keep(self, deltas: Sequence[Delta]) -> list[Delta]:
-        """Store the blocks of prompts that have been computed, by the first tokens of their answers.
+        """Let the blocks of prompts leave that have been computed, by the first tokens of their answers.
 
         Returns: the deltas; the first of a request tells how many of its tokens were fetched.
         """
@@ -226,68 +312,81 @@ class Offloading(Passing):
             return [*deltas]
         told = []
         for delta in deltas:
+            self._note_answer(delta)
             request = self._unkept.get(delta.request_id)
             if request is not None and (delta.token_ids or delta.finish_reason):
-                del self._unkept[delta.request_id]
-                self._promoted.pop(delta.request_id, None)
+                its = self._count_fetched(delta)
+                self._forget_request(delta.request_id)
                 if delta.token_ids and KV_CACHE in self.resident:
                     self._store(request)
-                    if request.kv_cache_ttl is not None:
-                        self.tiers.keep(self._keys(request), request.kv_cache_ttl)
-            if its := self._fetched.pop(delta.request_id, None):
-                delta = dataclasses.replace(delta, num_fetched_tokens=its)
+                    if self.config.reuse_answers and not delta.finish_reason:
+                        self._answers[delta.request_id] = request, [*request.continues, *delta.token_ids]
+                if its:
+                    delta = dataclasses.replace(delta, num_fetched_tokens=its)
             told.append(delta)
         return told
 
-    def _store(self, request: Request) -> None:
-        """Copy the blocks of a prompt that are new to the tiers."""
-        assert self.tiers is not None
-        all_keys = self._keys(request)
-        has_groups = len(self.step_config.grouping.specs) > 1
-        new = [i for i in range(len(all_keys) - 1, -1, -1) if has_groups or not self.tiers.has(all_keys[i])]
-        if not new:
+    def _note_answer(self, delta: Delta) -> None:
+        """Take over an answer that prompts may find, and let its blocks leave when it has ended."""
+        if delta.request_id not in self._answers:
             return
-        chain = self._locate(request)
-        new = [i for i in new if i < len(chain.token_ids)]
-        if has_groups:
-            new = [i for i in new if not self._has_all(all_keys[i], chain.present[:, i])]
-        if not new:
-            return
-        places = sorted(new)
-        part = exchange.Chain(chain.token_ids[places], chain.lines[:, places])
-        arrays, present = exchange.on_host(self._state, part, self._mesh), part.present
-        number = np.cumsum(present.reshape(-1)).reshape(present.shape) - 1  # of a block in the arrays
-        for at in range(len(places) - 1, -1, -1):
-            ids = number[present[:, at], at]
-            block = StoredBlock(tuple(present[:, at].tolist()), {n: x[ids].copy() for n, x in arrays.items()})
-            self.tiers.put(all_keys[places[at]], block)
+        request, answer = self._answers[delta.request_id]
+        answer += delta.token_ids
+        if delta.finish_reason:
+            del self._answers[delta.request_id]
+            # K and V of the last token were not computed.
+            tokens = np.concatenate([request.prompt_token_ids, np.array(answer[:-1], np.int32)])
+            if KV_CACHE in self.resident:
+                self._leave(request, tokens)
 
-    def _has_all(self, key: BlockKey, present: np.ndarray) -> bool:
-        """Tell whether the tiers have a block with at least these groups' K and V."""
+    def _forget_request(self, request_id: int) -> None:
+        for known in (self._unkept, self._promoted, self._tried):
+            known.pop(request_id, None)
+
+    def _count_fetched(self, delta: Delta) -> dict[str, int]:
+        """Count what a request found because it was fetched, and return its tokens by tier."""
         assert self.tiers is not None
-        stored = self.tiers.get(key)
-        if stored is None:
-            return self.tiers.has(key)
-        return bool(np.all(~present | np.array(stored.present)))
+        fetch, its = self._tried.get(delta.request_id), dict[str, int]()
+        if fetch is None:
+            return its
+        size, num_bytes = self.config.block_size, exchange.block_bytes(self._state.kv_cache)
+        self.tiers.counts[HOST].read_bytes += num_bytes * sum(len(piece.blocks) for piece, _ in fetch.arrived)
+        for key in fetch.keys_arrived(delta.num_hit_tokens // size):
+            name = self.tiers.below_name if key in fetch.promoted else HOST
+            its[name] = its.get(name, 0) + size
+            self.tiers.counts[name].num_hits += 1
+        return its
+
+    def _store(self, request: Request) -> None:
+        """Let the blocks of a prompt leave that are new to the tiers."""
+        all_keys = self._leave(request, request.prompt_token_ids)
+        if request.kv_cache_ttl is not None:
+            self.departures.keep(all_keys, request.kv_cache_ttl)
+            self.departures.begin(self._state)
+
+    def _leave(self, request: Request, tokens: np.ndarray) -> list[BlockKey]:
+        """Let the blocks of a request's tokens leave that are new to the tiers. Return the keys of all."""
+        its_keys = self._keys(request, tokens)
+        self._note_keys(request, tokens, its_keys)
+        self.departures.add(self._state, tokens, request.salt, its_keys)
+        return its_keys
 
     def _may_hit(self, request: Request) -> bool:
         """Tell whether a request looks for its prompt in caches at all."""
         return not request.params.tells_prompt
 
-    def _locate(self, request: Request) -> exchange.Chain:
+    def _ask(self, request: Request) -> exchange.Asked:
         its = request.salt, self.step_config.grouping.specs
-        return exchange.locate(self._state, request.prompt_token_ids, *its, self._mesh)
+        return exchange.ask(self._state, request.prompt_token_ids, *its, self._mesh)
 
-    def _keys(self, request: Request, spare: int = 0) -> list[BlockKey]:
-        """Return the keys of a prompt's full blocks, with `spare` tokens left to compute."""
-        prompt, adapter = request.prompt_token_ids, request.adapter
-        digest = b""
+    def _keys(self, request: Request, tokens: np.ndarray) -> list[BlockKey]:
+        """Return the keys of the full blocks of a request's tokens."""
+        adapter, digest = request.adapter, b""
         if adapter is not None:
             if adapter.number not in self._adapters:
                 self._adapters[adapter.number] = keys.adapter_digest(adapter.arrays)
             digest = self._adapters[adapter.number]
-        prompt = prompt[: len(prompt) - spare]
-        its = request.cache_salt, digest, prompt, self.config.block_size
+        its = request.cache_salt, digest, tokens, self.config.block_size
         return keys.chain_keys(self._current_space(), *its)
 
     def _current_space(self) -> bytes:
@@ -296,8 +395,11 @@ class Offloading(Passing):
             self.require(*MEMORY)
             space = keys.space_of(self.block_format)
             if space != self._space:
+                self.finish_departures()
                 self.tiers.host.clear(self._space)
                 self._space = space
+                if self.events is not None and self.events.tiers is not None:
+                    self.events.tiers.lose_all()
         return self._space
 
     def _compute_seconds(self, num_blocks: int) -> float | None:
@@ -305,9 +407,3 @@ class Offloading(Passing):
         tiles = cdiv(num_blocks * self.config.block_size, PREFILL_TILE)
         per_pass = self.pace.seconds_per_pass
         return None if per_pass is None else cdiv(tiles, self.step_config.tiles_per_pass) * per_pass
-
-
-def _of_group(block: StoredBlock, group: int) -> dict[str, np.ndarray]:
-    """Return one group's part of a block."""
-    at = sum(block.present[:group])
-    return {name: array[at] for name, array in block.arrays.items()}

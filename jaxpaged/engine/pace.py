@@ -7,8 +7,8 @@ from jaxpaged.step.state import MAX_STEPS
 
 # A run should take about so long: short enough to stream, long enough for its dispatch to cost nothing.
 SECONDS_PER_RUN = 0.1
-# And so long while rows wait for the host behind each token: in each run they sample one.
-SECONDS_BESIDE_FOLLOWED = 0.02
+# And so long while others wait for its end: rows for the host behind each token, requests for their blocks.
+SECONDS_WHILE_OTHERS_WAIT = 0.02
 
 
 @dataclasses.dataclass
@@ -29,9 +29,9 @@ class Pace:
         return _times(self.seconds_per_step, MAX_STEPS)
 
     @property
-    def max_steps_beside_followed(self) -> int:
-        """Steps of the next run, from 1 to MAX_STEPS, while the host follows the grammars of rows."""
-        return _times(self.seconds_per_step, MAX_STEPS, SECONDS_BESIDE_FOLLOWED)
+    def max_steps_while_others_wait(self) -> int:
+        """Steps of the next run, from 1 to MAX_STEPS, while rows or requests wait for its end."""
+        return _times(self.seconds_per_step, MAX_STEPS, SECONDS_WHILE_OTHERS_WAIT)
 
     @property
     def max_passes(self) -> int:

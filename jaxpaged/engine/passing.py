@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine.door import Door
+from jaxpaged.engine.driver_calls import CALLS
 from jaxpaged.engine.events import Events
 from jaxpaged.engine.residence import MEMORY, Residence
 from jaxpaged.engine.stats import Stats
@@ -26,6 +27,12 @@ class Passing(Residence):
     stats: Stats
     _mesh: Mesh | None
     events: Events | None = None  # of the prefix cache; None: nobody is told
+
+    @CALLS.shared
+    def look(self) -> None:
+        """Let the devices report once more what the prefix cache has."""
+        if self.events is not None:
+            self.events.look(self._state)
 
     @functools.cached_property
     def block_format(self) -> BlockFormat:

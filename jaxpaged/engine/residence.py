@@ -43,6 +43,7 @@ class Residence:
     _names: Names | None
     _forget_prefixes: Callable[[], None]
     forget_tiers: Callable[[], None]
+    settle_blocks: Callable[[], None]
 
     weight_version = 0  # how often the weights have changed, or what the last update said
     resident: frozenset[str] = frozenset(MEMORY)  # what of `MEMORY` is there
@@ -53,13 +54,18 @@ class Residence:
         unread, self._unread = self._unread, None
         return [] if unread is None else self._read(unread)
 
+    @property
+    def is_fetching(self) -> bool:
+        """Whether blocks are on their way to the device."""
+        return False
+
     def clear_cache(self) -> bool:
         """Forget all cached prefixes; False, and nothing happens, while any request has a row."""
         self.settle()
-        if self.rows.has_any or KV_CACHE not in self.resident:
+        if self.rows.has_any or self.is_fetching or KV_CACHE not in self.resident:
             return False
-        self._forget_prefixes()
         self.forget_tiers()
+        self._forget_prefixes()
         return True
 
     def stand_down(self) -> list[Delta]:
@@ -70,6 +76,7 @@ class Residence:
         searches = sum(entry.request.beams is not None for _, entry in self.rows.taken())
         check("rows of beam searches", searches, "0: end or abort them first", not searches)
         deltas, rows = self.settle(), []
+        self.settle_blocks()
         for row, entry in self.rows.taken():
             if entry.is_aborted:
                 self.rows.leave(row)

@@ -2,6 +2,8 @@
 
 import dataclasses
 
+from jaxpaged.checks import check
+from jaxpaged.config import EngineConfig
 from jaxpaged.engine.request_queue import Queued
 from jaxpaged.step.config import StepConfig
 from jaxpaged.step.state import EngineState
@@ -15,3 +17,16 @@ class Snapshot:
     step_config: StepConfig
     vocab_size: int
     queue: tuple[Queued, ...]  # requests without a row, in the order of service
+
+
+def check_snapshot(config: EngineConfig) -> None:
+    """Raise `InputError` for an engine with what a snapshot lacks."""
+    replicas = config.data_parallel_size
+    check("data_parallel_size", replicas, "1 for a snapshot", replicas == 1)
+    drafts = config.speculative_config
+    check("speculative_config", drafts, "None for a snapshot", drafts is None)
+    sizes = "structured_outputs_mib", "max_prompt_logprob_token_ids"
+    flags = "enable_trace_replay", "return_sampling_mask", "enable_return_routed_experts"
+    for name in (*sizes, *flags):
+        asked = getattr(config, name)
+        check(name, asked, f"{0 if name in sizes else False} for a snapshot", not asked)

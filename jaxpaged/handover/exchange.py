@@ -59,6 +59,24 @@ class Chain:
         return self.lines[self.present]
 
 
+@dataclass(frozen=True)
+class Asked:
+    """Look-up on the device whose answer nobody has waited for yet."""
+
+    token_ids: np.ndarray  # int32 [num_blocks, block_size] of the whole sequence
+    found: tuple[Any, Any]  # as `programs.locate_blocks` returns it
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the answer is there, so that `chain` waits for nothing."""
+        return all(array.is_ready() for array in self.found)
+
+    def chain(self) -> Chain:
+        """Return what was found. Waits for it."""
+        lines, num_blocks = jax.device_get(self.found)
+        return Chain(self.token_ids[:num_blocks], lines[:, :num_blocks])
+
+
 def describe_format(
     config: EngineConfig,
     model_config: ModelConfig,
@@ -105,6 +123,19 @@ def describe_format(
     )
 
 
+def ask(
+    state: EngineState,
+    prompt: np.ndarray,
+    salt: int,
+    specs: tuple[CacheSpec, ...],
+    mesh: Mesh | None = None,
+) -> Asked:
+    """Look for the longest cached beginning of a prompt, in full blocks. Waits for nothing."""
+    token_ids = in_blocks(state, prompt)
+    line = padded(state, token_ids), np.int32(len(token_ids)), np.int32(salt)
+    return Asked(token_ids, programs.locate_blocks(state.tables.pool, *line, specs=specs, mesh=mesh))
+
+
 def locate(
     state: EngineState,
     prompt: np.ndarray,
@@ -113,12 +144,7 @@ def locate(
     mesh: Mesh | None = None,
 ) -> Chain:
     """Find the longest cached beginning of a prompt, in full blocks. Waits for the run under way."""
-    size = state.tables.block_size
-    token_ids = prompt[: len(prompt) // size * size].reshape(-1, size)
-    line = _padded(state, token_ids), np.int32(len(token_ids)), np.int32(salt)
-    found = programs.locate_blocks(state.tables.pool, *line, specs=specs, mesh=mesh)
-    lines, num_blocks = jax.device_get(found)
-    return Chain(token_ids[:num_blocks], lines[:, :num_blocks])
+    return ask(state, prompt, salt, specs, mesh).chain()
 
 
 def read_chunks(state: EngineState, chain: Chain, mesh: Mesh | None = None) -> Iterator[dict[str, jax.Array]]:
@@ -136,11 +162,22 @@ def read_ids(state: EngineState, ids: np.ndarray, mesh: Mesh | None = None) -> d
 
 def written(state: EngineState, ids: np.ndarray, chunk: Chunk, mesh: Mesh | None = None) -> EngineState:
     """Return the state after a chunk's K and V are written to these blocks; the state's own are donated."""
-    if mesh is None:
-        arrays = transfer.placed(chunk, state.kv_cache)
-    else:
-        arrays = jax.device_put(chunk, NamedSharding(mesh, BY_SHARD))
+    arrays = placed(state.kv_cache, chunk, mesh)
     return replace(state, kv_cache=programs.write_blocks(state.kv_cache, ids, arrays, mesh=mesh))
+
+
+def placed(kv_cache: KVCache, chunk: Chunk, mesh: Mesh | None = None) -> dict[str, jax.Array]:
+    """Put a chunk onto the devices of a cache."""
+    if mesh is None:
+        return transfer.placed(chunk, kv_cache)
+    return jax.device_put(chunk, NamedSharding(mesh, BY_SHARD))
+
+
+def sharding_of(kv_cache: KVCache, name: str, mesh: Mesh | None = None) -> jax.sharding.Sharding | None:
+    """Return where a chunk's array must be put; None: it must not be bound to a device."""
+    if mesh is not None:
+        return NamedSharding(mesh, BY_SHARD)
+    return transfer.sharding(kv_cache, name) if kv_cache.blocks[name].committed else None
 
 
 def on_host(state: EngineState, chain: Chain, mesh: Mesh | None = None) -> dict[str, np.ndarray]:
@@ -149,12 +186,12 @@ def on_host(state: EngineState, chain: Chain, mesh: Mesh | None = None) -> dict[
     Returns arrays [num_present, num_layers, ...], of several devices [num_present, devices, num_layers, ...].
     """
     num_blocks, size = len(chain.block_ids), chunk_size(state.kv_cache)
-    shapes = _shapes(state.kv_cache, num_blocks, mesh)
+    shapes = shapes_of(state.kv_cache, num_blocks, mesh)
     arrays = {name: np.empty(like.shape, like.dtype) for name, like in shapes.items()}
     for i, chunk in enumerate(read_chunks(state, chain, mesh)):
         for name, x in jax.device_get(chunk).items():
             its = arrays[name][i * size : (i + 1) * size]
-            its[:] = _by_block(x, mesh)[: len(its)]
+            its[:] = by_block(x, mesh)[: len(its)]
     return arrays
 
 
@@ -164,7 +201,7 @@ def cut(
     """Cut a chain's K and V into chunks, the last one padded with zeros. Raises `InputError` for other
     arrays.
     """
-    size, shapes = chunk_size(kv_cache), _shapes(kv_cache, num_blocks, mesh)
+    size, shapes = chunk_size(kv_cache), shapes_of(kv_cache, num_blocks, mesh)
     found, wanted = ({n: (x.shape, x.dtype.name) for n, x in its.items()} for its in (arrays, shapes))
     check("blocks: arrays", found, repr(wanted), found == wanted)
 
@@ -177,23 +214,7 @@ def cut(
     return ({name: chunk(i, x) for name, x in arrays.items()} for i in range(0, num_blocks, size))
 
 
-def gathered(
-    blocks: Sequence[Mapping[str, np.ndarray] | None], kv_cache: KVCache, mesh: Mesh | None = None
-) -> Iterator[Chunk]:
-    """Gather single blocks into chunks. None stands for a block that is not written: its values are zeros."""
-    size = chunk_size(kv_cache)
-    shapes = _shapes(kv_cache, size, mesh)
-    for first in range(0, len(blocks), size):
-        chunk = {name: np.zeros(like.shape, like.dtype) for name, like in shapes.items()}
-        for i, block in enumerate(blocks[first : first + size]):
-            for name, array in (block or {}).items():
-                chunk[name][i] = array
-        if mesh is not None:
-            chunk = {n: np.moveaxis(x, 1, 0).reshape(-1, *x.shape[2:]) for n, x in chunk.items()}
-        yield chunk
-
-
-def _shapes(kv_cache: KVCache, num_blocks: int, mesh: Mesh | None) -> dict[str, jax.ShapeDtypeStruct]:
+def shapes_of(kv_cache: KVCache, num_blocks: int, mesh: Mesh | None) -> dict[str, jax.ShapeDtypeStruct]:
     """Return the shapes of a chain's K and V in the host's memory."""
     read = functools.partial(programs.read_blocks, mesh=mesh)
     shapes = jax.eval_shape(read, kv_cache, np.zeros(num_blocks, np.int32))
@@ -206,7 +227,7 @@ def _shapes(kv_cache: KVCache, num_blocks: int, mesh: Mesh | None) -> dict[str, 
     }
 
 
-def _by_block(chunk: np.ndarray, mesh: Mesh | None) -> np.ndarray:
+def by_block(chunk: np.ndarray, mesh: Mesh | None) -> np.ndarray:
     """Return a chunk by blocks: each block's parts side by side, which were grouped by device."""
     if mesh is None:
         return chunk
@@ -250,7 +271,7 @@ def reserve(
         return None
     its = np.zeros((len(present), most), bool)
     its[:, : len(token_ids)] = present
-    line = _padded(state, token_ids), np.int32(len(token_ids)), np.int32(salt), its
+    line = padded(state, token_ids), np.int32(len(token_ids)), np.int32(salt), its
     adopted, until_then, info = programs.adopt_blocks(state.tables.pool, *line, mesh=mesh)
     destinations, status = jax.device_get((info.destinations, info.status))
     if status in (Status.OUT_OF_BLOCKS, Status.UNCACHEABLE):
@@ -269,21 +290,22 @@ def fill(
     and V of the one before.
     """
 
-    def with_pool(state: EngineState, pool: BlockPool) -> EngineState:
-        # Requests that were looked up and did not fit may find more now.
-        tables = replace(state.tables, pool=pool)
-        nothing = no_rejection()
-        if mesh is not None:
-            nothing = jax.device_put(nothing, NamedSharding(mesh, ON_EACH))
-        return replace(state, tables=tables, last_rejected=nothing)
-
-    state = with_pool(state, reservation.until_then)
+    state = with_pool(state, reservation.until_then, mesh)
     yield state
     for ids, chunk in zip(_in_chunks(state.kv_cache, reservation.destinations), chunks, strict=True):
         if ids.any():
             state = written(state, ids, chunk, mesh)
             yield state
-    yield with_pool(state, reservation.adopted)
+    yield with_pool(state, reservation.adopted, mesh)
+
+
+def with_pool(state: EngineState, pool: BlockPool, mesh: Mesh | None = None) -> EngineState:
+    """Return a state with another pool, in which more can be found than before."""
+    # Requests that were looked up and did not fit may find more now.
+    tables, nothing = replace(state.tables, pool=pool), no_rejection()
+    if mesh is not None:
+        nothing = jax.device_put(nothing, NamedSharding(mesh, ON_EACH))
+    return replace(state, tables=tables, last_rejected=nothing)
 
 
 def chunk_size(kv_cache: KVCache) -> int:
@@ -303,7 +325,13 @@ def _in_chunks(kv_cache: KVCache, block_ids: np.ndarray) -> Sequence[np.ndarray]
     return list(padded.reshape(-1, size))
 
 
-def _padded(state: EngineState, token_ids: np.ndarray) -> np.ndarray:
+def in_blocks(state: EngineState, tokens: np.ndarray) -> np.ndarray:
+    """Return the tokens of a sequence's full blocks, [num_blocks, block_size]."""
+    size = state.tables.block_size
+    return tokens[: len(tokens) // size * size].reshape(-1, size)
+
+
+def padded(state: EngineState, token_ids: np.ndarray) -> np.ndarray:
     """Return the token ids padded to the longest chain of a row."""
     line = np.zeros((state.tables.max_blocks_per_seq, state.tables.block_size), np.int32)
     line[: len(token_ids)] = token_ids

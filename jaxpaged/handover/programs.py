@@ -67,6 +67,37 @@ def write_blocks(
     return transfer.write(kv_cache, block_ids, arrays)
 
 
+@program(donate="kv_cache", results=lambda specs: (ON_EACH, BY_SHARD, ON_EACH))
+def arrive_blocks(
+    pool: PerReplica[BlockPool],
+    kv_cache: PerReplica[KVCache],
+    token_ids: Int[Array, "max_blocks block_size"],
+    num_blocks: Int[Array, ""],
+    salt: Int[Array, ""],
+    present: Bool[Array, "num_groups max_blocks"],
+    places: Int[Array, " n"],
+    arrays: PerShard[dict[str, Num[Array, "n ..."]]],
+) -> PerReplica[tuple[BlockPool, KVCache, Bool[Array, ""]]]:
+    """Let the pool adopt a chain of blocks and the cache take their K and V (`transfer.arrive`). The cache is
+    donated.
+    """
+    return transfer.arrive(pool, kv_cache, token_ids, num_blocks, salt, present, places, arrays)
+
+
+@program(results=lambda specs: (ON_EACH, BY_SHARD))
+def depart_blocks(
+    pool: PerReplica[BlockPool],
+    kv_cache: PerReplica[KVCache],
+    token_ids: Int[Array, "max_blocks block_size"],
+    num_blocks: Int[Array, ""],
+    salt: Int[Array, ""],
+    places: Int[Array, " n"],
+    specs: Static[tuple[CacheSpec, ...]] = (FULL,),
+) -> PerReplica[tuple[Bool[Array, " n"], dict[str, Num[Array, "n ..."]]]]:
+    """Read blocks of a chain that are in the cache (`transfer.depart`)."""
+    return transfer.depart(pool, kv_cache, token_ids, num_blocks, salt, places, specs)
+
+
 digest = program()(digests.digest)
 
 

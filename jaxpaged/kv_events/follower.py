@@ -91,10 +91,10 @@ def tell(router: Router[Any], name: Hashable, events: Sequence[Event]) -> None:
         match event:
             case AllBlocksCleared():
                 router.forget(name)
-            case BlockStored(medium=medium, group_idx=group) if not group and medium in (None, DEVICE):
-                router.tell(name, stored=_keys(event.block_hashes))
-            case BlockRemoved(medium=medium, group_idx=group) if not group and medium in (None, DEVICE):
-                router.tell(name, removed=_keys(event.block_hashes))
+            case BlockStored(medium=medium, group_idx=group) if not group:
+                router.tell(name, stored=_keys(event.block_hashes), medium=medium or DEVICE)
+            case BlockRemoved(medium=medium, group_idx=group) if not group:
+                router.tell(name, removed=_keys(event.block_hashes), medium=medium or DEVICE)
 
 
 def _keys(hashes: list[int]) -> list[bytes]:

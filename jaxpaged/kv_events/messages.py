@@ -9,7 +9,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-DEVICE = "GPU"  # vLLM's name for the memory that the model computes in
+# vLLM's names of media: the memory that the model computes in, the host's, and disks.
+DEVICE, HOST, STORAGE = "GPU", "CPU", "STORAGE"
 END = (-1).to_bytes(8, "big", signed=True)  # number behind the last message of a replay
 
 

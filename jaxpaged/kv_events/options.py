@@ -24,7 +24,7 @@ class KVEvents:
     replay_endpoint: str | None = None
     buffer_steps: int = 10_000  # batches that are kept for replays
     hwm: int = 100_000  # batches that wait for a slow follower, who misses what comes then
-    max_queue_size: int = 100_000  # of vLLM's queue; here nothing waits in one
+    max_queue_size: int = 100_000  # batches that wait to be sent at all; beyond that, events are lost
     topic: str = ""
 
     def __post_init__(self) -> None:

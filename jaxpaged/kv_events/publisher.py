@@ -2,6 +2,8 @@
 
 import collections
 import contextlib
+import dataclasses
+import queue
 import threading
 import time
 from collections.abc import Sequence
@@ -17,10 +19,20 @@ from jaxpaged.kv_events.options import KVEvents
 WAIT_MS = 100  # between two looks whether the publisher was closed
 
 
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """Events that wait to be sent."""
+
+    number: int
+    seconds: float
+    events: Sequence[Event]
+
+
 class Publisher:
-    """Publisher of one replica's events. For one thread at a time; replays have a thread of their own.
+    """Publisher of one replica's events. For one thread at a time; it sends in a thread of its own.
 
     Nothing waits for followers: who is slow misses messages, sees it by their numbers, and asks for a replay.
+    Of batches beyond `max_queue_size`, which wait to be sent, only the numbers are left.
     Raises `InputError` for addresses that cannot be used, and where pyzmq is missing.
     """
 
@@ -35,6 +47,8 @@ class Publisher:
         self._rank, self._topic = rank, options.topic.encode("utf-8", "surrogatepass")
         self._kept: collections.deque[tuple[int, bytes]] = collections.deque(maxlen=options.buffer_steps)
         self._lock, self._closed, self._number = threading.Lock(), threading.Event(), 0
+        self._waiting: queue.Queue[Batch | None] = queue.Queue(options.max_queue_size)
+        self._threads: list[threading.Thread] = []
         context: Any = zmq.Context.instance()
         self._socket = context.socket(zmq.PUB)
         self._socket.set_hwm(options.hwm)
@@ -51,29 +65,43 @@ class Publisher:
             self.close()
             raise InputError(f"kv_events_config: {endpoint} cannot be used: {error}") from error
         logging.info("events of the prefix cache are on %s", for_replica(options.endpoint, rank))
-        if self._replays is not None:
-            self._thread = threading.Thread(target=self._serve, name="jaxpaged-replays", daemon=True)
-            self._thread.start()
+        for name, run in (("events", self._send), ("replays", self._serve)):
+            if name == "events" or self._replays is not None:
+                self._threads.append(threading.Thread(target=run, name=f"jaxpaged-{name}", daemon=True))
+                self._threads[-1].start()
 
     def publish(self, events: Sequence[Event]) -> None:
-        """Send events as one batch."""
-        payload = messages.encode(time.time(), events, self._rank)
-        with self._lock:
-            number = self._number
-            self._number += 1
-            self._kept.append((number, payload))
-        with contextlib.suppress(self._zmq.Again):
-            frames = self._topic, number.to_bytes(8, "big"), payload
-            self._socket.send_multipart(frames, flags=self._zmq.DONTWAIT)
+        """Let events be sent as one batch."""
+        batch, self._number = Batch(self._number, time.time(), [*events]), self._number + 1
+        try:
+            self._waiting.put_nowait(batch)
+        except queue.Full:
+            log = logging.log_first_n
+            log(logging.WARNING, "events are lost: more than max_queue_size batches wait to be sent", 1)
 
     def close(self) -> None:
-        """Close the sockets. What was sent is still delivered for a second."""
+        """Send what waits, and close the sockets. What was sent is still delivered for a second."""
         self._closed.set()
-        if self._replays is not None and hasattr(self, "_thread"):
-            self._thread.join()
+        if self._threads:
+            self._waiting.put(None)
+        for thread in self._threads:
+            thread.join()
         for socket in (self._socket, self._replays):
             if socket is not None:
                 socket.close(linger=1000)
+
+    def _send(self) -> None:
+        """Send the batches that wait, in order."""
+        while (batch := self._waiting.get()) is not None:
+            try:
+                payload = messages.encode(batch.seconds, batch.events, self._rank)
+                with self._lock:
+                    self._kept.append((batch.number, payload))
+                frames = self._topic, batch.number.to_bytes(8, "big"), payload
+                with contextlib.suppress(self._zmq.Again):
+                    self._socket.send_multipart(frames, flags=self._zmq.DONTWAIT)
+            except Exception:  # no memory, say: who follows sees that a number is missing
+                logging.exception("events cannot be sent")
 
     def _serve(self) -> None:
         """Answer requests for a replay: by the kept messages from a number on, and one that ends them."""

@@ -120,6 +120,49 @@ def adopt(
     return pool, AdoptInfo(jnp.where(done, new_ids, NULL_BLOCK), status)
 
 
+def arrive(
+    pool: BlockPool,
+    kv_cache: KVCache,
+    token_ids: Int[Array, "max_blocks block_size"],
+    num_blocks: Int[Array, ""],
+    salt: Int[Array, ""],
+    present: Bool[Array, "num_groups max_blocks"],
+    places: Int[Array, " n"],
+    arrays: dict[str, Num[Array, "n ..."]],
+) -> tuple[BlockPool, KVCache, Bool[Array, ""]]:
+    """Adopt a chain and write the K and V of its new blocks: all of it or nothing.
+
+    `places` says which block of the chain each one of `arrays` is: its group times `max_blocks`, and its
+    place in the line; negative for none. Nothing happens where a new block is not among them, as when one
+    that was there has left since. Returns also whether the chain is there.
+    """
+    adopted, info = adopt(pool, token_ids, num_blocks, salt, present)
+    destinations = info.destinations.reshape(-1)
+    ids = jnp.where(places >= 0, destinations.at[places].get(mode="clip"), NULL_BLOCK)
+    is_whole = jnp.sum(ids != NULL_BLOCK) == jnp.sum(destinations != NULL_BLOCK)
+    done = (info.status == Status.OK) & is_whole
+    pool = jax.tree.map(lambda new, old: jnp.where(done, new, old), adopted, pool)
+    return pool, write(kv_cache, jnp.where(done, ids, NULL_BLOCK), arrays), done
+
+
+def depart(
+    pool: BlockPool,
+    kv_cache: KVCache,
+    token_ids: Int[Array, "max_blocks block_size"],
+    num_blocks: Int[Array, ""],
+    salt: Int[Array, ""],
+    places: Int[Array, " n"],
+    specs: Sequence[CacheSpec] = (FULL,),
+) -> tuple[Bool[Array, " n"], dict[str, Num[Array, "n ..."]]]:
+    """Find blocks of a chain, named as for `arrive`, and read those that are there.
+
+    Returns which are, and K and V; of the others they are undefined.
+    """
+    lines = locate(pool, token_ids, num_blocks, salt, specs).block_ids.reshape(-1)
+    ids = jnp.where(places >= 0, lines.at[places].get(mode="clip"), NULL_BLOCK)
+    return ids != NULL_BLOCK, read(kv_cache, ids)
+
+
 def _publish(
     pool: BlockPool,
     hit: Hit,
@@ -194,12 +237,12 @@ def placed(
 
     def put(name: str, x: Array | np.ndarray) -> Array:
         is_bound = getattr(x, "committed", False) or kv_cache.blocks[name].committed
-        return jax.device_put(x, _sharding(kv_cache, name)) if is_bound else jnp.asarray(x)
+        return jax.device_put(x, sharding(kv_cache, name)) if is_bound else jnp.asarray(x)
 
     return {name: put(name, x) for name, x in arrays.items()}
 
 
-def _sharding(kv_cache: KVCache, name: str) -> jax.sharding.Sharding:
+def sharding(kv_cache: KVCache, name: str) -> jax.sharding.Sharding:
     """Return the sharding of some blocks of this cache, with the blocks along the first axis."""
     its = kv_cache.blocks[name].sharding
     if not isinstance(its, jax.sharding.NamedSharding):

@@ -19,6 +19,7 @@ from jaxpaged.engine.stats import Stats
 from jaxpaged.serve.replies import ApiError, EventStream, event
 from jaxpaged.serve.service import Service, service_of
 from jaxpaged.step.state import Phase
+from jaxpaged.tiers.tiers import TierCounts
 
 router = APIRouter()
 
@@ -137,9 +138,7 @@ class Watch:
             "prompt_tokens_per_s": (stats.num_prompt_tokens - before.num_prompt_tokens) / seconds,
             "hit_tokens": stats.num_hit_tokens,
             "lookup_tokens": stats.num_lookup_tokens,
-            "fetched_tokens": {
-                name: its.num_hits * engine.config.block_size for name, its in stats.tiers.items()
-            },
+            "tiers": {name: tier_fields(its, engine.config.block_size) for name, its in stats.tiers.items()},
             "drafts": {"drafted": stats.num_draft_tokens, "accepted": stats.num_accepted_tokens}
             if engine.config.speculative_config
             else None,
@@ -188,3 +187,9 @@ def occupancy_fields(occupancy: Occupancy) -> dict[str, Any]:
 
 def _digest(text: str) -> str:
     return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+def tier_fields(counts: TierCounts, block_size: int) -> dict[str, int | None]:
+    """Return what the page tells of a tier: tokens fetched from it, and its bytes, where it tells them."""
+    fetched = counts.num_hits * block_size
+    return {"fetched_tokens": fetched, "bytes": counts.num_bytes, "kept_bytes": counts.kept_bytes}

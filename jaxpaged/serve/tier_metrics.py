@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 
-from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from jaxpaged.tiers.tiers import HOST, TierCounts
 
@@ -45,3 +45,12 @@ def tier_families(
         for tier, its in tiers.items():
             family.add_metric((*labels, tier), getattr(its, field))
         yield family
+    for name, help_, field in (
+        ("stored_bytes", "Bytes that a tier has.", "num_bytes"),
+        ("kept_bytes", "Bytes among them that requests have it keep (kv_cache_ttl).", "kept_bytes"),
+    ):
+        gauge = GaugeMetricFamily(f"jaxpaged:kv_offload_{name}", help_, labels=(*LABELS, "tier"))
+        for tier, its in tiers.items():
+            if (value := getattr(its, field)) is not None:
+                gauge.add_metric((*labels, tier), value)
+        yield gauge

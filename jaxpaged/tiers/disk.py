@@ -17,7 +17,7 @@ import secrets
 import stat
 import threading
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,9 +61,12 @@ class DiskStore:
 
     folder: is made if it is not there. It must be the user's own, and nobody else may write to it.
     capacity: bytes of files, those of other engines included.
+    observe: is told the digest of each block that comes or goes, and whether it is here; in any thread.
 
     Raises `InputError` for a folder that cannot be used.
     """
+
+    observe: Callable[[bytes, bool], None] | None = None
 
     def __init__(self, folder: Path, capacity: int) -> None:
         self.folder, self.capacity = folder, capacity
@@ -94,6 +97,13 @@ class DiskStore:
         with self._lock:
             return sum(self._sizes.values())
 
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of the files that this engine keeps."""
+        now = time.time_ns()
+        with self._lock:
+            return sum(self._sizes.get(path, 0) for path, until in self._kept.items() if until > now)
+
     def contains(self, key: BlockKey) -> bool:
         """Tell whether a file is known to be there, which is a use of it. The disk is not asked."""
         path = self._path(key)
@@ -122,6 +132,7 @@ class DiskStore:
             return None
         except Exception as error:  # whatever bytes of anybody make safetensors and NumPy raise
             self._bad.add(path)
+            self._tell([path], False)
             logging.warning("%s is skipped, for it is torn or somebody else's: %s", path, error)
             return None
         with self._lock:
@@ -155,7 +166,9 @@ class DiskStore:
         """Remove all blocks of a space, those of other engines included."""
         folder = self._folder(space)
         with self._lock:
+            gone = [path for path in self._sizes if path.parent == folder]
             self._sizes = {path: size for path, size in self._sizes.items() if path.parent != folder}
+        self._tell(gone, False)
         self._jobs.put(space)
 
     def flush(self) -> None:
@@ -215,6 +228,7 @@ class DiskStore:
                 self._released.add(path)
             self._use(path, max(when, self._used.get(path, 0)))
         self._bad.discard(path)
+        self._tell([path], True)
         if self.num_bytes > self.capacity:
             self._note_uses()
             self._list()
@@ -283,7 +297,9 @@ class DiskStore:
             with contextlib.suppress(OSError):
                 found[path] = path.stat().st_size
         with self._lock:
-            self._sizes = found
+            old, self._sizes = self._sizes, found
+        self._tell(old.keys() - found.keys(), False)
+        self._tell(found.keys() - old.keys(), True)
         self._listed = time.monotonic()
 
     def _files(self, folder: Path) -> Iterator[Path]:
@@ -309,6 +325,14 @@ class DiskStore:
             self._sizes.pop(path, None)
             self._used.pop(path, None)
             self._kept.pop(path, None)
+        self._tell([path], False)
+
+    def _tell(self, paths: Iterable[Path], is_there: bool) -> None:
+        """Tell who observes which files have come or gone."""
+        if self.observe is not None:
+            for path in paths:
+                with contextlib.suppress(ValueError):  # a file that somebody has named
+                    self.observe(bytes.fromhex(path.stem), is_there)
 
     def _say(self, what: str, error: Exception | None) -> None:
         """Log a kind of trouble once."""

@@ -16,7 +16,10 @@ class HostStore:
     The block used longest ago goes first, but those that are kept. `reference.tiers.Store` is its oracle.
 
     clock: tells seconds.
+    observe: is told the digest of each block that comes or goes, and whether it is here; in any thread.
     """
+
+    observe: Callable[[bytes, bool], None] | None = None
 
     def __init__(self, capacity: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.capacity = capacity
@@ -34,7 +37,9 @@ class HostStore:
     @property
     def kept_bytes(self) -> int:
         """Bytes of the blocks that are kept."""
-        return sum(block.num_bytes for _, block in self._kept.values())
+        with self._lock:
+            self._let_go()
+            return self._sum_kept()
 
     def contains(self, key: BlockKey) -> bool:
         """Tell whether a block is here, which is a use of it."""
@@ -61,12 +66,14 @@ class HostStore:
                 until, old = self._kept[key]
                 self.num_bytes -= old.num_bytes
                 self._kept[key] = until, block
-                if self.kept_bytes > self.capacity // KEPT_SHARE:
+                if self._sum_kept() > self.capacity // KEPT_SHARE:
                     self._blocks[key] = self._kept.pop(key)[1]
             else:
                 self._drop(key)
                 self._blocks[key] = block
             self.num_bytes += block.num_bytes
+            if self.observe is not None:
+                self.observe(key.digest, True)
             while self.num_bytes > self.capacity:
                 self._drop(next(iter(self._blocks)))
 
@@ -78,7 +85,7 @@ class HostStore:
         """
         with self._lock:
             self._let_go()
-            until, room = self._clock() + seconds, self.capacity // KEPT_SHARE - self.kept_bytes
+            until, room = self._clock() + seconds, self.capacity // KEPT_SHARE - self._sum_kept()
             those = []
             for key in keys:
                 if key not in self._kept and seconds:
@@ -109,6 +116,9 @@ class HostStore:
             self._kept.clear()
             self.num_bytes = 0
 
+    def _sum_kept(self) -> int:
+        return sum(block.num_bytes for _, block in self._kept.values())
+
     def _let_go(self) -> None:
         """Let blocks be given up whose time is over: as if used at its end."""
         now = self._clock()
@@ -124,3 +134,5 @@ class HostStore:
         old = self._blocks.pop(key, None) or self._kept.pop(key, (0.0, None))[1]
         if old is not None:
             self.num_bytes -= old.num_bytes
+            if self.observe is not None:
+                self.observe(key.digest, False)

@@ -26,13 +26,24 @@ BELOW = "below"  # name of a store of somebody's
 
 @dataclasses.dataclass
 class TierCounts:
-    """Counts of a tier since the engine was made: blocks and bytes."""
+    """Counts of a tier since the engine was made, blocks and bytes, and what it has now."""
 
     num_queries: int = 0  # blocks that prompts looked for
     num_hits: int = 0  # of them blocks that were fetched from here
     read_bytes: int = 0
     written_bytes: int = 0  # that were given to it to keep
     read_seconds: float = 0.0
+    store: Any = dataclasses.field(default=None, repr=False, compare=False)
+
+    @property
+    def num_bytes(self) -> int | None:
+        """Bytes of all blocks that it has; None for a store that does not tell."""
+        return getattr(self.store, "num_bytes", None)
+
+    @property
+    def kept_bytes(self) -> int | None:
+        """Bytes of the blocks among them that requests have it keep; None, likewise."""
+        return getattr(self.store, "kept_bytes", None)
 
 
 class Promotion:
@@ -56,9 +67,16 @@ class Tiers:
 
     def __init__(self, host: HostStore, below: BlockStore | None = None, below_name: str = BELOW) -> None:
         self.host, self.below, self.below_name = host, below, below_name
-        self.counts = {HOST: TierCounts()} | ({below_name: TierCounts()} if below is not None else {})
+        self.counts = {HOST: TierCounts(store=host)}
+        if below is not None:
+            self.counts[below_name] = TierCounts(store=below)
         self._jobs: queue.SimpleQueue[Promotion | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+
+    @property
+    def stores(self) -> dict[str, BlockStore]:
+        """All tiers by their names, the fastest first."""
+        return {HOST: self.host} | ({} if self.below is None else {self.below_name: self.below})
 
     def found(self, keys: Sequence[BlockKey]) -> int:
         """Return how many of these blocks, from the first on, any tier has.

@@ -7,7 +7,6 @@ that none waits for another.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -17,8 +16,9 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.gpu import common, cp_async, int4_cache
+from pallas_kernels.gpu import common, int4_cache
 from pallas_kernels.gpu.common import NUM_WARPS, Extras
+from pallas_kernels.gpu.primitives import Primitives
 from pallas_kernels.layouts import PackedView, View
 from pallas_kernels.support import Arrays, Options, first_seen, sizes_of, view_of
 
@@ -27,7 +27,7 @@ type FindTokens = Callable[[Any, int], tuple[jax.Array, Any]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AttentionProblem:
+class AttentionProblem(Primitives):
     """The static shape of an attention call, and what follows from it."""
 
     num_kv_heads: int
@@ -46,64 +46,7 @@ class AttentionProblem:
     attention_chunk: int | None
     tile_kv: int  # tokens of a tile of K and V
     num_stages: int  # slots of the ring that the products read
-    is_interpreted: bool
     packed: PackedView | None  # of a cache of 4 bits a number
-    fetch: str = "tma"  # what brings tiles, `Target.fetch`
-    multiply: str = "wgmma"  # the instruction of products, or "mma.sync"
-
-    # Primitives: Pallas' own, or those of `cp_async` in their place.
-
-    @property
-    def has_tma(self) -> bool:
-        return self.fetch == "tma"
-
-    def barrier(self, num_arrivals: int, num_barriers: int = 1, *, of_copies: bool = False) -> Any:
-        """Return the type of a ring's barriers; of_copies: whether a warp's copies arrive, not warpgroups."""
-        if self.has_tma:
-            return plgpu.Barrier(num_arrivals=num_arrivals, num_barriers=num_barriers)
-        threads = cp_async.WARP if of_copies else cp_async.WARPGROUP
-        return cp_async.barrier(num_arrivals, num_barriers, threads=threads)
-
-    def copier(
-        self, transforms: tuple[Any, ...] = (), *, by_warp: bool = True
-    ) -> Callable[[Any, Any, Any], None]:
-        """Return the function (source, target, barrier) by which a warp, or a warpgroup, copies to memory so
-        transformed.
-        """
-        if self.has_tma:
-            return plgpu.copy_gmem_to_smem
-        threads = cp_async.WARP if by_warp else cp_async.WARPGROUP
-        return functools.partial(cp_async.copy, transforms=transforms, threads=threads)
-
-    def copy_out(self, source: Any, target: Any, transforms: tuple[Any, ...] = ()) -> None:
-        """Start to copy rows from shared memory, so transformed, to the GPU's."""
-        if self.has_tma:
-            plgpu.copy_smem_to_gmem(source, target)
-        else:
-            cp_async.store_rows(source, target, transforms=transforms)
-
-    @property
-    def wait_smem_to_gmem(self) -> Callable[..., None]:
-        """The function that waits until `copy_out` has written its rows, or read them."""
-        return plgpu.wait_smem_to_gmem if self.has_tma else lambda *_, **__: cp_async.commit()
-
-    def waiter(self, num_slots: int, *number: jax.Array, is_refill: bool = False) -> Callable[[Any], None]:
-        """Return the function that waits for the barrier of a ring's slot.
-
-        number: summands of the number of the tile that is waited for, or is to be fetched next (is_refill).
-        """
-        if self.has_tma:
-            return plgpu.barrier_wait
-        phase = lax.div(sum(number[1:], start=number[0]), jnp.int32(num_slots)) - int(is_refill)
-        return functools.partial(cp_async.wait, parity=lax.rem(phase, jnp.int32(2)))
-
-    @property
-    def barrier_arrive(self) -> Callable[[Any], None]:
-        return plgpu.barrier_arrive if self.has_tma else cp_async.arrive
-
-    @property
-    def commit_smem(self) -> Callable[[], None]:
-        return plgpu.commit_smem if self.has_tma else cp_async.commit
 
     @property
     def in_ring(self) -> tuple[Any, ...]:

@@ -5,7 +5,7 @@
 memory.
 * Multiply: `WGMMA` is the layout of a product in registers; `widen` and `widened` make float16 of 8-bit
 numbers.
-* Wait: `fill_ring` and `drain` wait for free slots. Write: `store`.
+* Write: `store`. Copies, waits and arrivals are in `primitives.py`.
 * Launch: `kernel_of`, `interpret_params`.
 
 Primitives of tiles with 4 bits a number are in `int4_cache.py`, the counter of arrivals in
@@ -170,40 +170,6 @@ def tiled(width: int, most: int = 64) -> Any:
     transforms: Any = plgpu  # mypy takes the two for abstract
     columns = next(columns for columns in (64, 32, 16) if columns <= most and width % columns == 0)
     return transforms.TilingTransform((8, columns)), transforms.SwizzleTransform(2 * columns)
-
-
-def drain(empty: Any, num_slots: int, done: jax.Array) -> None:
-    """Wait for the last arrivals at a ring's slots. The GPU does not need it; JAX's interpreter wants each
-    seen.
-
-    free: barriers [num_slots]; done: how many tiles went through the ring.
-    """
-    for k in range(num_slots):
-
-        @pl.when(done > k)
-        def _see_arrival(k: int = k) -> None:
-            plgpu.barrier_wait(empty.at[lax.rem(done - 1 - k, jnp.int32(num_slots))])
-
-
-def fill_ring(
-    free: Any, num_stages: int, num_steps: jax.Array, fetch: Callable[[jax.Array, jax.Array], None]
-) -> None:
-    """Fill a ring step by step: call fetch(step, slot) whenever the step's slot is free.
-
-    free: barriers [num_stages], at which readers of a slot arrive.
-    """
-
-    def fill(i: jax.Array, _: None) -> None:
-        slot = lax.rem(i, jnp.int32(num_stages))
-
-        @pl.when(i >= num_stages)
-        def _wait() -> None:
-            plgpu.barrier_wait(free.at[slot])
-
-        fetch(i, slot)
-
-    lax.fori_loop(0, num_steps, fill, None)
-    drain(free, num_stages, num_steps)
 
 
 def columns_of(head_dim: int) -> list[int]:

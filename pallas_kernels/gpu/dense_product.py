@@ -1,4 +1,4 @@
-"""Products with a layer's weights on Hopper GPUs; the kernel reads its layer from a stack of weights.
+"""Products with a layer's weights on GPUs since Ampere; the kernel reads its layer from a stack of weights.
 
     y[row, o] = sum over i of  x[row, i] * weights[layer, i, o]
 
@@ -6,14 +6,16 @@ So a loop over layers, or over experts, copies no weights: XLA's own products ta
 
 A program has 128 outputs, up to 256 rows and a range of the inputs, and three Pallas threads (warpgroups).
 The producer's warps fetch weights and rows, with 64 inputs, into a ring of slots; two consumers multiply, 64
-outputs each. The product is transposed, so that outputs fill the 64 rows of a wgmma. Its columns, independent
-of each other, are the rows of x, padded to a multiple of 8:
+outputs each. The product is transposed, so that outputs fill the 64 rows of a wgmma, or of four warps'
+mma.sync where there is none. Its columns, independent of each other, are the rows of x, padded to a multiple
+of 8:
 
     y^T [64, rows] = weights^T [64, inputs] @ x^T [inputs, rows]
 
 wgmma reads weights as they lie, and sums stay in registers. They are written transposed back, 8 neighbouring
 outputs, 32 bytes, at a time. Blocks of rows are neighbours in the grid, so that weights are fetched from
-memory for one of them. Copies fill what lies past an array's end with zeros.
+memory for one of them. TMA's copies fill what lies past an array's end with zeros; where there is none,
+weights end with a whole piece of each.
 
 The ranges of inputs (split-K) follow from the weights' shape, so a row's bits depend neither on other rows
 nor on their number. Each program writes its sums in float32; XLA adds those of the ranges, one after the
@@ -40,21 +42,26 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels.gpu import common, tuning
+from pallas_kernels.gpu import common, cp_async, targets, tuning
+from pallas_kernels.gpu.common import WGMMA
+from pallas_kernels.gpu.primitives import Primitives
+from pallas_kernels.gpu.targets import Target
 
 DTYPES = ("bfloat16", "float16")
 NUM_CONSUMERS = 2
 NUM_OUTPUTS = 64  # outputs of a consumer: the rows of a wgmma
 NUM_INPUTS = 64  # inputs of a slot: 128 bytes, the width of a swizzle
 MAX_COLUMNS = 256  # of a wgmma
+MAX_MMA_COLUMNS, MMA_INPUTS = 128, 16  # of mma.sync, and inputs whose numbers are in registers at a time
 UNIT = 8  # numbers: an array's rows must begin where TMA can, every 16 bytes
 MIN_STEPS = 4  # steps of a program, at least, if inputs are split
 PROGRAMS = tuning.H200_CORES  # to split inputs for, on any GPU: so bits are the same on all
 MAX_STAGES = 8
+TILED = common.tiled(NUM_OUTPUTS)  # the transforms of weights in shared memory
 
 
-@dataclasses.dataclass(frozen=True)
-class Problem:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Problem(Primitives):
     """The static shape of a call, and what follows from it."""
 
     num_blocks: int  # of rows
@@ -62,6 +69,7 @@ class Problem:
     num_inputs: int
     num_outputs: int
     dtype: jnp.dtype
+    program_bytes: int  # of shared memory, at most
 
     @property
     def num_rows(self) -> int:
@@ -94,15 +102,34 @@ class Problem:
         more.
         """
         slot = (NUM_CONSUMERS * NUM_OUTPUTS + self.num_columns) * NUM_INPUTS * self.dtype.itemsize
-        shared, alone = ((tuning.SHARED_MEMORY_BYTES // n - 2048) // slot for n in (2, 1))
+        rounding = 2048 if self.has_tma else 3072  # without TMA barriers are an array, too
+        shared, alone = ((self.program_bytes // n - rounding) // slot for n in (2, 1))
         return min(MAX_STAGES, shared if shared >= 4 else alone)
 
+    @property
+    def tiles_of_x(self) -> tuple[Any, ...]:
+        """The transforms of rows in shared memory; of a slot mma.sync takes a part at a time."""
+        found: tuple[Any, ...] = common.tiled(NUM_INPUTS, NUM_INPUTS if self.has_wgmma else MMA_INPUTS)
+        return found
 
-def problem(num_rows: int, num_inputs: int, num_outputs: int, dtype: jnp.dtype) -> Problem:
+
+def problem(
+    num_rows: int, num_inputs: int, num_outputs: int, dtype: jnp.dtype, *, is_interpreted: bool = False
+) -> Problem:
     """Return the problem of so many rows, in as few equal blocks as are enough."""
-    num_blocks = pl.cdiv(num_rows, MAX_COLUMNS)
-    num_columns = tuning.num_columns(pl.cdiv(num_rows, num_blocks))
-    return Problem(num_blocks, num_columns, num_inputs, num_outputs, jnp.dtype(dtype))
+    target = targets.compiled_for()
+    most = MAX_COLUMNS if target.kernel_multiply == "wgmma" else MAX_MMA_COLUMNS
+    num_blocks = pl.cdiv(num_rows, most)
+    return Problem(
+        num_blocks=num_blocks,
+        num_columns=tuning.num_columns(pl.cdiv(num_rows, num_blocks)),
+        num_inputs=num_inputs,
+        num_outputs=num_outputs,
+        dtype=jnp.dtype(dtype),
+        program_bytes=target.program_bytes,
+        is_interpreted=is_interpreted,
+        **Problem.fields_of(target),
+    )
 
 
 class Scratch(NamedTuple):
@@ -116,13 +143,12 @@ class Scratch(NamedTuple):
 
 def scratch_types(p: Problem) -> Scratch:
     """Return the types of `Scratch`, for plgpu.kernel."""
-    slots, transforms = p.num_stages, common.tiled(NUM_INPUTS)
-    weights = slots, NUM_CONSUMERS, NUM_INPUTS, NUM_OUTPUTS
+    slots, weights = p.num_stages, (p.num_stages, NUM_CONSUMERS, NUM_INPUTS, NUM_OUTPUTS)
     return Scratch(
-        weights=plgpu.SMEM(weights, p.dtype, transforms=transforms),
-        x=plgpu.SMEM((slots, p.num_columns, NUM_INPUTS), p.dtype, transforms=transforms),
-        full=plgpu.Barrier(num_arrivals=NUM_CONSUMERS + 1, num_barriers=slots),
-        free=plgpu.Barrier(num_arrivals=NUM_CONSUMERS, num_barriers=slots),
+        weights=plgpu.SMEM(weights, p.dtype, transforms=TILED),
+        x=plgpu.SMEM((slots, p.num_columns, NUM_INPUTS), p.dtype, transforms=p.tiles_of_x),
+        full=p.barrier(NUM_CONSUMERS + 1, slots, of_copies=True),
+        free=p.barrier(NUM_CONSUMERS, slots),
     )
 
 
@@ -146,6 +172,7 @@ def _kernel(
 ) -> None:
     """Compute a tile of outputs for a block of rows, over a range of the inputs."""
     p = problem
+    scratch = p.ready(scratch_types(p), scratch)
     split, tile = lax.axis_index("split"), lax.axis_index("tile")
     rows = pl.ds(lax.axis_index("block") * p.num_columns, p.num_columns)
     first, end = (lax.div(i * p.num_steps, jnp.int32(p.num_splits)) for i in (split, split + 1))
@@ -160,10 +187,11 @@ def _kernel(
 
     @pl.when(thread < NUM_CONSUMERS)
     def _consumer() -> None:
-        sums = pl.run_scoped(
-            functools.partial(_consume, p, work.num_steps, scratch, thread),
-            plgpu.ACC((NUM_OUTPUTS, p.num_columns), jnp.float32),
-        )
+        consume = functools.partial(_consume, p, work.num_steps, scratch, thread)
+        if p.has_wgmma:
+            sums = pl.run_scoped(consume, plgpu.ACC((NUM_OUTPUTS, p.num_columns), jnp.float32))
+        else:
+            sums = _consume_by_mma(p, work.num_steps, scratch, thread)
         piece = tile * NUM_CONSUMERS + thread
 
         @pl.when(piece < p.num_pieces)
@@ -183,14 +211,18 @@ def _produce(p: Problem, work: Work, weights: Any, x: Any, scratch: Scratch, war
 
             @pl.when(warp == consumer)
             def _fetch_weights(consumer: int = consumer) -> None:
-                outputs = pl.ds((work.tile * NUM_CONSUMERS + consumer) * NUM_OUTPUTS, NUM_OUTPUTS)
-                plgpu.copy_gmem_to_smem(weights.at[inputs, outputs], scratch.weights.at[slot, consumer], full)
+                piece = work.tile * NUM_CONSUMERS + consumer
+                if not p.has_tma:  # past the end: the last piece again, which is not stored
+                    piece = jnp.minimum(piece, p.num_pieces - 1)
+                outputs = pl.ds(piece * NUM_OUTPUTS, NUM_OUTPUTS)
+                target = scratch.weights.at[slot, consumer]
+                p.copier(TILED)(weights.at[inputs, outputs], target, full)
 
         @pl.when(warp == NUM_CONSUMERS)
         def _fetch_rows() -> None:
-            plgpu.copy_gmem_to_smem(x.at[work.rows, inputs], scratch.x.at[slot], full)
+            p.copier(p.tiles_of_x)(x.at[work.rows, inputs], scratch.x.at[slot], full)
 
-    common.fill_ring(scratch.free, p.num_stages, work.num_steps, fetch)
+    p.fill_ring(scratch.free, p.num_stages, work.num_steps, fetch)
 
 
 def _consume(p: Problem, num_steps: jax.Array, scratch: Scratch, consumer: jax.Array, acc: Any) -> jax.Array:
@@ -208,21 +240,46 @@ def _consume(p: Problem, num_steps: jax.Array, scratch: Scratch, consumer: jax.A
     return sums
 
 
+def _consume_by_mma(p: Problem, num_steps: jax.Array, scratch: Scratch, consumer: jax.Array) -> jax.Array:
+    """Compute `_consume`, by mma.sync."""
+    shape = NUM_OUTPUTS, p.num_columns
+
+    def add(i: jax.Array, sums: jax.Array) -> jax.Array:
+        slot = lax.rem(i, jnp.int32(p.num_stages))
+        p.waiter(p.num_stages, i)(scratch.full.at[slot])
+        weights, x = scratch.weights.at[slot, consumer].T, scratch.x.at[slot].T
+        sums = common.product(weights, x, shape, p.multiply, sums, depth=MMA_INPUTS)
+        p.commit_smem()  # warps read the slot by themselves: all must have, before others come
+        p.barrier_arrive(scratch.free.at[slot])
+        return sums
+
+    sums: jax.Array = lax.fori_loop(
+        0, num_steps, add, plgpu.layout_cast(jnp.zeros(shape, jnp.float32), WGMMA)
+    )
+    return sums
+
+
+def _unit(target: Target) -> int:
+    """Return what numbers of inputs and of outputs must be multiples of, on a target."""
+    return UNIT if target.fetch == "tma" else NUM_INPUTS
+
+
 def why_not(dtype: jnp.dtype, num_inputs: int, num_outputs: int) -> str | None:
     """Return the rule that rows of that dtype, or weights of these sizes, break; None if they break none."""
     if jnp.dtype(dtype).name not in DTYPES:
         return f"rows and weights must be {' or '.join(DTYPES)}"
+    unit = _unit(targets.compiled_for())
     for name, size, least in (("inputs", num_inputs, NUM_INPUTS), ("outputs", num_outputs, NUM_OUTPUTS)):
-        if size % UNIT or size < least:
-            return f"{size} {name} must be a multiple of {UNIT}, {least} or more"
+        if size % unit or size < least:
+            return f"{size} {name} must be a multiple of {unit}, {least} or more"
     return None
 
 
 def pack[A: jax.Array | np.ndarray](weight: A) -> A:
     """Transpose a weight [num_outputs, num_inputs], and pad it with zeros to sizes that are served."""
-    least = NUM_OUTPUTS, NUM_INPUTS
+    least, unit = (NUM_OUTPUTS, NUM_INPUTS), _unit(targets.compiled_for())
     missing = [
-        (0, max(n, pl.cdiv(size, UNIT) * UNIT) - size) for size, n in zip(weight.shape, least, strict=True)
+        (0, max(n, pl.cdiv(size, unit) * unit) - size) for size, n in zip(weight.shape, least, strict=True)
     ]
     whole: Any = weight
     if any(after for _, after in missing):
@@ -248,7 +305,7 @@ def product(
     interpret: bool or plgpu.InterpretGPUParams.
     """
     num_rows, num_inputs = x.shape
-    p = problem(num_rows, num_inputs, weights.shape[-1], x.dtype)
+    p = problem(num_rows, num_inputs, weights.shape[-1], x.dtype, is_interpreted=bool(interpret))
     x = jnp.pad(x, ((0, p.num_rows - num_rows), (0, 0)))
     number = jnp.full((1,), 0 if layer is None else layer, jnp.int32)
     run = common.kernel_of(_kernel_of, p, interpret=interpret)
@@ -271,7 +328,7 @@ def _kernel_of(p: Problem, interpret: Any) -> Callable[..., jax.Array]:
         grid_names=("split", "tile", "block"),
         num_threads=NUM_CONSUMERS + 1,
         thread_name="thread",
-        scratch_types=[scratch_types(p)],
+        scratch_types=[cp_async.memory_of(scratch_types(p))],
         interpret=common.interpret_params(interpret),
     )
     return kernel

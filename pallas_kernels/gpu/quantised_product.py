@@ -1,13 +1,14 @@
-"""Products of few rows with weights of 8, 6 or 4 bits on Hopper GPUs; of a weight only codes and scales are
-read.
+"""Products of few rows with weights of 8, 6 or 4 bits on GPUs since Ampere; of a weight only codes and scales
+are read.
 
     y[row, o] = sum over groups g of  scale[g, o] * (sum over i in g of x[row, i] * code[o, i])
                                     + minimum[g, o] * (sum over i in g of x[row, i])
 
 A program has 64 outputs and a range of the inputs, and two Pallas threads (warpgroups), as in decode
 attention. The producer's warps fetch codes, rows, scales and minima, a warp each, into a ring of slots of 128
-inputs; the consumer multiplies. The product is transposed, so that outputs fill the 64 rows of a wgmma. Its
-columns, independent of each other, are the rows of x, padded to a multiple of 8:
+inputs; the consumer multiplies. The product is transposed, so that outputs fill the 64 rows of a wgmma, or of
+four warps' mma.sync where there is none. Its columns, independent of each other, are the rows of x, padded to
+a multiple of 8:
 
     y^T [64, rows] = codes [64, inputs] @ x^T [inputs, rows]
 
@@ -35,8 +36,9 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.gpu import common, tuning
+from pallas_kernels.gpu import common, cp_async, targets, tuning
 from pallas_kernels.gpu.common import WGMMA
+from pallas_kernels.gpu.primitives import Primitives
 from pallas_kernels.quantised import NUM_INPUTS, NUM_OUTPUTS, PLANES, Halfwords, offset
 
 MAX_COLUMNS = 64
@@ -49,8 +51,8 @@ PROGRAMS = 2 * tuning.H200_CORES  # to split inputs for, on any GPU: so bits are
 MAX_STAGES = 8
 
 
-@dataclasses.dataclass(frozen=True)
-class Problem:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Problem(Primitives):
     """The static shape of a call, and what follows from it."""
 
     num_rows: int  # rows of x, in whole blocks
@@ -63,7 +65,12 @@ class Problem:
     group_size: int
     scale_dtype: Any
     has_minima: bool
-    by_memory: bool  # whether codes go to their product through shared memory
+    program_bytes: int  # of shared memory, at most
+
+    @property
+    def by_memory(self) -> bool:
+        """Whether codes go to their product through shared memory."""
+        return self.is_interpreted and self.has_wgmma
 
     @property
     def halfwords(self) -> int:
@@ -98,10 +105,18 @@ class Problem:
 
     @property
     def num_stages(self) -> int:
-        """The slots: so many that two programs share a multiprocessor's memory."""
+        """The slots: so many that two programs share a multiprocessor's memory, if each then has two."""
         scales = (1 + self.has_minima) * self.groups * NUM_OUTPUTS * jnp.dtype(self.scale_dtype).itemsize
         slot = NUM_OUTPUTS * NUM_INPUTS * self.bits // 8 + self.num_columns * NUM_INPUTS * 2 + scales
-        return min(MAX_STAGES, (tuning.SHARED_MEMORY_BYTES // 2 - 4096) // slot)
+        rounding = 4096 if self.has_tma else 5120  # arrays begin at multiples of 1,024; barriers are one
+        shared, alone = ((self.program_bytes // n - rounding) // slot for n in (2, 1))
+        return min(MAX_STAGES, shared if shared >= 2 else alone)
+
+    @property
+    def in_runs(self) -> tuple[Any, ...]:
+        """The transforms of codes and of rows in shared memory."""
+        found: tuple[Any, ...] = common.tiled(self.run)
+        return found
 
 
 class Operands(NamedTuple):
@@ -111,6 +126,9 @@ class Operands(NamedTuple):
     x: Any  # [num_rows, num_inputs]; [num_stages, num_columns, NUM_INPUTS]
     scales: Any  # [num_layers, num_groups, num_outputs]; [num_stages, groups, NUM_OUTPUTS]
     minima: Any  # as scales, or None
+
+
+NUM_TILED = 2  # of `Operands`, codes and x, lie in tiles
 
 
 class Scratch(NamedTuple):
@@ -124,8 +142,7 @@ class Scratch(NamedTuple):
 
 def scratch_types(p: Problem) -> Scratch:
     """Return the types of `Scratch`, for plgpu.kernel."""
-    in_runs = common.tiled(p.run)
-    slots = p.num_stages
+    in_runs, slots = p.in_runs, p.num_stages
     scales = plgpu.SMEM((slots, p.groups, NUM_OUTPUTS), p.scale_dtype)
     terms = p.at_a_time * (1 + p.has_minima)
     wide = plgpu.SMEM((terms, NUM_OUTPUTS, p.run), jnp.bfloat16, transforms=in_runs)
@@ -137,14 +154,15 @@ def scratch_types(p: Problem) -> Scratch:
             minima=scales if p.has_minima else None,
         ),
         wide=wide if p.by_memory else None,
-        full=plgpu.Barrier(num_arrivals=3 + p.has_minima, num_barriers=slots),
-        free=plgpu.Barrier(num_barriers=slots),
+        full=p.barrier(3 + p.has_minima, slots, of_copies=True),
+        free=p.barrier(1, slots),
     )
 
 
 def _kernel(layer: Any, gmem: Operands, out: Any, scratch: Scratch, *, problem: Problem) -> None:
     """Compute 64 outputs for a block of rows, over a range of the inputs."""
     p = problem
+    scratch = p.ready(scratch_types(p), scratch)
     tile, split = lax.axis_index("tile"), lax.axis_index("split")
     outputs = pl.ds(tile * NUM_OUTPUTS, NUM_OUTPUTS)
     rows = pl.ds(lax.axis_index("block") * p.num_columns, p.num_columns)
@@ -188,18 +206,19 @@ def _produce(
         )
         for number, (source, target) in enumerate(zip(sources, scratch.ring, strict=True)):
             if source is not None:
+                copy = p.copier(p.in_runs if number < NUM_TILED else ())
 
                 @pl.when(warp == number)
-                def _copy(source: Any = source, target: Any = target) -> None:
-                    plgpu.copy_gmem_to_smem(source, target.at[slot], scratch.full.at[slot])
+                def _copy(source: Any = source, target: Any = target, copy: Any = copy) -> None:
+                    copy(source, target.at[slot], scratch.full.at[slot])
 
-    common.fill_ring(scratch.free, p.num_stages, num_steps, fetch)
+    p.fill_ring(scratch.free, p.num_stages, num_steps, fetch)
 
 
 def _consume(p: Problem, scratch: Scratch, i: jax.Array, total: jax.Array) -> jax.Array:
     """Add the products of a slot to the sums."""
     slot = lax.rem(i, jnp.int32(p.num_stages))
-    plgpu.barrier_wait(scratch.full.at[slot])
+    p.waiter(p.num_stages, i)(scratch.full.at[slot])
     codes, x, scales, minima = (None if ring is None else ring.at[slot] for ring in scratch.ring)
 
     def add(i: jax.Array, total: jax.Array) -> jax.Array:
@@ -212,7 +231,9 @@ def _consume(p: Problem, scratch: Scratch, i: jax.Array, total: jax.Array) -> ja
 
     # A loop, because ptxas would keep the products of an unrolled one in registers.
     total = lax.fori_loop(0, NUM_INPUTS // (p.run * p.at_a_time), add, total)
-    plgpu.barrier_arrive(scratch.free.at[slot])
+    if not p.has_wgmma:  # warps read x by themselves: all must have, before others come
+        p.commit_smem()
+    p.barrier_arrive(scratch.free.at[slot])
     return total
 
 
@@ -287,14 +308,19 @@ def _add(p: Problem, total: jax.Array, terms: list[_Term], x: Any, wide: Any) ->
             wide[k] = term.numbers
         plgpu.commit_smem()
 
+    def run_of_x(term: _Term) -> Any:
+        return x.at[:, pl.ds(term.run * p.run, p.run)].T
+
     def multiply(*accumulators: Any) -> tuple[jax.Array, ...]:
         for k, (acc, term) in enumerate(zip(accumulators, terms, strict=True)):
-            numbers = wide.at[k] if p.by_memory else term.numbers
-            plgpu.wgmma(acc, numbers, x.at[:, pl.ds(term.run * p.run, p.run)].T)
+            plgpu.wgmma(acc, wide.at[k] if p.by_memory else term.numbers, run_of_x(term))
         return tuple(acc[...] for acc in accumulators)
 
     shape = NUM_OUTPUTS, p.num_columns
-    products = pl.run_scoped(multiply, *[plgpu.ACC(shape, jnp.float32)] * len(terms))
+    if p.has_wgmma:
+        products = pl.run_scoped(multiply, *[plgpu.ACC(shape, jnp.float32)] * len(terms))
+    else:
+        products = [common.product(term.numbers, run_of_x(term), shape, p.multiply) for term in terms]
     for product, term in zip(products, terms, strict=True):
         group = lax.div(term.run * p.run, jnp.int32(p.group_size))
         factor = plgpu.load(term.factors.at[group], layout=WGMMA.reduce(1), optimized=False)
@@ -322,7 +348,7 @@ def product(
     layer: which weight of a stack; None if there is no stack.
     interpret: bool or plgpu.InterpretGPUParams.
     """
-    num_rows = x.shape[0]
+    num_rows, target = x.shape[0], targets.compiled_for()
     stack = weight if layer is not None else jax.tree.map(lambda a: a[None], weight)
     columns = min(tuning.num_columns(num_rows), MAX_COLUMNS)
     p = Problem(
@@ -336,7 +362,9 @@ def product(
         group_size=stack.group_size,
         scale_dtype=stack.scales.dtype,
         has_minima=stack.minima is not None,
-        by_memory=bool(interpret),
+        program_bytes=target.program_bytes,
+        is_interpreted=bool(interpret),
+        **Problem.fields_of(target),
     )
     x = jnp.pad(x, ((0, p.num_rows - num_rows), (0, p.num_inputs - x.shape[1])))
     run = common.kernel_of(_kernel_of, p, interpret=interpret)
@@ -358,7 +386,7 @@ def _kernel_of(p: Problem, interpret: Any) -> Callable[..., jax.Array]:
         grid_names=("block", "tile", "split"),
         num_threads=2,
         thread_name="thread",
-        scratch_types=[scratch_types(p)],
+        scratch_types=[cp_async.memory_of(scratch_types(p))],
         interpret=common.interpret_params(interpret),
     )
     return kernel

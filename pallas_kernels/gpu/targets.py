@@ -1,8 +1,8 @@
 """NVIDIA GPUs since Ampere: what each generation has for a kernel, and the cards of arithmetic.
 
 `TARGETS` has one line for each compute capability, `CARDS` one for each card whose floor and model are
-printed by `benchmarks/cards.py`. Whether our kernels are a device's default follows from its target.
-`jaxpaged info` shows it. `compiled_for` is the target of the kernel that is being made.
+printed by `benchmarks/cards.py`. Our kernels are the default of a device that has a target. `jaxpaged info`
+shows it. `compiled_for` is the target of the kernel that is being made.
 """
 
 import dataclasses
@@ -11,9 +11,6 @@ from typing import Any, Literal
 
 Fetch = Literal["tma", "cp.async"]  # what brings a tile into shared memory
 Multiply = Literal["wgmma", "mma.sync", "tcgen05"]  # the fastest that multiplies
-Operation = Literal["decode", "prompts", "products"]
-ALL: tuple[Operation, ...] = ("decode", "prompts", "products")
-ATTENTION: tuple[Operation, ...] = ("decode", "prompts")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,12 +28,6 @@ class Target:
     core_bytes: int
     core_threads: int
     core_registers: int = 65536  # of 32 bits
-    serves: tuple[Operation, ...] = ()  # what our kernels compute there; XLA computes the rest
-
-    @property
-    def is_served(self) -> bool:
-        """Whether our kernels compute all operations there."""
-        return self.serves == ALL
 
     @property
     def converts_float8(self) -> bool:
@@ -45,16 +36,16 @@ class Target:
 
     @property
     def kernel_multiply(self) -> Multiply:
-        """The instruction of our kernels' products. They do without tcgen05."""
+        """The instruction of products of few rows, and of prompts with longer heads; other prompts have
+        tcgen05.
+        """
         return "wgmma" if self.multiply == "wgmma" else "mma.sync"
 
     def __str__(self) -> str:
-        served = "Mosaic kernels"
-        if not self.is_served:
-            served += f" for {' and '.join(self.serves)}, XLA for the rest"
+        prompts = "" if self.multiply == self.kernel_multiply else f", of prompts by {self.multiply}"
         return (
-            f"{self.architecture}: tiles by {self.fetch}, products by {self.kernel_multiply}, "
-            f"{self.program_bytes // 1024} KiB a program; {served}"
+            f"{self.architecture}: tiles by {self.fetch}, products by {self.kernel_multiply}{prompts}, "
+            f"{self.program_bytes // 1024} KiB a program"
         )
 
 
@@ -65,23 +56,21 @@ def _target(
     multiply: Multiply,
     kib: int,
     threads: int,
-    serves: tuple[Operation, ...] = (),
 ) -> Target:
-    bytes_of = kib * 1024, (kib + 1) * 1024
-    return Target(architecture, capability, fetch, multiply, *bytes_of, threads, serves=serves)
+    return Target(architecture, capability, fetch, multiply, kib * 1024, (kib + 1) * 1024, threads)
 
 
 TARGETS = {
     target.capability: target
     for target in (
-        _target("sm_80", "8.0", "cp.async", "mma.sync", 163, 2048, ATTENTION),
-        _target("sm_86", "8.6", "cp.async", "mma.sync", 99, 1536, ATTENTION),
-        _target("sm_89", "8.9", "cp.async", "mma.sync", 99, 1536, ATTENTION),
-        _target("sm_90a", "9.0", "tma", "wgmma", 227, 2048, ALL),
-        _target("sm_100a", "10.0", "tma", "tcgen05", 227, 2048, ATTENTION),
-        _target("sm_103a", "10.3", "tma", "tcgen05", 227, 2048, ATTENTION),
-        _target("sm_120a", "12.0", "tma", "mma.sync", 99, 1536, ATTENTION),
-        _target("sm_121a", "12.1", "tma", "mma.sync", 99, 1536, ATTENTION),
+        _target("sm_80", "8.0", "cp.async", "mma.sync", 163, 2048),
+        _target("sm_86", "8.6", "cp.async", "mma.sync", 99, 1536),
+        _target("sm_89", "8.9", "cp.async", "mma.sync", 99, 1536),
+        _target("sm_90a", "9.0", "tma", "wgmma", 227, 2048),
+        _target("sm_100a", "10.0", "tma", "tcgen05", 227, 2048),
+        _target("sm_103a", "10.3", "tma", "tcgen05", 227, 2048),
+        _target("sm_120a", "12.0", "tma", "mma.sync", 99, 1536),
+        _target("sm_121a", "12.1", "tma", "mma.sync", 99, 1536),
     )
 }
 HOPPER = TARGETS["9.0"]
@@ -108,6 +97,7 @@ class Card:
     name: str
     capability: str
     num_cores: int  # multiprocessors
+    memory_bytes: int
     bandwidth: float  # bytes a second
     flops: float  # a second
     source: str
@@ -124,13 +114,39 @@ class Card:
 
 
 CARDS = (
-    Card("A100 80GB SXM", "8.0", 108, 2.039e12, 312e12, "NVIDIA A100 datasheet"),
-    Card("L4", "8.9", 58, 0.300e12, 121e12, "NVIDIA L4 datasheet (half of the sparse figure)"),
-    Card("RTX 4090", "8.9", 128, 1.008e12, 165.2e12, "NVIDIA Ada architecture whitepaper"),
-    Card("H100 SXM", "9.0", 132, 3.35e12, 989e12, "NVIDIA H100 datasheet (half of the sparse figure)"),
-    Card("H200 SXM", "9.0", 132, 4.8e12, 989e12, "NVIDIA H200 datasheet (half of the sparse figure)"),
-    Card("B200", "10.0", 148, 8.0e12, 2250e12, "NVIDIA HGX B200 datasheet (half of the sparse figure)"),
-    Card("RTX 5090", "12.0", 170, 1.792e12, 209.5e12, "NVIDIA RTX Blackwell whitepaper"),
+    Card("A100 80GB SXM", "8.0", 108, 80_000_000_000, 2.039e12, 312e12, "NVIDIA A100 datasheet"),
+    Card(
+        "L4", "8.9", 58, 24_000_000_000, 0.300e12, 121e12, "NVIDIA L4 datasheet (half of the sparse figure)"
+    ),
+    Card("RTX 4090", "8.9", 128, 24_000_000_000, 1.008e12, 165.2e12, "NVIDIA Ada architecture whitepaper"),
+    Card(
+        "H100 SXM",
+        "9.0",
+        132,
+        80_000_000_000,
+        3.35e12,
+        989e12,
+        "NVIDIA H100 datasheet (half of the sparse figure)",
+    ),
+    Card(
+        "H200 SXM",
+        "9.0",
+        132,
+        141_000_000_000,
+        4.8e12,
+        989e12,
+        "NVIDIA H200 datasheet (half of the sparse figure)",
+    ),
+    Card(
+        "B200",
+        "10.0",
+        148,
+        180_000_000_000,
+        8.0e12,
+        2250e12,
+        "NVIDIA HGX B200 datasheet (half of the sparse figure)",
+    ),
+    Card("RTX 5090", "12.0", 170, 32_000_000_000, 1.792e12, 209.5e12, "NVIDIA RTX Blackwell whitepaper"),
 )
 
 

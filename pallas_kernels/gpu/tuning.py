@@ -24,14 +24,14 @@ class TuningConfig:
     """The tile size, pipeline depth and number of programs of a decode-attention kernel."""
 
     tile_kv: int = 64  # tokens per step, 64 or 128: the rows of a wgmma
-    num_stages: int = 3  # tiles of K and V in flight or in use, at least 2
+    num_stages: int = 3  # tiles of K and V in flight or in use
     ctas_per_core: int = 2  # programs started per multiprocessor
 
     def __post_init__(self) -> None:
         if self.tile_kv not in (64, 128):
             raise ValueError(f"{self.tile_kv=} must be 64 or 128")
-        if self.num_stages < 2:
-            raise ValueError(f"{self.num_stages=} must be at least 2")
+        if self.num_stages < 1:
+            raise ValueError(f"{self.num_stages=} must be at least 1")
         if self.ctas_per_core < 1:
             raise ValueError(f"{self.ctas_per_core=} must be at least 1")
 
@@ -46,8 +46,13 @@ def config_for(arrays: Arrays, options: Options, query_len: int = 1) -> TuningCo
     _, block_size, num_kv_heads, head_dim = sizes_of(arrays, options)
     cache_dtype, num_queries = arrays.k_cache.dtype, arrays.q.shape[1] // num_kv_heads * query_len
     key = (jax.devices()[0].device_kind, head_dim, block_size, cache_dtype.name, num_queries)
+    found = MEASURED.get(key)
+    if found is not None:
+        return found
+    extras = options.alibi_slopes, options.sinks, options.sliding_window
+    has_extras = any(each is not None for each in extras)
     is_scaled = options.token_scales is not None
-    return MEASURED.get(key) or default_config(head_dim, cache_dtype, num_queries, is_scaled=is_scaled)
+    return default_config(head_dim, cache_dtype, num_queries, is_scaled=is_scaled, has_extras=has_extras)
 
 
 def default_config(
@@ -56,29 +61,33 @@ def default_config(
     num_queries: int,
     *,
     is_scaled: bool = False,
+    has_extras: bool = False,
     target: Target | None = None,
 ) -> TuningConfig:
     """Return a configuration with tiles of 64 tokens and 2 to 4 stages: as many as let two programs share a
     multiprocessor's memory and registers.
 
-    Where that is not possible, one program gets the stages that fit.
+    Where that is not possible, one program gets the stages that fit: of long heads on GPUs with little
+    shared memory a single one, which another program's multiprocessor fetches while this one multiplies.
 
+    has_extras: whether there are slopes, sinks or a window.
     target: None stands for `targets.compiled_for`.
     """
     target, columns = target or targets.compiled_for(), num_columns(num_queries)
     stage = 2 * 64 * (head_dim * jnp.dtype(cache_dtype).itemsize + (4 if is_scaled else 0))
     other = _bytes_beside_stages(head_dim, cache_dtype, columns, is_scaled=is_scaled, target=target)
     shared, alone = ((target.core_bytes // n - 1024 - other) // stage for n in (2, 1))
-    if shared >= 2 and two_have_registers(head_dim, cache_dtype, columns, target):
+    have_registers = two_have_registers(head_dim, cache_dtype, columns, target, has_extras=has_extras)
+    if shared >= 2 and have_registers:
         return TuningConfig(num_stages=min(4, shared))
-    return TuningConfig(num_stages=max(2, min(4, alone)), ctas_per_core=1)
+    return TuningConfig(num_stages=max(1, min(4, alone)), ctas_per_core=1)
 
 
 def fits(head_dim: int, cache_dtype: jnp.dtype, num_queries: int, target: Target) -> bool:
-    """Return whether a program with the two stages that it needs has the memory on a target."""
+    """Return whether a program with a single stage has the memory on a target."""
     columns, itemsize = num_columns(num_queries), jnp.dtype(cache_dtype).itemsize
     other = _bytes_beside_stages(head_dim, cache_dtype, columns, is_scaled=True, target=target)
-    return other + 2 * 2 * 64 * head_dim * itemsize <= target.program_bytes
+    return other + 2 * 64 * head_dim * itemsize <= target.program_bytes
 
 
 def _bytes_beside_stages(
@@ -94,13 +103,17 @@ def _bytes_beside_stages(
     return widened + queries + output + weights + rounding
 
 
-def two_have_registers(head_dim: int, cache_dtype: jnp.dtype, columns: int, target: Target = HOPPER) -> bool:
+def two_have_registers(
+    head_dim: int, cache_dtype: jnp.dtype, columns: int, target: Target = HOPPER, *, has_extras: bool = False
+) -> bool:
     """Return whether a multiprocessor has the registers of two programs, 128 a thread; so compilers say.
 
-    The kernel was compiled with JAX 0.11.2 and 0.12.0.1, and `tests/kernels/test_compile_h200.py` holds it.
+    The kernel was compiled with JAX 0.11.2 and 0.12.0.1; `test_compile_h200.py` and `test_mosaic_mma.py` hold
+    it. Without TMA a narrow cache takes 128, and up to 138 with slopes, sinks or a window.
     """
     if jnp.dtype(cache_dtype).itemsize == 1:
-        return columns <= 8 and head_dim <= 128
+        is_full = has_extras and target.fetch != "tma" and head_dim > 64
+        return columns <= 8 and head_dim <= 128 and not is_full
     return columns <= 16
 
 

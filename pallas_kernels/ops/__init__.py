@@ -13,9 +13,9 @@ Shared by all operations:
 * Block 0 is the null block: no sequence owns it, padding may be written into it, its content means nothing.
 * Two arrays of a quantised type (float8_e4m3fn, float8_e5m2, int8) hold x / scale, with a float32 scale for
   all heads, shape (), or per kv head, shape [num_kv_heads]. Another cache takes no scale; a pool has its own.
-* implementation: "mosaic_gpu" (NVIDIA GPUs since Ampere; products on Hopper alone), "xla" (anything), or
-  None: the kernel where the default device has one, XLA otherwise. interpret=True runs the Mosaic kernel in
-  Pallas' GPU interpreter, on the CPU.
+* implementation: "mosaic_gpu" (NVIDIA GPUs since Ampere), "xla" (anything), or None: the kernel where the
+  default device has one, XLA otherwise. interpret=True runs the Mosaic kernel in Pallas' GPU interpreter, on
+  the CPU.
 """
 
 from pallas_kernels.ops.attention import (

@@ -221,7 +221,7 @@ def plan_of_tiles(
     A model's layers share it: in a loop over layers XLA would make it anew in each turn.
 
     Args: as those of `tiled_paged_attention`; tile_len and num_q_heads as its q has them.
-    Returns: None where no such list is needed: only the kernel for decode steps on Hopper GPUs has one.
+    Returns: None where no such list is needed: only the GPU kernel for decode steps has one.
     """
     cache = pool.sizes
     group_size = num_q_heads // cache.num_kv_heads

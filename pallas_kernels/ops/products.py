@@ -29,7 +29,7 @@ def product(
     weights: of x's type, [num_inputs, num_outputs]; with a layer [num_layers, num_inputs, num_outputs].
     layer: which weights of a stack; None if there is no stack.
     implementation: "mosaic_gpu" serves 16 bits, and numbers of inputs and of outputs that are multiples of 8,
-        64 or more, on Hopper GPUs. None chooses it on a Hopper GPU if it serves the weights, else "xla".
+        before Hopper of 64, and 64 or more. None chooses it on a GPU if it serves the weights, else "xla".
     """
     sizes = "[num_inputs, num_outputs]" if layer is None else "[num_layers, num_inputs, num_outputs]"
     if weights.ndim != 2 + (layer is not None):
@@ -41,7 +41,6 @@ def product(
     if isinstance(layer, int) and not 0 <= layer < weights.shape[0]:
         raise ValueError(f"{layer=} must be one of {weights.shape[0]} layers, counted from 0")
     why_not = mosaic_products.why_not(x.dtype, *weights.shape[-2:])
-    why_not = why_not or (None if interpret else choice.why_no_products())
     if implementation is None:
         chosen = "mosaic_gpu" if interpret else choice.default_implementation()
         implementation = "xla" if why_not and not interpret else chosen
@@ -71,7 +70,7 @@ def quantised_product(
     """
     if x.ndim != 2 or x.shape[1] > weight.in_features:
         raise ValueError(f"{x.shape=} must be [num_rows, in_features], at most {weight.in_features} of them")
-    why_not = _why_no_product_kernel(x, weight) or (None if interpret else choice.why_no_products())
+    why_not = _why_no_product_kernel(x, weight)
     if implementation is None:
         in_panels = isinstance(weight, Quantised) and weight.panel_width == PANEL_WIDTH
         function = native.quantised_function(weight.bits, is_float=weight.is_float)

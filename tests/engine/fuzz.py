@@ -34,7 +34,8 @@ from jaxpaged.models.config import LayerKind
 from jaxpaged.sampling_params import BeamSearchParams, SamplingParams
 from jaxpaged.status import Status
 from jaxpaged.step.state import MAX_STEPS, FinishReason
-from tests import tiny, tiny_grammars, tiny_lora, tiny_recursive
+from jaxpaged.tiers.rule import Rule
+from tests import tiny, tiny_grammars, tiny_head, tiny_lora, tiny_recursive
 
 NUM_ASKS = 40  # different ones a setting; each is answered alone once
 PRIORITY = {"scheduling_policy": "priority"}
@@ -44,6 +45,23 @@ SWAP = tiny.SWAP | PRIORITY
 
 def _quantised(**options: Any) -> Driver:
     return tiny.driver(tiny.load_quantised, **options)
+
+
+def _with_tiers() -> Driver:
+    """Create an engine with room for 30 blocks in host memory, which fetches whatever it can."""
+    driver = tiny.driver(**SWAP, kv_offloading_size=30 * 2048 / 2**30)
+    driver.rule = Always()
+    return driver
+
+
+class Always(Rule):
+    """Rule that always fetches, and waits for long."""
+
+    def wait(self, compute_seconds: float | None) -> float:
+        return 60.0
+
+    def pays(self, compute_seconds: float | None, num_bytes: int, bytes_below: int) -> bool:
+        return True
 
 
 def _of_kinds(*kinds: LayerKind, **options: Any) -> Driver:
@@ -71,6 +89,8 @@ SETTINGS: dict[str, Callable[[Path], Driver]] = {
     "swap, suffixes": lambda _: tiny.driver(**SWAP, speculative_config={"method": "suffix"}),
     "swap, drafts by itself": lambda _: tiny.driver(**SWAP, **BY_MODEL, draft=Draft(tiny.CONFIG, tiny.load)),
     "swap, drafts by another": lambda _: tiny.driver(**SWAP, **BY_MODEL, draft=ANOTHER),
+    "swap, drafts by a head": lambda _: tiny_head.driver(**SWAP),
+    "swap, tiers": lambda _: _with_tiers(),
     "quantised": lambda _: _quantised(**TIGHT),
     "int8 cache, swap": lambda _: tiny.driver(**SWAP, kv_cache_dtype="int8"),
     "fp8 cache, quantised": lambda _: _quantised(**TIGHT, kv_cache_dtype="fp8"),
@@ -171,7 +191,8 @@ class Dice:
     def max_steps(self) -> int:
         return self._rng.choice([1, 1, 2, 3, 5, 9, MAX_STEPS])
 
-    max_steps_beside_followed = max_steps
+    max_steps_while_others_wait = max_steps
+    seconds_per_pass = None  # was never measured
 
     @property
     def max_passes(self) -> int:
@@ -313,7 +334,7 @@ def _may_be_recalled(place: Any) -> bool:
 
 def _bare(answer: Delta) -> Delta:
     """Return the part of an answer that must be the same in any company."""
-    return dataclasses.replace(answer, request_id=0, num_hit_tokens=0)
+    return dataclasses.replace(answer, request_id=0, num_hit_tokens=0, num_fetched_tokens=None)
 
 
 def settings(devices: int) -> Iterator[str]:

@@ -11,13 +11,18 @@ from tests.engine.fuzz import NUM_ASKS, Fuzz
 from tests.marks import slow_and_nightly
 
 DRAFTING = ["swap, drafts", "swap, suffixes", "swap, drafts by itself", "swap, drafts by another"]
+DRAFTING += ["swap, drafts by a head"]
 
 
-@pytest.mark.parametrize("setting", slow_and_nightly(["adapters", "swap"], ["swap"]))
+@pytest.mark.parametrize(
+    "setting", slow_and_nightly(["adapters", "swap", "swap, tiers"], ["swap", "swap, tiers"])
+)
 def test_answers_in_random_company_are_those_of_the_request_alone(setting, tmp_path):
     fuzz = Fuzz(setting, tmp_path)
     counts = [fuzz.run(seed) for seed in range(6)]
     assert all(sum(kind) > 0 for kind in zip(*counts, strict=True)), "some whole, and some given up"
+    tiers = fuzz.driver.stats.tiers
+    assert not tiers or tiers["host"].num_hits > 20
 
 
 @pytest.mark.parametrize("setting", slow_and_nightly(DRAFTING, ["swap, drafts", "swap, drafts by itself"]))
@@ -28,7 +33,7 @@ def test_answers_are_the_same_with_drafts_and_without(setting, tmp_path):
         assert drafting.alone(number) == plain.alone(number)
     stats = drafting.driver.stats
     assert stats.num_draft_tokens > stats.num_accepted_tokens
-    assert stats.num_accepted_tokens > 20
+    assert stats.num_accepted_tokens > 10
     assert stats.num_new_tokens == plain.driver.stats.num_new_tokens
     # Draws from three tokens are often as drafted.
     few = SamplingParams(

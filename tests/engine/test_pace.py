@@ -21,7 +21,7 @@ def test_steps_and_passes_over_prompts_are_reckoned_apart():
     pace.note(10, 0, SECOND)
     pace.note(1, 4, 8.1 * SECOND)  # a step of a long prompt
     assert (pace.max_steps, pace.max_passes) == (10, 1)
-    assert pace.max_steps_beside_followed == 2, "shorter, for rows that wait for the host"
+    assert pace.max_steps_while_others_wait == 2, "shorter, for those who wait for its end"
     assert pace.seconds_per_pass == pytest.approx(2 * SECOND)
     pace.note(1, 4, 0.88 * SECOND)  # passes that cost less than a run may
     assert (pace.max_steps, pace.max_passes) == (10, 5)

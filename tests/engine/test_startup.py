@@ -180,7 +180,7 @@ def test_a_loop_over_layers_that_a_gpu_cannot_have_is_refused(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     rule = r"loop_over_layers=True must be None or False with {} and attention by {} on this device"
     with pytest.raises(InputError, match=rule.format("bfloat16", "mosaic_gpu")):
-        refuse()  # no Hopper GPU
+        refuse()  # no GPU of ours
     monkeypatch.setattr(choice, "default_implementation", lambda: "mosaic_gpu")
     refuse()
     refuse(loop_over_layers=None, dtype="float32", attention="xla")

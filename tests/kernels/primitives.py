@@ -22,6 +22,7 @@ from jax._src.pallas.mosaic_gpu import primitives
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gpu import common, cp_async, targets
+from tests.kernels.interpreter import KERNELS
 
 
 def rule(acc: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
@@ -37,12 +38,15 @@ def traced(name: str, default: Any) -> Any:
     return default if frame is None else frame.f_locals[name]
 
 
-def barrier_at(depth: int) -> str:
+def barrier_here() -> str:
     """Return a name of the barrier that a line of a kernel waits for, the same each time that it is traced.
 
     It is the function, what it calls the barrier, and whether of K or V.
     """
-    frame = sys._getframe(depth)
+    frame = sys._getframe(1)
+    while not frame.f_code.co_filename.startswith(KERNELS):
+        assert frame.f_back is not None
+        frame = frame.f_back
     line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
     [name] = re.findall(r"\)\(([\w.]+)\b(?:\.at\[.*)?\)$", line.strip())
     return f"{frame.f_code.co_name} {name} {traced('array', 0)}"
@@ -79,7 +83,7 @@ def interpretable(capability: str) -> Iterator[Counter[str]]:
     def wait(words: Any, parity: jax.Array) -> None:
         (slot,) = words.transforms[-1].indices if hasattr(words, "transforms") else (0,)
         place = [slot, traced("warp", 0), *map(jax.lax.axis_index, axes)]
-        jax.debug.callback(functools.partial(check, barrier=barrier_at(3)), parity, *place)
+        jax.debug.callback(functools.partial(check, barrier=barrier_here()), parity, *place)
         plgpu.barrier_wait(words)
 
     def store_rows(source: Any, target: Any, **_: Any) -> None:

@@ -119,7 +119,9 @@ def test_no_more_programs_are_started_than_a_multiprocessor_has_room_for(
         dtype = {"int8_per_token": "int8", "int4_grouped": "uint8"}.get(p.kv_layout, p.cache_dtype or p.dtype)
         queries = p.num_q_heads // p.num_kv_heads * p.tile_len
         is_scaled = p.kv_layout == "int8_per_token"
-        config = tuning.default_config(p.head_dim, jnp.dtype(dtype), queries, is_scaled=is_scaled)
+        config = tuning.default_config(
+            p.head_dim, jnp.dtype(dtype), queries, is_scaled=is_scaled, has_extras=p.alibi or p.sinks
+        )
         assert config.ctas_per_core <= r.ctas_per_core, r
     assert {r.ctas_per_core for r in found} == {1, 2}
 

@@ -1,10 +1,10 @@
-"""Attention by mma.sync, for GPUs that have no wgmma: in Pallas' GPU interpreter, and compiled.
+"""Attention by mma.sync and tcgen05, for GPUs that have no wgmma: in Pallas' GPU interpreter, and compiled.
 
 The interpreter has no rule for `mma`: `primitives.rule` is one, acc + a @ b. The rule is justified by
 `test_fragments_multiply_as_documented`: the registers that Mosaic's layouts give to each thread are those
 that PTX names for mma.m16n8k16. All else of the kernel is run as it is.
 
-An mma reads its operands in a way that the race detector sees.
+An mma reads its operands in a way that the race detector sees. It knows tcgen05 and tensor memory.
 
 Unproven without a chip: that a GPU's sums are those of the rule, and the order of a warpgroup's four warps,
 which the interpreter takes for one thread.
@@ -123,6 +123,8 @@ def test_decode_by_mma_equals_the_oracle_without_a_race(
 PROMPTS = (
     TileCase("two consumers, a window", (300, 0), (330, 20), num_q_heads=4, sliding_window=150),
     TileCase("int8, one consumer", (100,), (130,), num_q_heads=2, cache_dtype="int8", head_dim=128),
+    TileCase("more heads than a consumer has rows", (300, 0), (330, 20), num_q_heads=16, sliding_window=150),
+    TileCase("one slot", (100,), (130,), num_q_heads=2, head_dim=256),
 )
 
 
@@ -130,18 +132,21 @@ PROMPTS = (
     ("c", "capability"),
     [
         (PROMPTS[0], "8.0"),
+        (PROMPTS[2], "10.0"),
         pytest.param(PROMPTS[0], "12.0", marks=pytest.mark.slow),
         pytest.param(PROMPTS[1], "8.0", marks=pytest.mark.slow),
+        pytest.param(PROMPTS[1], "10.0", marks=pytest.mark.nightly),
+        pytest.param(PROMPTS[3], "8.6", marks=pytest.mark.nightly),
     ],
     ids=str,
 )
-def test_prompts_by_mma_equal_the_oracle_without_a_race(
+def test_prompts_without_wgmma_equal_the_oracle_without_a_race(
     c: TileCase, capability: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with interpretable(capability) as used:
         got = launch(c)
-    assert used["mma"]
-    assert bool(used["copy"]) == (capability == "8.0")
+    assert bool(used["mma"]) == (capability != "10.0")
+    assert bool(used["copy"]) == capability.startswith("8")
     assert not used["wrong phase"]
     assert_close(c, got)
     assert not races_found(capsys)
@@ -149,9 +154,17 @@ def test_prompts_by_mma_equal_the_oracle_without_a_race(
 
 missing = cuda_compiler.missing_packages()
 PROMPT = "tiles 32/8/128 bs16 bfloat16 bfloat16 32 tokens a tile"
+LONGEST = "tiles 32/8/256 bs16 bfloat16 bfloat16 32 tokens a tile"
 EIGHT_BITS = (
     "tiles 32/8/128 bs16 bfloat16 float8_e4m3fn 32 tokens a tile",
     "tiles 32/8/128 bs64 bfloat16 bfloat16 32 tokens a tile int4_grouped",
+)
+# The least and the most that a product takes: minima beside codes of 8 bits, and as many rows as at once.
+PRODUCTS = (
+    "product 16 rows Q4_0 4096 x 4096",
+    "product 64 rows Q5_1 4096 x 4096",
+    "product 64 rows fp8 4096 x 4096",
+    "product 256 rows bfloat16 4096 x 4096",
 )
 # The least and the most that a program takes, and each way of widening. One process a target: on some
 # versions of JAX an instruction that a target lacks ends the process.
@@ -161,22 +174,48 @@ COMPILED = {
         "decode 128/8/128 bs16 bfloat16 bfloat16",
         "decode 32/8/128 bs16 bfloat16 float8_e4m3fn",
         PROMPT,
+        *PRODUCTS,
     ),
     "8.0": (
         "decode 32/8/128 bs16 bfloat16 bfloat16",
         "decode 32/8/128 bs16 bfloat16 float8_e4m3fn",
+        "decode 32/8/128 bs64 bfloat16 bfloat16 alibi window soft_cap sinks int4_grouped",
         PROMPT,
+        *PRODUCTS,
     ),
-    "8.6": ("decode 32/8/128 bs16 bfloat16 float8_e5m2", PROMPT, *EIGHT_BITS),
-    "8.9": ("decode 32/8/128 bs16 bfloat16 float8_e4m3fn", "decode 32/8/128 bs16 bfloat16 int8", *EIGHT_BITS),
-    "10.0": ("decode 32/8/128 bs16 bfloat16 bfloat16", PROMPT, *EIGHT_BITS),
+    "8.6": (
+        "decode 32/8/128 bs16 bfloat16 float8_e5m2",
+        "decode 32/8/256 bs16 bfloat16 bfloat16",
+        PROMPT,
+        LONGEST,
+        *EIGHT_BITS,
+    ),
+    "8.9": (
+        "decode 32/8/128 bs16 bfloat16 float8_e4m3fn",
+        "decode 32/8/128 bs16 bfloat16 int8",
+        *EIGHT_BITS,
+        *PRODUCTS,
+    ),
+    "10.0": (
+        "decode 32/8/128 bs16 bfloat16 bfloat16",
+        PROMPT,
+        LONGEST,
+        "tiles 32/8/128 bs16 bfloat16 bfloat16 64 tokens a tile",
+        "tiles 32/8/128 bs16 bfloat16 bfloat16 window 32 tokens a tile",
+        "tiles 32/8/80 bs16 bfloat16 bfloat16 32 tokens a tile",
+        "tiles 64/8/64 bs16 bfloat16 bfloat16 window sinks 32 tokens a tile",
+        "tiles 32/8/128 bs16 bfloat16 bfloat16 alibi window soft_cap sinks 32 tokens a tile",
+        "tiles 32/8/128 bs16 bfloat16 bfloat16 32 tokens a tile 16 rows of 131072",
+        *EIGHT_BITS,
+        *PRODUCTS,
+    ),
 }
 NIGHTLY = ("8.6", "8.9", "10.0")
 
 
 @pytest.mark.skipif(bool(missing), reason=f"needs the cuda-compile extra: {', '.join(missing)}")
 @pytest.mark.parametrize("capability", slow_and_nightly(COMPILED, set(COMPILED) - set(NIGHTLY)))
-def test_attention_compiles_for_a_target_and_spills_nothing(capability: str) -> None:
+def test_kernels_compile_for_a_target_and_spill_nothing(capability: str) -> None:
     target, names = targets.TARGETS[capability], COMPILED[capability]
     reports = compile_report.run(list(names), capability)
     assert {r.program for r in reports} == set(names)
@@ -188,22 +227,25 @@ def test_attention_compiles_for_a_target_and_spills_nothing(capability: str) -> 
     assert [r for r in reports if r.shared_memory_bytes > target.program_bytes] == []
     programs = {str(p): p for p in compile_report.attention_programs()}
     for r in reports:
-        p = programs[r.program]
-        dtype, queries = jnp.dtype(p.cache_dtype or p.dtype), p.num_q_heads // p.num_kv_heads
-        config = tuning.default_config(p.head_dim, dtype, queries, target=target)
         if r.kernel == "paged_attention_kernel":
+            p = programs[r.program]
+            dtype = {"int4_grouped": "uint8"}.get(p.kv_layout, p.cache_dtype or p.dtype)
+            queries = p.num_q_heads // p.num_kv_heads
+            config = tuning.default_config(
+                p.head_dim, jnp.dtype(dtype), queries, has_extras=p.alibi or p.sinks, target=target
+            )
             assert config.ctas_per_core <= r.ctas_per_core, r
 
 
-def test_the_table_of_short_heads_says_what_fits() -> None:
+def test_the_table_of_heads_says_what_fits() -> None:
     """One new token a sequence, with as many heads of a group as are served."""
     full = support.SUPPORT["mosaic_gpu"]
     for target in targets.TARGETS.values():
         served = support.LIMITED.get(target.architecture, full)
-        assert bool(served.dtypes) == bool(target.serves)
-        for name in ("head_dims", "quantised_head_dims") if target.serves else ():
-            dtype = jnp.dtype("int8" if name == "quantised_head_dims" else "bfloat16")
-            fitting = [size for size in getattr(full, name) or () if tuning.fits(size, dtype, 16, target)]
-            if (target.architecture, name) == ("sm_80", "quantised_head_dims"):
-                fitting.remove(192)  # prompts spill
-            assert fitting == list(getattr(served, name) or ()), target
+        for size in served.head_dims or ():
+            group_size = served.longest_group_size or 16
+            assert tuning.fits(size, jnp.dtype("bfloat16"), group_size if size == 256 else 16, target)
+        assert (served.longest_group_size is None) == tuning.fits(256, jnp.dtype("bfloat16"), 16, target)
+        fitting = [n for n in full.quantised_head_dims or () if tuning.fits(n, jnp.dtype("int8"), 16, target)]
+        # On an A100 longer heads would fit, but their prompts spill.
+        assert fitting == list(served.quantised_head_dims or ()) or target.architecture == "sm_80", target

@@ -40,6 +40,7 @@ from tests.kernels.interpreter import (
     unnoticed_calls,
     without_call,
 )
+from tests.kernels.primitives import interpretable
 from tests.kernels.test_native import bits, draw
 from tests.kernels.test_quantised_product import FLOATS
 from tests.reference.test_quantisation import blocks
@@ -110,6 +111,29 @@ def test_the_kernel_equals_the_oracle_without_a_race(
     with shadow_reads():
         y = multiply(x, weight)
     assert (y.dtype, y.shape) == (np.float32, (num_rows, out_features))
+    assert_close(y, x, want, sizes)
+    assert not races_found(capsys)
+
+
+@pytest.mark.parametrize(
+    ("capability", "name", "num_rows", "in_features"),
+    [
+        ("8.0", "Q4_1", 9, 640),  # more steps than slots
+        pytest.param("8.0", "Q6_K", 9, 256, marks=pytest.mark.nightly),
+        pytest.param("12.0", FLOATS, 33, 256, marks=pytest.mark.slow),
+    ],
+)
+def test_products_by_mma_equal_the_oracle_without_a_race(
+    capability: str, name: str, num_rows: int, in_features: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weight, want, sizes = drawn(name, 64, in_features)
+    x = draw(1, "bfloat16", num_rows, in_features)
+    with interpretable(capability) as used, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mosaic, "MAX_STAGES", 2)
+        y = multiply(x, weight)
+    assert used["mma"]
+    assert bool(used["copy"]) == (capability == "8.0")
+    assert not used["wrong phase"]
     assert_close(y, x, want, sizes)
     assert not races_found(capsys)
 

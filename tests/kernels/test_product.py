@@ -27,6 +27,7 @@ from tests.kernels.interpreter import (
     unwaited_wgmmas,
     without_call,
 )
+from tests.kernels.primitives import interpretable
 from tests.kernels.test_native import bits, draw
 
 pytestmark = pytest.mark.usefixtures(fresh_interpreter.__name__)
@@ -78,6 +79,27 @@ def test_a_layers_product_equals_the_oracle_without_a_race(
     with shadow_reads():
         y = multiply(x, weights, implementation)
     assert (y.dtype, y.shape) == (np.float32, (num_rows, num_outputs))
+    assert_close(y, x, weights)
+    assert not races_found(capsys)
+
+
+@pytest.mark.parametrize(
+    ("capability", "num_rows", "num_inputs", "num_outputs"),
+    [
+        ("8.0", 9, 320, 192),  # more steps than slots, and nothing for the last consumer
+        pytest.param("12.0", 130, 200, 200, marks=pytest.mark.slow),  # two blocks of rows, parts of tiles
+    ],
+)
+def test_products_by_mma_equal_the_oracle_without_a_race(
+    capability: str, num_rows: int, num_inputs: int, num_outputs: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights, x = weights_of("bfloat16", num_inputs, num_outputs), draw(1, "bfloat16", num_rows, num_inputs)
+    with interpretable(capability) as used, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mosaic, "MAX_STAGES", 2)
+        y = multiply(x, weights)
+    assert used["mma"]
+    assert bool(used["copy"]) == (capability == "8.0")
+    assert not used["wrong phase"]
     assert_close(y, x, weights)
     assert not races_found(capsys)
 

@@ -9,12 +9,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from benchmarks import cards
 from jaxpaged.verify.cases.decode import DecodeCase
 from pallas_kernels import ops, support
-from pallas_kernels.gpu import ptxas, targets
+from pallas_kernels.gpu import dense_product, ptxas, targets
 from pallas_kernels.gpu.decode.attention import default_partitioning
 from pallas_kernels.ops import choice
 from pallas_kernels.ops.checks import check_attention
@@ -192,13 +193,12 @@ def test_the_table_for_people_has_a_line_for_everything() -> None:
         "type of q", "type of the cache", "head_dim", "head_dim with an 8-bit cache", "block_size", "block_size with a scale a token",
         "head_dim with 4 bits a number", "block_size with 4 bits a number", "query heads per kv head", "cache layout",
         "alibi_slopes, sliding_window, attention_chunk, soft_cap, sinks, block_sparse",
-        "head_dim on sm_80", "head_dim with an 8-bit cache on sm_80",
-        "head_dim on sm_86, sm_89, sm_120a, sm_121a", "head_dim with an 8-bit cache on sm_86, sm_89, sm_120a, sm_121a",
-        "head_dim with a scale a token on sm_86, sm_89, sm_120a, sm_121a",
+        "head_dim with an 8-bit cache on sm_80, sm_86, sm_89, sm_120a, sm_121a",
+        "query heads per kv head with head_dim 256 on sm_86, sm_89, sm_120a, sm_121a",
     }  # fmt: skip
 
 
-def test_the_default_on_a_machine_without_a_hopper_gpu_is_xla() -> None:
+def test_the_default_on_a_machine_without_a_gpu_is_xla() -> None:
     if jax.devices()[0].platform != "cpu":
         pytest.skip("the default device is not a CPU")
     assert choice.default_implementation() == "xla"
@@ -207,17 +207,9 @@ def test_the_default_on_a_machine_without_a_hopper_gpu_is_xla() -> None:
 @pytest.mark.parametrize(
     ("capability", "wanted", "words"),
     [
-        ("9.0", "mosaic_gpu", "sm_90a: tiles by tma, products by wgmma, 227 KiB a program; Mosaic kernels"),
-        (
-            "8.9",
-            "xla",
-            "sm_89: tiles by cp.async, products by mma.sync, 99 KiB a program; Mosaic kernels for decode and pro",
-        ),
-        (
-            "12.0",
-            "xla",
-            "sm_120a: tiles by tma, products by mma.sync, 99 KiB a program; Mosaic kernels for decode and pro",
-        ),
+        ("9.0", "mosaic_gpu", "sm_90a: tiles by tma, products by wgmma, 227 KiB a program"),
+        ("8.9", "mosaic_gpu", "sm_89: tiles by cp.async, products by mma.sync, 99 KiB a program"),
+        ("12.0", "mosaic_gpu", "sm_120a: tiles by tma, products by mma.sync, 99 KiB a program"),
         ("7.5", "xla", None),
     ],
 )
@@ -226,15 +218,13 @@ def test_a_gpus_target_decides_the_default(
 ) -> None:
     device = types.SimpleNamespace(platform="gpu", compute_capability=capability)
     target = targets.target_of(device)
-    assert str(target).startswith(words) if words else target is None
+    assert str(target) == words if words else target is None
     monkeypatch.setattr(jax, "devices", lambda: [device])
-    assert choice.default_implementation.__wrapped__() == wanted
+    assert choice.default_implementation() == wanted
 
 
 def test_a_target_without_all_kernels_takes_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only decode steps of shorter heads have one on an RTX 5090, or on an A100; what is asked for by name is
-    refused.
-    """
+    """Groups of at most 8 of the longest heads have one on an RTX 5090; what is asked for by name is refused."""
 
     def chosen(implementation: Any = None, **changes: Any) -> str:
         named, options = inputs(DecodeCase("one", seq_lens=(3,), **changes))
@@ -243,29 +233,31 @@ def test_a_target_without_all_kernels_takes_what_it_has(monkeypatch: pytest.Monk
 
     device = types.SimpleNamespace(platform="gpu", compute_capability="12.0")
     monkeypatch.setattr(jax, "devices", lambda: [device])
-    assert (chosen(), chosen(head_dim=256), chosen(dtype="float32")) == ("mosaic_gpu", "xla", "xla")
-    with pytest.raises(NotImplementedError, match=r"on sm_120a does not serve head_dim=256 \(served: 64, 80"):
-        chosen("mosaic_gpu", head_dim=256)
+    wide: dict[str, Any] = {"head_dim": 256, "num_q_heads": 9, "num_kv_heads": 1}
+    assert (chosen(), chosen(head_dim=256), chosen(**wide)) == ("mosaic_gpu", "mosaic_gpu", "xla")
+    assert chosen(dtype="float32") == "xla"
+    with pytest.raises(NotImplementedError, match=r"on sm_120a does not serve .*=9 \(served: up to 8\)"):
+        chosen("mosaic_gpu", **wide)
     assert choice.default_tiled_implementation(jnp.dtype("bfloat16"), 32) in ("mosaic_gpu", "native")
-    assert choice.default_implementation() == "xla"  # of products
     device.compute_capability = "8.0"
-    assert (chosen(), chosen(head_dim=192), chosen(head_dim=256)) == ("mosaic_gpu", "mosaic_gpu", "xla")
-    with pytest.raises(NotImplementedError, match="on sm_80 does not serve head_dim=256"):
-        chosen("mosaic_gpu", head_dim=256)
+    narrow: dict[str, Any] = {"head_dim": 192, "cache_dtype": "int8"}
+    assert (chosen(), chosen(**wide), chosen(**narrow)) == ("mosaic_gpu", "mosaic_gpu", "xla")
+    with pytest.raises(NotImplementedError, match="on sm_80 does not serve head_dim=192"):
+        chosen("mosaic_gpu", **narrow)
     device.compute_capability = "7.5"
     assert chosen() == "xla"
 
 
-@pytest.mark.parametrize("capability", ["8.0", "10.0", "12.0"])
-def test_a_target_without_wgmma_multiplies_by_xla(capability: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    device = types.SimpleNamespace(platform="gpu", compute_capability=capability)
+def test_without_tma_a_product_has_whole_pieces_of_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other sizes XLA multiplies by default; weights that are packed are padded."""
+    device = types.SimpleNamespace(platform="gpu", compute_capability="8.0")
     monkeypatch.setattr(jax, "devices", lambda: [device])
-    x, weights = array(4, 64), array(2, 64, 128)
-    message = f"mosaic_gpu products: there is none for {targets.target_of(device).architecture}, which has no"
-    with pytest.raises(NotImplementedError, match=message):
+    monkeypatch.setattr(targets, "compiled_for", lambda: targets.TARGETS["8.0"])
+    x, weights = array(4, 72), array(2, 72, 128)
+    with pytest.raises(NotImplementedError, match="72 inputs must be a multiple of 64, 64 or more"):
         jax.eval_shape(lambda x, w: ops.product(x, w, 1, implementation="mosaic_gpu"), x, weights)
-    made = jax.make_jaxpr(lambda x, w: ops.product(x, w, 1))(x, weights)
-    assert "mosaic" not in str(made)
+    assert "mosaic" not in str(jax.make_jaxpr(lambda x, w: ops.product(x, w, 1))(x, weights))
+    assert dense_product.pack(np.ones((130, 72))).shape == (128, 192)
 
 
 def test_the_pages_have_the_tables() -> None:

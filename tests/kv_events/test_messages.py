@@ -1,5 +1,7 @@
 """Messages as vLLM's followers read them, on sockets, and options that make no sense."""
 
+import threading
+
 import pytest
 
 from jaxpaged.checks import InputError
@@ -88,6 +90,37 @@ def test_a_follower_gets_all_in_order_and_asks_for_what_it_missed(tmp_path):
         Publisher(KVEvents(endpoint="ipc:///nowhere/at/all"))
 
 
+def test_what_waits_to_be_sent_is_bounded(tmp_path, monkeypatch):
+    """A publisher that cannot send, and room for three batches beside the one that it is at."""
+    endpoint, replays = (f"ipc://{tmp_path}/{name}" for name in ("events", "replays"))
+    options = KVEvents(endpoint=endpoint, replay_endpoint=replays, max_queue_size=3)
+    begun, may_go, encode = threading.Event(), threading.Event(), messages.encode
+
+    def slow(*its):
+        begun.set()
+        assert may_go.wait(60)
+        return encode(*its)
+
+    monkeypatch.setattr(messages, "encode", slow)
+    publisher, follower = Publisher(options), Follower(endpoint, replays)
+    batches = [[BlockRemoved([number])] for number in range(7)]
+    publisher.publish(batches[0])
+    assert begun.wait(60)
+    for batch in batches[1:6]:  # two of them are lost
+        publisher.publish(batch)
+    may_go.set()
+    found = []
+    while len(found) < 4:
+        found += follower.ask()
+    publisher.publish(batches[6])
+    while len(found) < 5:
+        found += follower.ask()
+    assert [event.block_hashes for event in found] == [[0], [1], [2], [3], [6]]
+    assert follower.num_missed == 2
+    follower.close()
+    publisher.close()
+
+
 def test_an_engine_tells_over_sockets_and_ends_with_them(tmp_path):
     endpoint, replays = (f"ipc://{tmp_path}/{name}" for name in ("events", "replays"))
     told = {"enable_kv_cache_events": True, "endpoint": endpoint, "replay_endpoint": replays}
@@ -147,5 +180,5 @@ def test_options_that_ask_for_nothing_are_none():
     assert EngineConfig(kv_events_config='{"enable_kv_cache_events": true}').kv_events_config == KVEvents(
         enable_kv_cache_events=True
     )
-    with pytest.raises(InputError, match="must be None with several processes, or without"):
+    with pytest.raises(InputError, match="must be None without enable_prefix_caching"):
         EngineConfig(kv_events_config={"enable_kv_cache_events": True}, enable_prefix_caching=False)

@@ -40,7 +40,8 @@ free_rows = quick.jit(block_table.free_rows)
 evict = quick.jit(block_pool.evict)
 slide = quick.jit(block_table.slide_windows, static_argnames="specs")
 locate, adopt = quick.jit(transfer.locate, static_argnames="specs"), quick.jit(transfer.adopt)
-read, write = quick.jit(transfer.read), quick.jit(transfer.write)
+write = quick.jit(transfer.write)
+arrive, depart = quick.jit(transfer.arrive), quick.jit(transfer.depart, static_argnames="specs")
 set_salts = quick.jit(lambda tables, salts: prefix_cache.root(tables.pool.prefix_cache, salts))
 
 
@@ -140,7 +141,11 @@ class Side:
         """Return which blocks each group has, and their arrays."""
         hit = locate(self.tables.pool, *_chain(kinds), jnp.int32(salt), specs=self.specs)
         present = np.asarray(hit.block_ids)[:, : int(hit.chain.num_blocks)] != block_pool.NULL_BLOCK
-        return present, jax.device_get(read(self.kv, hit.block_ids.reshape(-1)))
+        given = self.tables.pool, self.kv, *_chain(kinds), jnp.int32(salt), jnp.arange(hit.block_ids.size)
+        is_there, arrays = jax.device_get(depart(*given, specs=self.specs))
+        assert (is_there.reshape(hit.block_ids.shape)[:, : present.shape[1]] == present).all()
+        assert is_there.sum() == present.sum()
+        return present, arrays
 
     def adopt(
         self, salt: int, kinds: tuple[int, ...], chain: list[Content], present: np.ndarray, arrays: Any
@@ -155,9 +160,38 @@ class Side:
         assert written == (expected or [])
         if expected is None:
             assert subjects.values(pool) == before
-        self.tables = dataclasses.replace(self.tables, pool=pool)
-        self.kv = write(self.kv, info.destinations.reshape(-1), arrays)
+        kv = write(self.kv, info.destinations.reshape(-1), arrays)
+        new = np.asarray(info.destinations).reshape(-1)
+        self.check_arrivals(salt, kinds, its, arrays, new, pool, kv, is_adopted=expected is not None)
+        self.tables, self.kv = dataclasses.replace(self.tables, pool=pool), kv
         return expected is not None
+
+    def check_arrivals(
+        self,
+        salt: int,
+        kinds: tuple[int, ...],
+        present: np.ndarray,
+        arrays: Any,
+        destinations: np.ndarray,
+        pool: Any,
+        kv: KVCache,
+        *,
+        is_adopted: bool,
+    ) -> None:
+        """Adopt and write in one step, the blocks in another order: the same; without a new one: nothing."""
+        order = np.arange(destinations.size)[::-1].copy()
+        chunk = {name: array[order] for name, array in arrays.items()}
+        new = np.flatnonzero(destinations)
+        for left_out in (None, *new[:1]):
+            places = np.where(order == left_out, -1, order) if left_out is not None else order
+            line = *_chain(kinds), jnp.int32(salt), jnp.array(present), jnp.array(places)
+            its_pool, its_kv, done = arrive(self.tables.pool, self.kv, *line, chunk)
+            is_whole = left_out is None and is_adopted
+            assert bool(done) == is_whole
+            want = (pool, kv) if is_whole else (self.tables.pool, self.kv)
+            assert subjects.values(its_pool) == subjects.values(want[0])
+            for name, array in want[1].blocks.items():
+                assert np.array_equal(its_kv.blocks[name], array)
 
     def check(self) -> None:
         check_invariants(self.tables)

@@ -11,22 +11,61 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from jaxpaged import LLM, BeamSearchParams, LoRARequest, SamplingParams
+from jaxpaged.engine import events
 from jaxpaged.engine.driver import Driver
 from jaxpaged.engine.grammars import Grammars
 from jaxpaged.engine.setup import Setup
 from jaxpaged.grammar import recursive
-from tests import tiny_recursive
+from reference import kv_events as reference
+from tests import tiny, tiny_recursive
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 PROMPTS = [[5, 6, 7, 8, 9] * n for n in (1, 4, 9, 6)]
 POET = LoRARequest("poet", 1, GOLDENS / "lora/llama")
 
 
+TOLD = {"kv_events_config": {"enable_kv_cache_events": True, "publisher": "null"}}
+
+
+class Listener:
+    """The oracle of a follower of process 0."""
+
+    def __init__(self, driver):
+        self.driver, self.plain, self.num_events = driver, reference.Follower(), 0
+        vars(driver.events)["_listen"] = self.hear
+
+    def hear(self, rank, told):
+        for event in told:
+            self.plain.apply({"type": type(event).__name__, **dataclasses.asdict(event)})
+            self.num_events += 1
+
+    def is_right(self):
+        """Tell whether it knows what the device has."""
+        cache = self.driver.state.tables.pool.prefix_cache
+        names = "last", "generation", "parent", "token_ids"
+        its = [np.asarray(getattr(cache, name)).tolist() for name in names]
+        labels = vars(self.driver.events.trees[0])["_labels"].items()
+        labels = {number: label.extra_keys(is_first=True) for number, label in labels}
+        return self.plain.known == reference.findable(*its, labels)
+
+
 def say(**what):
     print(json.dumps(what), flush=True)
 
 
+def came(is_so):
+    """Tell whether something is so in a while."""
+    for _ in range(100):
+        if is_so():
+            return True
+        time.sleep(0.05)
+    return False
+
+
 def ask(llm):
+    events.MOST_CHANGES = 3
+    heard = Listener(tiny.driver_of(llm.engine))
+
     def answers(*adapters):
         params = SamplingParams(max_tokens=24, temperature=0)
         told = llm.generate(PROMPTS, params, lora_request=list(adapters), use_tqdm=False)
@@ -57,7 +96,9 @@ def ask(llm):
         updated=[updated, updated != adapted, awake == updated, version],
         read_anew=answers(None, None, None, None) == plain,
         swapped=llm.engine.stats.num_preemptions > 0,
+        told=[came(heard.is_right), heard.num_events > 20],
         free=llm.reset_prefix_cache(),
+        forgotten=not heard.plain.known,
     )
 
 
@@ -131,6 +172,7 @@ def main(arguments):
         max_model_len=128,
         max_num_batched_tokens=64,
         structured_outputs_mib=1,
+        **TOLD,
         **options,
     )
     if is_brief:

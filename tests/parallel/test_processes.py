@@ -71,6 +71,8 @@ def test_two_processes_answer_as_one():
         assert said["aborted"] == ["NONE", "ABORT", True]
         assert said["free"]
         assert said["swapped"]
+        assert said["told"] == [True, True]
+        assert said["forgotten"]
         assert said["updated"][1:] == [True, True, 1]
         assert said["read_anew"]
         for i, (plain, adapted) in enumerate(zip(said["answers"], said["adapted"], strict=True)):

@@ -6,9 +6,9 @@ import pytest
 
 from jaxpaged.lora import LoRARequest
 from tests import tiny, tiny_lora
-from tests.tiers.test_engines import BLOCK_BYTES, GIB, Always, ask, small_chunks, tokens
+from tests.tiers.test_engines import BLOCK_BYTES, GIB, Always, ask, small_pieces, tokens
 
-__all__ = ["small_chunks"]  # a fixture
+__all__ = ["small_pieces"]  # a fixture
 SEEDS = None, 0, 1
 
 

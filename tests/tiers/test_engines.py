@@ -1,6 +1,7 @@
 """Engines with tiers: the answers of engines without, and hits in lock-step with the oracle."""
 
 import functools
+import threading
 import time
 
 import numpy as np
@@ -8,9 +9,12 @@ import pytest
 
 from jaxpaged.api.outputs import request_output
 from jaxpaged.checks import InputError
-from jaxpaged.handover import exchange
+from jaxpaged.engine.driver import Driver
+from jaxpaged.handover import programs, staging
+from jaxpaged.memory.cache_specs import FULL
 from jaxpaged.models.config import LayerKind
 from jaxpaged.sampling_params import SamplingParams
+from jaxpaged.step import loop
 from jaxpaged.tiers.host import HostStore
 from jaxpaged.tiers.rule import Rule
 from reference.tiers import Store, TieredCache
@@ -25,9 +29,9 @@ GIB = 2**30
 
 
 @pytest.fixture(autouse=True)
-def small_chunks(monkeypatch):
-    """Let chunks have 16 blocks, not as many as are 32 MiB of the tiny model's."""
-    monkeypatch.setattr(exchange, "CHUNK_BYTES", 16 * BLOCK_BYTES)
+def small_pieces(monkeypatch):
+    """Let pieces have five blocks, so that a prompt has several."""
+    monkeypatch.setattr(staging, "PIECE_BYTES", 5 * BLOCK_BYTES)
 
 
 class Always(Rule):
@@ -56,6 +60,7 @@ def ask(driver, prompt, params=ONE_TOKEN, **options):
     deltas = []
     while driver.has_work:
         deltas += driver.turn()
+    driver.finish_departures()
     fetched = next((delta.num_fetched_tokens for delta in deltas if delta.num_fetched_tokens), {})
     answer = [(delta.token_ids, delta.scores) for delta in deltas if delta.token_ids]
     return answer, deltas[-1].num_hit_tokens, fetched
@@ -231,7 +236,7 @@ def test_a_store_that_is_slow_or_fails_costs_hits_alone(cold):
     driver.rule.seconds_to_wait = 60.0
     for request in requests:
         driver.add(request)
-    assert driver.has_arrivals
+    assert driver.moves_blocks
     assert not driver.queue
     gone = driver.abort([requests[0].request_id])
     assert [delta.request_id for delta in gone] == [requests[0].request_id]
@@ -280,3 +285,91 @@ def test_groups_of_layers_are_fetched_as_they_were_computed():
     plain = tiny.driver(load, config, **sizes)
     assert [whole(new[0]) for new in longer] == [whole(ask(plain, talk, SCORED)[0]) for talk in talks]
     tiny.assert_nothing_is_held(driver)
+
+
+class Gate:
+    """Gate before all copies to the device."""
+
+    def __init__(self, driver, monkeypatch):
+        self.may_pass = threading.Event()
+        copied = staging.Target.gathered
+
+        def gathered(target, blocks):
+            assert self.may_pass.wait(60)
+            return copied(target, blocks)
+
+        monkeypatch.setattr(staging.Target, "gathered", gathered)
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_rows_run_while_blocks_come_and_nobody_waits_longer_than_for_computing(cold, monkeypatch, comes):
+    """A row that decodes, and a prompt whose copies to the device wait for the test, or come too late."""
+    driver, [first, *others] = tiered(), tiny.prompts([70, *[100] * 6, 20], seed=15)
+    for prompt in (first, *others[:-1]):
+        ask(driver, prompt)
+    gate = Gate(driver, monkeypatch)
+    driver.rule.seconds_to_wait = 60.0 if comes else 0.0
+    two = driver.door.admit(first, SamplingParams(n=2, max_tokens=4, top_k=1))
+    running, *waiting = tiny.numbered([tiny.request(driver, 1, others[-1], tiny.greedy(100)), *two])
+    driver.add(running)
+    for _ in range(3):
+        driver.turn(max_steps=1)
+    for request in waiting:
+        driver.add(request)
+    told = {request.request_id: [] for request in (running, *waiting)}
+    for _ in range(8):
+        for delta in driver.turn(max_steps=1):
+            told[delta.request_id].append(delta)
+    assert len(told[running.request_id]) > 4
+    assert driver.is_fetching == comes
+    assert not any(told[request.request_id] for request in waiting) or not comes
+    gate.may_pass.set()
+    while driver.has_work:
+        for delta in driver.turn():
+            told[delta.request_id].append(delta)
+    its = told[waiting[0].request_id]
+    assert its[0].num_fetched_tokens == ({"host": 64} if comes else None)
+    assert its[0].num_hit_tokens == (64 if comes else 0)
+    for request in waiting:
+        assert [token for delta in told[request.request_id] for token in delta.token_ids] == cold(first)
+    tiny.assert_nothing_is_held(driver)
+
+
+def test_nothing_that_moves_blocks_copies_the_cache_and_the_loop_knows_nothing_of_it(monkeypatch):
+    """The programs between two runs need memory for a piece, and none that grows with the cache."""
+    monkeypatch.setattr(Driver, "compile", lambda self: None)
+    texts = []
+    for driver in (tiny.driver(), tiered()):
+        its = driver.graphdef, driver.params, driver.state, loop.limits(1), np.bool_(False)
+        texts.append(loop.run.lower(*its, config=driver.step_config).as_text())
+    assert texts[0] == texts[1]
+
+    def temp_bytes(num_blocks):
+        state = tiered(num_blocks=num_blocks).state
+        specs, line = (FULL,), staging.Line.of(state, np.zeros(64, np.int32), 0)
+        places = staging.places_of(state, [], 5)
+        arrays = staging.Target(state, 5).gathered([])
+        its = state.tables.pool, state.kv_cache, *line.arguments
+        present = np.zeros((1, state.tables.max_blocks_per_seq), bool)
+        lowered = (
+            programs.arrive_blocks.lower(*its, present, places, arrays),
+            programs.depart_blocks.lower(*its, places, specs=specs),
+        )
+        cache_bytes = sum(array.nbytes for array in state.kv_cache.blocks.values())
+        return [each.compile().memory_analysis().temp_size_in_bytes for each in lowered], cache_bytes
+
+    (small, small_cache), (large, large_cache) = temp_bytes(65), temp_bytes(1025)
+    for its, more in zip(small, large, strict=True):
+        assert more - its < (large_cache - small_cache) / 8
+
+
+@pytest.mark.slow
+def test_answers_are_found_where_prompts_may_find_them():
+    """A conversation whose second prompt has the first answer in it."""
+    driver = tiered(reuse_answers=True)
+    [prompt, *others] = tiny.prompts([40, *[100] * 6], seed=17)
+    answer, *_ = ask(driver, prompt, tiny.greedy(30))
+    for other in others:
+        ask(driver, other)
+    # 69 tokens have K and V: all but the answer's last.
+    assert ask(driver, [*prompt, *tokens(answer), 1, 2, 3])[1:] == (64, {"host": 64})

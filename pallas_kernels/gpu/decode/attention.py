@@ -61,8 +61,10 @@ def serves(query_len: int, group_size: int, head_dim: int) -> bool:
     """Return whether rows of so many new tokens are few enough for a decode step and a consumer's
     registers.
     """
-    columns = tuning.num_columns(group_size * query_len)
-    if query_len > 1 and columns > MAX_MMA_COLUMNS and targets.compiled_for().kernel_multiply != "wgmma":
+    columns, target = tuning.num_columns(group_size * query_len), targets.compiled_for()
+    is_by_mma = query_len > 1 and target.kernel_multiply != "wgmma"
+    fits = columns <= MAX_MMA_COLUMNS and tuning.fits(head_dim, jnp.dtype("bfloat16"), columns, target)
+    if is_by_mma and not fits:
         return False
     return query_len <= MAX_QUERY_LEN and columns <= MAX_COLUMNS and columns * head_dim <= MAX_OUTPUTS
 
@@ -210,8 +212,7 @@ def _kernel(
     A partition's item in the plan names its row; the unit's kv head is the remainder of its number.
     """
     p = problem
-    if not p.has_tma:
-        scratch = cp_async.initialise(program.scratch_types(p), scratch)
+    scratch = p.ready(program.scratch_types(p), scratch)
     program_id, thread = lax.axis_index("program"), lax.axis_index("thread")
     num_units = plan.num_items[0] * p.num_kv_heads
     num_mine = pl.cdiv(jnp.maximum(num_units - program_id, 0), jnp.int32(num_programs))
@@ -234,9 +235,8 @@ def _kernel(
                 return fetch.produce(p, unit(i)[1], i, gmem, extras, scratch, done, warp)
 
             done = lax.fori_loop(0, num_mine, produce, jnp.int32(0))
-            if p.has_tma or p.is_interpreted:
-                common.drain(scratch.ring.k_free, p.num_stages, done)
-                pl.when(warp == 0)(lambda: common.drain(scratch.q_free, program.NUM_QUERY_SLOTS, num_mine))
+            p.drain(scratch.ring.k_free, p.num_stages, done)
+            pl.when(warp == 0)(lambda: p.drain(scratch.q_free, program.NUM_QUERY_SLOTS, num_mine))
 
     @pl.when(thread == 0)
     def _consumer() -> None:

@@ -73,8 +73,7 @@ def make_problem(
         num_stages=config.num_stages,
         has_table_rows=arrays.table_rows is not None,
         is_interpreted=is_interpreted,
-        fetch=target.fetch,
-        multiply=target.kernel_multiply,
+        **Problem.fields_of(target),
         widens_in_registers=not is_interpreted
         and tuning.widens_in_registers(head_dim, arrays.k_cache.dtype, is_scaled=is_scaled, target=target),
     )

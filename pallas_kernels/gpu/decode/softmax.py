@@ -93,7 +93,7 @@ def consume(
         _zero_stale_tokens(p, work, v, first_token)
         p.commit_smem()
         out = _add_weighted(p, v, scratch.p, rescale, state.out)
-        if p.multiply != "wgmma":  # warps read K and V by themselves: all must have, before others come
+        if not p.has_wgmma:  # warps read K and V by themselves: all must have, before others come
             p.commit_smem()
         if not p.is_quantised:
             p.barrier_arrive(scratch.ring.k_free.at[slot])

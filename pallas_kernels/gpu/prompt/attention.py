@@ -28,7 +28,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.gpu import arrival_counter, common, cp_async, ptxas
+from pallas_kernels.gpu import arrival_counter, common, cp_async, ptxas, targets
 from pallas_kernels.gpu.attention import Softmax
 from pallas_kernels.gpu.partitioning import Partitioning, PartitionList
 from pallas_kernels.gpu.prompt import fetch, partitions, program, softmax
@@ -54,8 +54,7 @@ def _kernel(
     Items are taken from the last to the first.
     """
     p = problem
-    if not p.has_tma:
-        scratch = cp_async.initialise(program.scratch_types(p), scratch)
+    scratch = p.ready(program.scratch_types(p), scratch)
     place, chunk, kv_head, warpgroup = (
         lax.axis_index(name) for name in ("place", "chunk", "kv_head", "warpgroup")
     )
@@ -192,12 +191,13 @@ def partial_bytes(
 
     capacity: the most tokens of a sequence.
     """
-    num_chunks = -(-group_size * tile_len // (program.MAX_WARPGROUPS * program.WARPGROUP_ROWS))
+    most = program.MAX_WARPGROUPS * program.rows_of(program.multiply_of(targets.compiled_for(), head_dim))
+    num_chunks = -(-group_size * tile_len // most)
     num_programs = num_kv_heads * num_chunks
     count = partitions.partitioning_of(num_programs).bound(capacity)
     if count == 1:
         return 0
-    rows = num_programs * program.MAX_WARPGROUPS * program.WARPGROUP_ROWS
+    rows = num_programs * most
     return min(partitions.bytes_of(num_tiles * count, rows, head_dim), partitions.PARTIAL_BYTES)
 
 

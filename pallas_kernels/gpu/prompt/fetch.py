@@ -60,9 +60,8 @@ def produce(
             fetch_tile(p, (array,), first_token, find, gmem, extras, ring, slot, full.at[slot], kv_head, warp)
 
     lax.fori_loop(0, keys.num_tiles, fetch, None)
-    if p.has_tma or p.is_interpreted:
-        for _, _, free in ring.arrays:
-            common.drain(free, num_stages, keys.num_tiles)
+    for _, _, free in ring.arrays:
+        p.drain(free, num_stages, keys.num_tiles)
 
 
 def widen(p: Problem, keys: KeyRange, gmem: Any, extras: Extras, row: jax.Array, scratch: Scratch) -> None:
@@ -98,6 +97,5 @@ def widen(p: Problem, keys: KeyRange, gmem: Any, extras: Extras, row: jax.Array,
             p.barrier_arrive(source_free.at[raw_slot])
 
     lax.fori_loop(0, keys.num_tiles, widen_tile, None)
-    if p.has_tma or p.is_interpreted:
-        for _, _, free in ring.arrays:
-            common.drain(free, p.num_stages, keys.num_tiles)
+    for _, _, free in ring.arrays:
+        p.drain(free, p.num_stages, keys.num_tiles)

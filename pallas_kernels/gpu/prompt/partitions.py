@@ -27,7 +27,7 @@ from jax import lax
 from pallas_kernels.gpu import common
 from pallas_kernels.gpu.attention import Softmax
 from pallas_kernels.gpu.partitioning import Partitioning, PartitionList, partition_list
-from pallas_kernels.gpu.prompt.program import WARPGROUP_ROWS, Problem, seen_by
+from pallas_kernels.gpu.prompt.program import Problem, seen_by
 from pallas_kernels.gpu.prompt.softmax import nothing
 
 MIN_TOKENS = 8192  # of a partition: storing and merging it takes a few microseconds, computing it 150
@@ -77,14 +77,16 @@ def plan(
 class Partials(NamedTuple):
     """The partial results of each consumer's rows, in the GPU's memory."""
 
-    out: Any  # [max_items, num_kv_heads, num_chunks, num_warpgroups, 64, head_dim] float32
-    max: Any  # [max_items, num_kv_heads, num_chunks, num_warpgroups, 64, 8] float32, the same in all columns
+    out: Any  # [max_items, num_kv_heads, num_chunks, num_warpgroups, rows, head_dim] float32
+    max: (
+        Any  # [max_items, num_kv_heads, num_chunks, num_warpgroups, rows, 8] float32, the same in all columns
+    )
     sum: Any  # likewise
 
 
 def partials_of(p: Problem, max_items: int) -> Partials:
     """Return the types of `Partials`."""
-    shape = max_items, p.num_kv_heads, p.num_chunks, p.num_warpgroups, WARPGROUP_ROWS
+    shape = max_items, p.num_kv_heads, p.num_chunks, p.num_warpgroups, p.warpgroup_rows
     out, stats = (jax.ShapeDtypeStruct((*shape, width), jnp.float32) for width in (p.head_dim, STATS_WIDTH))
     return Partials(out, stats, stats)
 
@@ -127,7 +129,7 @@ def finish(
         kept, at = computed.partials, (computed.item, *computed.at)
         common.store(kept.out.at[at], state.out)
         for ref, values in ((kept.max, state.max), (kept.sum, state.sum)):
-            common.store(ref.at[at], lax.broadcast_in_dim(values, (WARPGROUP_ROWS, STATS_WIDTH), [0]))
+            common.store(ref.at[at], lax.broadcast_in_dim(values, (p.warpgroup_rows, STATS_WIDTH), [0]))
         pl.when(is_last())(lambda: write(_merged(p, computed)))
 
 
@@ -143,7 +145,7 @@ def _merged(p: Problem, computed: ComputedPartition) -> Iterator[tuple[int, Soft
             index = (first + jnp.minimum(i, count - 1), *computed.at, slice(None))
             all_same, weight = pl.ds(0, STATS_WIDTH), jnp.where(i < count, 0.0, common.LOWEST)
             out, largest, total = (
-                plgpu.load(ref.at[(*index, columns_of)], layout=common.WGMMA, optimized=False)
+                plgpu.load(ref.at[(*index, columns_of)], layout=p.layout, optimized=False)
                 for ref, columns_of in zip(computed.partials, (columns, all_same, all_same), strict=True)
             )
             return Softmax(out, largest.max(axis=1) + weight, total.max(axis=1))
@@ -154,7 +156,7 @@ def _merged(p: Problem, computed: ComputedPartition) -> Iterator[tuple[int, Soft
             return state
 
         rounds = pl.cdiv(count, jnp.int32(LOADED_AT_A_TIME))
-        yield column, lax.fori_loop(0, rounds, merge, nothing(width))
+        yield column, lax.fori_loop(0, rounds, merge, nothing(p, width))
 
 
 def _merge_one(so_far: Softmax, partition: Softmax) -> Softmax:
@@ -176,6 +178,6 @@ def tiles_of_a_launch(p: Problem, num_tiles: int, max_partitions: int) -> int:
     """Return the tiles of one launch, such that its `Partials` take no more than `PARTIAL_BYTES`."""
     if max_partitions == 1:
         return num_tiles
-    rows = p.num_kv_heads * p.num_chunks * p.num_warpgroups * WARPGROUP_ROWS
+    rows = p.num_kv_heads * p.num_chunks * p.num_warpgroups * p.warpgroup_rows
     total = bytes_of(num_tiles * max_partitions, rows, p.head_dim)
     return -(-num_tiles // -(-total // PARTIAL_BYTES))

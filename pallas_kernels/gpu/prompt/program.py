@@ -18,12 +18,24 @@ from jax import lax
 
 from pallas_kernels.gpu import common, int4_cache, targets
 from pallas_kernels.gpu.attention import AttentionProblem, Ring, problem_fields, ring_types
+from pallas_kernels.gpu.prompt import tensor_memory
+from pallas_kernels.gpu.targets import Multiply, Target
 from pallas_kernels.support import Arrays, Options
 
 WARPGROUP_ROWS = 64
 MAX_WARPGROUPS = 2  # consumers of a program
 MMA_COLUMNS = 16  # of an operand of mma.sync: numbers of a query and of K in registers at a time
 TILE_LENS = (8, 16, 32, 64)  # other lengths are padded to the next of these
+
+
+def multiply_of(target: Target, head_dim: int) -> Multiply:
+    """Return the instruction of prompts' products: the target's fastest, if a thread has the registers."""
+    return target.kernel_multiply if head_dim > tensor_memory.MAX_HEAD_DIM else target.multiply
+
+
+def rows_of(multiply: Multiply) -> int:
+    """Return the rows of queries of a consumer; with tensor memory, one for each of its lanes."""
+    return tensor_memory.ROWS if multiply == "tcgen05" else WARPGROUP_ROWS
 
 
 class Registers(NamedTuple):
@@ -48,8 +60,18 @@ class Problem(AttentionProblem):
     num_raw_stages: int = 2  # the slots of the ring that a quantised cache comes into: as many as fit
 
     @property
+    def warpgroup_rows(self) -> int:
+        """Rows of queries of a consumer."""
+        return rows_of(self.multiply)
+
+    @property
+    def layout(self) -> Any:
+        """The layout of rows in a consumer's registers."""
+        return plgpu.Layout.TCGEN05 if self.has_tensor_memory else common.WGMMA
+
+    @property
     def warpgroup_heads(self) -> int:
-        return WARPGROUP_ROWS // self.tile_len
+        return self.warpgroup_rows // self.tile_len
 
     @property
     def num_warpgroups(self) -> int:
@@ -59,18 +81,30 @@ class Problem(AttentionProblem):
         needs_more = self.has_slopes or self.soft_cap is not None
         needs_more |= self.head_dim == 256 and (self.is_bounded or self.is_quantised)
         needs_more |= self.is_quantised and self.is_bounded
-        # An mma.sync has its operands in registers.
-        needs_more |= self.multiply != "wgmma" and (self.is_quantised or self.head_dim > 128)
+        # An mma.sync has its operands in registers, and with tensor memory a thread has a whole row.
+        needs_more |= not self.has_wgmma and (self.is_quantised or self.head_dim > 128)
+        needs_more |= self.has_tensor_memory and self.is_bounded and self.head_dim > 64
         return min(1 if needs_more else MAX_WARPGROUPS, -(-self.group_size // self.warpgroup_heads))
+
+    @property
+    def memory_bytes(self) -> int:
+        """A bound of a program's shared memory."""
+        tokens = 2 * self.tile_kv  # of K and V, of a slot
+        queries = self.num_warpgroups * self.warpgroup_rows * self.head_dim * 2
+        ring = self.num_stages * tokens * self.head_dim * 2
+        raw = self.num_raw_stages * tokens * self.line if self.is_quantised else 0
+        # Arrays begin at multiples of 1,024 bytes: scales, barriers, and of 4 bits the newest tokens.
+        small = 2 + (2 if self.scale_copies else 0) + (0 if self.packed is None else 4 + self.head_dim // 32)
+        return queries + ring + raw + small * 1024
 
     @property
     def takes_turns(self) -> bool:
         """Whether two consumers take turns: while one multiplies, the other takes its softmax."""
-        return self.multiply == "wgmma" and self.num_warpgroups == MAX_WARPGROUPS
+        return self.has_wgmma and self.num_warpgroups == MAX_WARPGROUPS
 
     def tiled(self, width: int) -> tuple[Any, ...]:
         """Return the transforms of operands in shared memory, of rows of this width."""
-        found: tuple[Any, ...] = common.tiled(width, 64 if self.multiply == "wgmma" else MMA_COLUMNS)
+        found: tuple[Any, ...] = common.tiled(width, MMA_COLUMNS if self.multiply == "mma.sync" else 64)
         return found
 
     @property
@@ -86,7 +120,7 @@ class Problem(AttentionProblem):
     @property
     def shares_registers(self) -> bool:
         """Whether consumers take registers from the others, because an equal share is not enough."""
-        if not self.has_tma or (self.multiply != "wgmma" and self.is_interpreted):
+        if not self.has_tma or (not self.has_wgmma and self.is_interpreted):
             return False
         return self.in_registers and (self.num_warpgroups == MAX_WARPGROUPS or self.is_quantised)
 
@@ -109,11 +143,11 @@ def make_problem(
     query_len, is_quantised = arrays.q.shape[1], arrays.k_cache.dtype.itemsize == 1
     fields = problem_fields(arrays, options)
     has_slopes, is_scaled = options.alibi_slopes is not None, options.token_scales is not None
-    by_mma = target.kernel_multiply != "wgmma"
+    by_mma = target.multiply != "wgmma"
     is_long = fields["head_dim"] == 256 or (by_mma and fields["head_dim"] > 64)
     # Two stages of the ring, and registers, have room for so many tokens.
     is_narrow = fields["packed"] is not None or (is_quantised and has_slopes) or fields["head_dim"] > 128
-    return Problem(
+    p = Problem(
         **fields,
         tile_len=next(length for length in TILE_LENS if length >= query_len),
         query_len=query_len,
@@ -122,10 +156,11 @@ def make_problem(
         tile_kv=64 if is_narrow or by_mma else 128,
         in_registers=(by_mma or not is_interpreted) if in_registers is None else in_registers,
         is_interpreted=is_interpreted,
-        fetch=target.fetch,
-        multiply=target.kernel_multiply,
+        **Problem.fields_of(target) | {"multiply": multiply_of(target, fields["head_dim"])},
         num_raw_stages=1 if is_long or (is_scaled and fields["head_dim"] == 128) else 2,
     )
+    # With one slot, K of the next tile comes while V of this one is multiplied, and the other way round.
+    return p if p.memory_bytes <= target.program_bytes else dataclasses.replace(p, num_stages=1)
 
 
 class Scratch(NamedTuple):
@@ -139,6 +174,7 @@ class Scratch(NamedTuple):
     turn: Any  # one barrier, by which both consumers take turns, or wait for each other
     k_new: Any  # [16, head_dim] the newest tokens of K, in a cache of 4 bits a number; else None
     new_full: Any  # likewise
+    tensors: tensor_memory.Tensors | None
 
 
 def scratch_types(p: Problem) -> Scratch:
@@ -160,14 +196,17 @@ def scratch_types(p: Problem) -> Scratch:
     if p.packed is not None:
         k_new = plgpu.SMEM((int4_cache.GROUP, p.head_dim), p.new_dtype)
     return Scratch(
-        q=rows(p.num_warpgroups, WARPGROUP_ROWS, p.head_dim, p.line),
+        q=rows(p.num_warpgroups, p.warpgroup_rows, p.head_dim, p.line),
         ring=ring,
         raw=raw,
-        p=None if p.in_registers else rows(p.num_warpgroups, WARPGROUP_ROWS, p.tile_kv, p.tile_kv),
+        p=None if p.in_registers else rows(p.num_warpgroups, p.warpgroup_rows, p.tile_kv, p.tile_kv),
         q_full=p.barrier(p.warpgroup_heads, p.num_warpgroups),
         turn=p.barrier(MAX_WARPGROUPS),
         k_new=k_new,
         new_full=None if k_new is None else p.barrier(1, of_copies=True),
+        tensors=tensor_memory.types(p.num_warpgroups, p.tile_kv, p.head_dim, p.dtype)
+        if p.has_tensor_memory
+        else None,
     )
 
 

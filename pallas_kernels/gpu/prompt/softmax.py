@@ -6,8 +6,9 @@ Two consumers take turns: while one multiplies, the other takes its softmax. P g
 registers, and O is added up in place. Pallas' interpreter can do neither: there (`in_registers` False) P goes
 through shared memory and the product is added afterwards. Nothing else differs.
 
-A GPU without wgmma multiplies by mma.sync, a part of a product at a time (`common.product`). Consumers take
-no turns then, and wait for each other at the edge alone, where one zeroes V for both.
+A GPU without wgmma multiplies by tcgen05 (`tensor_memory`), or by mma.sync, a part of a product at a time
+(`common.product`). Consumers take no turns then, and wait for each other at the edge alone, where one zeroes
+V for both.
 
 Only tiles at the edge of what the queries see are masked: the last ones, and those where a window or a chunk
 begins. There, V outside the tile's tokens is zeroed, for zero times NaN is NaN; of two consumers the first
@@ -26,6 +27,7 @@ from jax import lax
 from pallas_kernels.gpu import common
 from pallas_kernels.gpu.attention import Softmax, factor_of_output, filled
 from pallas_kernels.gpu.common import LOG2E, LOWEST, WGMMA, Extras
+from pallas_kernels.gpu.prompt import tensor_memory
 from pallas_kernels.gpu.prompt.program import (
     MAX_WARPGROUPS,
     MMA_COLUMNS,
@@ -37,7 +39,7 @@ from pallas_kernels.gpu.prompt.program import (
 
 # Of V in registers at a time; all outputs where copies are cp.async, for there ptxas then spills less.
 MMA_TOKENS, MMA_OUTPUTS = 16, 16
-PER_ROW, PER_COLUMN = WGMMA.reduce(1), WGMMA.reduce(0)  # one number per row, or column, of a wgmma's result
+PER_ROW = WGMMA.reduce(1)  # one number per row of a wgmma's result
 
 
 def load_queries(
@@ -66,7 +68,9 @@ def consume(
     first_head: of the warpgroup, among all query heads.
     """
     k_scale = None if extras.k_scale is None else extras.k_scale[kv_head]
-    takes_turns, ring = p.takes_turns, scratch.ring
+    takes_turns, ring, tensors = p.takes_turns, scratch.ring, None
+    if scratch.tensors is not None:
+        tensors = scratch.tensors.of(warpgroup, p.num_warpgroups)
     slopes = None
     if extras.alibi_slopes is not None:
         slopes = _per_row(p, extras.alibi_slopes, first_head) * LOG2E
@@ -92,9 +96,11 @@ def consume(
                 give_and_take_turn()
             return acc[...]
 
-        shape = WARPGROUP_ROWS, p.tile_kv
-        if p.multiply == "wgmma":
+        shape = p.warpgroup_rows, p.tile_kv
+        if p.has_wgmma:
             s = pl.run_scoped(scores, plgpu.ACC(shape, jnp.float32))
+        elif tensors is not None:
+            s = tensor_memory.scores(tensors, scratch.q.at[warpgroup], ring.k.at[slot].T)
         else:
             queries, k = scratch.q.at[warpgroup], ring.k.at[slot].T
             s = common.product(queries, k, shape, p.multiply, depth=MMA_COLUMNS)
@@ -122,15 +128,18 @@ def consume(
             if not is_edge:
                 plgpu.barrier_wait(ring.v_full.at[slot])
             plgpu.barrier_wait(scratch.turn)
-        out = _add_weighted(p, out, weights, scratch, slot, warpgroup)
-        if p.multiply != "wgmma":
+        if tensors is not None:
+            out = tensor_memory.add_product(tensors, out, weights, ring.v.at[slot])
+        else:
+            out = _add_weighted(p, out, weights, scratch, slot, warpgroup)
+        if p.multiply == "mma.sync":
             p.commit_smem()
         p.barrier_arrive(ring.v_free.at[slot])
         return Softmax(out, largest, total)
 
     if takes_turns:  # the second begins half a turn later
         pl.when(warpgroup == 1)(give_and_take_turn)
-    state = nothing(p.head_dim)
+    state = nothing(p, p.head_dim)
     bounds = (jnp.int32(0), keys.full_from, keys.full_to, keys.num_tiles)
     for k, is_edge in enumerate((True, False, True)):
         if k or p.is_bounded:
@@ -144,12 +153,13 @@ def _with(take: Callable[..., Softmax], is_edge: bool) -> Callable[[jax.Array, S
     return lambda i, state: take(i, state, is_edge=is_edge)
 
 
-def nothing(width: int) -> Softmax:
+def nothing(p: Problem, width: int) -> Softmax:
     """Return the softmax over no tokens, with so many columns of output."""
+    rows, per_row = p.warpgroup_rows, p.layout.reduce(1)
     return Softmax(
-        filled((WARPGROUP_ROWS, width), 0.0, WGMMA),
-        filled((WARPGROUP_ROWS,), LOWEST, PER_ROW),
-        filled((WARPGROUP_ROWS,), 0.0, PER_ROW),
+        filled((rows, width), 0.0, p.layout),
+        filled((rows,), LOWEST, per_row),
+        filled((rows,), 0.0, per_row),
     )
 
 
@@ -172,23 +182,33 @@ def _logits(
     if p.soft_cap is not None:  # tanh(x) = 1 - 2 / (1 + exp(2 x)): good to 1e-7, the GPU's own to 5e-4
         s = (1 - 2 / (1 + jnp.exp2(s * (2 * p.scale / p.soft_cap * LOG2E)))) * (p.soft_cap * LOG2E)
         factor = 1.0
-    elif slopes is not None or factor <= 0:  # otherwise the factor is applied where the maximum is subtracted
+    # Otherwise the factor is applied where the maximum is subtracted; with tensor memory and a window ptxas
+    # then spills.
+    elif slopes is not None or factor <= 0 or (p.has_tensor_memory and p.is_bounded):
         s, factor = s * factor, 1.0
     if slopes is None and not is_edge:
         return s, factor
-    position = keys.position + (_numbers(WARPGROUP_ROWS, PER_ROW) & (p.tile_len - 1))
-    token = lax.broadcast_in_dim(_numbers(p.tile_kv, PER_COLUMN) + first_token, s.shape, [1])
+    position = keys.position + (_numbers(p.warpgroup_rows, p.layout.reduce(1)) & (p.tile_len - 1))
+    columns = _numbers(p.tile_kv, p.layout.reduce(0))
+    if not p.has_tensor_memory:
+        columns = columns + first_token
+    token = lax.broadcast_in_dim(columns, s.shape, [1])
 
     def of_rows(values: jax.Array) -> jax.Array:
         return lax.broadcast_in_dim(values, s.shape, [0])
 
+    def tokens_of_rows(values: jax.Array) -> jax.Array:
+        # A thread that has a whole row has a number for each column: counted from the tile's first token
+        # they are constants, and take no registers.
+        return of_rows(values - first_token if p.has_tensor_memory else values)
+
     if slopes is not None:
-        s = s + of_rows(slopes) * (token - of_rows(position)).astype(jnp.float32)
+        s = s + of_rows(slopes) * (token - tokens_of_rows(position)).astype(jnp.float32)
     if is_edge:
-        seen = token <= of_rows(jnp.minimum(position, keys.end - 1))
+        seen = token <= tokens_of_rows(jnp.minimum(position, keys.end - 1))
         first = p.first_seen(position)
         if first is not None:
-            seen = seen & (token >= of_rows(first))
+            seen = seen & (token >= tokens_of_rows(first))
         s = jnp.where(seen, s, -jnp.inf)
     return s, factor
 
@@ -214,7 +234,7 @@ def _add_weighted(
     p: Problem, out: jax.Array, weights: jax.Array, scratch: Scratch, slot: jax.Array, warpgroup: jax.Array
 ) -> jax.Array:
     """Return out + weights @ V, for the V of a slot."""
-    if p.multiply != "wgmma":
+    if not p.has_wgmma:
         v, width = scratch.ring.v.at[slot], MMA_OUTPUTS if p.has_tma else None
         return common.product(weights, v, (WARPGROUP_ROWS, p.head_dim), p.multiply, out, MMA_TOKENS, width)
     if p.in_registers:
@@ -244,13 +264,13 @@ def _normalised(p: Problem, state: Softmax, extras: Extras, first_head: jax.Arra
 
 
 def _per_row(p: Problem, values_gmem: Any, first_head: jax.Array) -> jax.Array:
-    """Return the values of the rows' heads as [64] float32.
+    """Return the values of the rows' heads as [warpgroup_rows] float32.
 
     values_gmem: [num_q_heads] in the GPU's memory.
     """
-    shape = WARPGROUP_ROWS, 8  # the narrowest result that a wgmma has
-    head = lax.div(plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=WGMMA), p.tile_len)
-    values = filled(shape, 0.0, WGMMA)
+    shape = p.warpgroup_rows, 8  # the narrowest result that a wgmma has
+    head = lax.div(plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=p.layout), p.tile_len)
+    values = filled(shape, 0.0, p.layout)
     last = values_gmem.shape[0] - 1
     for h in range(p.warpgroup_heads):
         values = jnp.where(head == h, values_gmem[jnp.minimum(first_head + h, last)], values)

@@ -1,0 +1,224 @@
+"""Fetches: blocks on their way from host memory to the device, for requests that wait for them."""
+
+import collections
+import dataclasses
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any
+
+import jax
+import numpy as np
+from absl import logging
+from jax.sharding import Mesh
+
+from jaxpaged.arithmetic import cdiv
+from jaxpaged.contracts.block_stores import BlockKey, StoredBlock
+from jaxpaged.engine.request_queue import Queued
+from jaxpaged.handover import exchange, staging
+from jaxpaged.step.state import EngineState
+from jaxpaged.tiers import groups
+from jaxpaged.tiers.rule import Rule
+
+MOST_STAGED = 8  # pieces that lie on the device until they are written
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """Neighbouring blocks of a chain that arrive together."""
+
+    first: int
+    end: int  # number of blocks that the chain has then
+    places: np.ndarray
+    blocks: Sequence[Mapping[str, np.ndarray]]
+
+
+@dataclasses.dataclass(eq=False)
+class Fetch:
+    """Requests of one prompt that wait for its blocks."""
+
+    together: list[Queued]
+    keys: Sequence[BlockKey]
+    found: Sequence[StoredBlock | None]  # what host memory had of them
+    asked: exchange.Asked  # what the device has
+    promoted: set[BlockKey]  # those that were read from below
+    is_planned: bool = False
+    num_blocks: int = 0  # that are fetched
+    present: np.ndarray | None = None  # bool [num_groups, num_blocks], of the chain
+    deadline: float = np.inf  # by `time.monotonic`
+    waiting: collections.deque[Piece] = dataclasses.field(default_factory=collections.deque)
+    staged: collections.deque[tuple[Piece, Future[Any]]] = dataclasses.field(
+        default_factory=collections.deque
+    )
+    arrived: list[tuple[Piece, jax.Array]] = dataclasses.field(default_factory=list)
+
+    @property
+    def number(self) -> int:
+        """Number of the prompt's first request."""
+        request = self.together[0].request
+        return request.request_id - request.index
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nobody waits for it any more."""
+        done = self.is_planned and not (self.waiting or self.staged)
+        return done or time.monotonic() >= self.deadline
+
+    def keys_arrived(self, num_hit_blocks: int) -> list[BlockKey]:
+        """Return the keys of the blocks that came, and that the request found then. Call it after it ran."""
+        return [
+            self.keys[i]
+            for piece, done in self.arrived
+            if bool(np.asarray(done))
+            for i in range(piece.first, min(piece.end, num_hit_blocks))
+        ]
+
+
+class Fetches:
+    """The fetches of an engine, for its thread; copies to the device have a thread of their own.
+
+    A piece is copied to the device while the loop runs. Between two runs a program, for which nobody waits,
+    writes it into free blocks, and makes them findable as those of a finished request are.
+    """
+
+    def __init__(self, state: EngineState, specs: tuple[Any, ...], mesh: Mesh | None = None) -> None:
+        self._specs, self._mesh = specs, mesh
+        self._size = staging.piece_size(state, len(specs))
+        self._target = staging.Target(state, self._size, mesh)
+        self._under_way: dict[int, Fetch] = {}  # by the number of a prompt's first request
+        self._thread = ThreadPoolExecutor(1, "jaxpaged-arrivals")
+
+    def __len__(self) -> int:
+        """Return how many fetches are under way."""
+        return len(self._under_way)
+
+    def __iter__(self) -> Iterator[Fetch]:
+        return iter([*self._under_way.values()])
+
+    def num_bytes(self, num_blocks: int) -> int:
+        """Return the bytes that are copied to the device for so many blocks of a chain: whole pieces."""
+        return cdiv(num_blocks, self._size // len(self._specs)) * self._target.num_bytes
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows that are held for requests that wait."""
+        return sum(len(fetch.together) for fetch in self)
+
+    def compiled(self, state: EngineState) -> EngineState:
+        """Return the same state, when all is compiled: no measurement counts that."""
+        line = staging.Line.of(state, np.zeros(0, np.int32), 0)
+        places, present = staging.places_of(state, [], self._size), np.zeros((len(self._specs), 0), bool)
+        arrays = self._target.gathered([])
+        return staging.arrived(state, line, present, places, arrays, self._mesh)[0]
+
+    def add(self, fetch: Fetch) -> None:
+        """Begin a fetch; `plan` is next, when the device has told what it has."""
+        self._under_way[fetch.number] = fetch
+
+    def joins(self, together: Sequence[Queued]) -> bool:
+        """Let requests wait with the first one of their prompt, if that waits; False: it does not."""
+        request = together[0].request
+        fetch = self._under_way.get(request.request_id - request.index)
+        if fetch is None or not request.index:
+            return False
+        fetch.together += together
+        return True
+
+    def plan(
+        self, fetch: Fetch, state: EngineState, chain: exchange.Chain, found: Sequence[StoredBlock]
+    ) -> None:
+        """Cut what is to be fetched behind the chain that the device has into pieces."""
+        num_here, num_groups = min(len(chain.token_ids), len(fetch.keys)), len(self._specs)
+        size = state.tables.block_size
+        fetch.is_planned, fetch.num_blocks, end = True, len(found), num_here + len(found)
+        present = np.zeros((num_groups, end), bool)
+        present[:, :num_here] = chain.present[:, :num_here]
+        read = groups.blocks_read(self._specs, end, size)
+        for i, block in enumerate(found, start=num_here):
+            present[:, i] = block.present
+            present[1:, i] &= read[1:, i]
+        fetch.present = present
+        count = self._size // num_groups
+        for first in range(num_here, end, count):
+            its = range(first, min(first + count, end))
+            pairs = [(group, i) for i in its for group in range(num_groups) if present[group, i]]
+            blocks = [_of_group(found[i - num_here], group) for group, i in pairs]
+            places = staging.places_of(state, pairs, self._size)
+            fetch.waiting.append(Piece(first, its.stop, places, blocks))
+
+    def advance(self, state: EngineState, rule: Rule) -> EngineState:
+        """Write what has come to the device, and let more come. Waits for nothing."""
+        for fetch in self:
+            while fetch.staged and fetch.staged[0][1].done():
+                state = self._arrive(fetch, state, rule, *fetch.staged.popleft())
+        num_staged = sum(len(fetch.staged) for fetch in self)
+        for fetch in self:
+            while fetch.waiting and num_staged < MOST_STAGED:
+                piece = fetch.waiting.popleft()
+                fetch.staged.append((piece, self._thread.submit(self._stage, piece)))
+                num_staged += 1
+        return state
+
+    def over(self) -> list[Fetch]:
+        """Forget the fetches that are over, and return them."""
+        return [self._under_way.pop(fetch.number) for fetch in self if fetch.is_over]
+
+    def dropped(self) -> list[Fetch]:
+        """Forget all fetches, and return them."""
+        fetches, self._under_way = [*self], {}
+        return fetches
+
+    def without(self, request_ids: Any) -> list[Queued]:
+        """Forget the requests with these numbers, and return those that waited for blocks."""
+        gone: list[Queued] = []
+        for number, fetch in [*self._under_way.items()]:
+            its = [queued for queued in fetch.together if queued.request.request_id in request_ids]
+            fetch.together = [queued for queued in fetch.together if queued not in its]
+            gone += its
+            if not fetch.together:
+                del self._under_way[number]
+        return gone
+
+    def wait(self, seconds: float) -> None:
+        """Wait a little for what comes next. The device must be idle."""
+        for fetch in self:
+            if not fetch.is_planned:
+                fetch.asked.chain()
+            elif fetch.staged:
+                wait([fetch.staged[0][1]], seconds)
+            return
+
+    def close(self) -> None:
+        """End the thread."""
+        self._under_way.clear()
+        self._thread.shutdown()
+
+    def _stage(self, piece: Piece) -> tuple[dict[str, jax.Array], float]:
+        began = time.perf_counter()
+        arrays = self._target.gathered(piece.blocks)
+        return arrays, time.perf_counter() - began
+
+    def _arrive(
+        self, fetch: Fetch, state: EngineState, rule: Rule, piece: Piece, future: Future[Any]
+    ) -> EngineState:
+        try:
+            arrays, seconds = future.result()
+        except Exception:  # no memory, say: the tokens are computed
+            logging.exception("blocks cannot be copied to the device")
+            fetch.waiting.clear()
+            fetch.staged.clear()
+            return state
+        rule.upload.note(sum(array.nbytes for array in arrays.values()), seconds)
+        request, end = fetch.together[0].request, piece.end
+        tokens = request.prompt_token_ids[: end * state.tables.block_size]
+        assert fetch.present is not None
+        line, present = staging.Line.of(state, tokens, request.salt), fetch.present[:, :end]
+        state, done = staging.arrived(state, line, present, piece.places, arrays, self._mesh)
+        fetch.arrived.append((piece, done))
+        return state
+
+
+def _of_group(block: StoredBlock, group: int) -> dict[str, np.ndarray]:
+    """Return one group's part of a block."""
+    at = sum(block.present[:group])
+    return {name: array[at] for name, array in block.arrays.items()}

@@ -1,0 +1,112 @@
+"""Mirror of what tiers below the device have: changes go in from any thread, events come out.
+
+A tier knows a block by the digest of its key. What that stands for in events is noted when a request brings
+its tokens: a block that nobody has asked for since the engine began, as in a directory, is not told.
+"""
+
+import collections
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from jaxpaged import routing
+from jaxpaged.kv_events.messages import BlockRemoved, BlockStored, Event
+from jaxpaged.kv_events.tree import Label
+
+MOST_UNTOLD = 2**14  # digests that are remembered though no tier has their blocks
+
+type Observer = Callable[[bytes, bool], None]  # is told a block's digest, and whether it is there
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Content:
+    """Meaning of a digest."""
+
+    key: int
+    parent: int | None
+    token_ids: tuple[int, ...]
+    label: Label
+    place: int  # in its chain
+
+
+class TierMirror:
+    """Mirror of some tiers, each told by the name of its medium."""
+
+    def __init__(self, block_size: int, media: Sequence[str]) -> None:
+        self._block_size = block_size
+        self._known: dict[bytes, Content] = {}
+        self._told: dict[str, set[bytes]] = {medium: set() for medium in media}
+        self._changes: collections.deque[tuple[str, bytes, bool]] = collections.deque()
+
+    def observer(self, medium: str) -> Observer:
+        """Return what a tier calls when it has or loses a block, in any thread."""
+        return lambda digest, is_there: self._changes.append((medium, digest, is_there))
+
+    def note(self, digests: Sequence[bytes], token_ids: np.ndarray, label: Label) -> None:
+        """Note what the digests of a chain's full blocks stand for. Call it before the tiers have them."""
+        size, parent = self._block_size, None
+        keys = routing.keys_of_tokens(token_ids[: len(digests) * size], size, label.salt)
+        for place, (digest, key) in enumerate(zip(digests, keys, strict=True)):
+            number = int.from_bytes(key, "big")
+            if digest not in self._known:
+                its = tuple(token_ids[place * size : (place + 1) * size].tolist())
+                self._known[digest] = Content(number, parent, its, label, place)
+            parent = number
+        if len(self._known) > MOST_UNTOLD + 2 * sum(map(len, self._told.values())):
+            told = set().union(*self._told.values(), (digest for _, digest, _ in [*self._changes]))
+            self._known = {digest: its for digest, its in self._known.items() if digest in told}
+
+    def events(self) -> list[Event]:
+        """Return the events of all that has changed, removals first."""
+        states: dict[str, dict[bytes, bool]] = {medium: {} for medium in self._told}
+        while self._changes:
+            medium, digest, is_there = self._changes.popleft()
+            states[medium][digest] = is_there
+        found: list[Event] = []
+        for medium, its in states.items():
+            told = self._told[medium]
+            gone = [digest for digest, is_there in its.items() if not is_there and digest in told]
+            new = [digest for digest, is_there in its.items() if is_there and digest not in told]
+            new = [digest for digest in new if digest in self._known]
+            told.difference_update(gone)
+            told.update(new)
+            if gone:
+                found.append(BlockRemoved([self._known[digest].key for digest in gone], medium, 0))
+            found += self._stored(medium, new)
+        return found
+
+    def retold(self) -> list[Event]:
+        """Return events of all that is there, for who has forgotten it."""
+        return [event for medium, told in self._told.items() for event in self._stored(medium, [*told])]
+
+    def lose_all(self) -> None:
+        """Take over that nothing can be found any more, whatever the tiers have."""
+        for medium, told in self._told.items():
+            self._changes.extend((medium, digest, False) for digest in [*told])
+
+    def _stored(self, medium: str, digests: Sequence[bytes]) -> list[Event]:
+        """Return the events of blocks that are there, each for neighbours of a chain."""
+        runs: list[list[Content]] = []
+        ends: dict[int, list[Content]] = {}  # runs by their last keys
+        for its in sorted((self._known[digest] for digest in digests), key=lambda its: its.place):
+            run = ends.pop(its.parent, None) if its.parent is not None else None
+            if run is None:
+                runs.append(run := [])
+            run.append(its)
+            ends[its.key] = run
+        return [self._event(medium, run) for run in runs]
+
+    def _event(self, medium: str, run: Sequence[Content]) -> BlockStored:
+        first, label = run[0], run[0].label
+        return BlockStored(
+            block_hashes=[its.key for its in run],
+            parent_block_hash=first.parent,
+            token_ids=[token for its in run for token in its.token_ids],
+            block_size=self._block_size,
+            lora_id=label.lora_id,
+            medium=medium,
+            lora_name=label.lora_name,
+            extra_keys=[label.extra_keys(its.place == 0) for its in run],
+            group_idx=0,
+        )

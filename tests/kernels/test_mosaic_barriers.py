@@ -1,0 +1,60 @@
+"""Barriers of the kernels' forms without wgmma, or without TMA: each is taken away in turn.
+
+As the tests of Hopper's forms do it, with the primitives of `primitives.py`. Registers are loaded from shared
+memory here, which the race detector sees. It takes a warpgroup for one thread. So it sees no lack of the
+barriers among a warpgroup's own threads, `commit`, by which nothing but its warps is ordered.
+"""
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+
+from tests.kernels import test_mosaic_interpreter as decode
+from tests.kernels import test_mosaic_products as quantised
+from tests.kernels import test_mosaic_tiles as prompts
+from tests.kernels import test_product as dense
+from tests.kernels.interpreter import OPTIONAL, fresh_interpreter, unnoticed_calls
+from tests.kernels.primitives import interpretable
+
+pytestmark = pytest.mark.usefixtures(fresh_interpreter.__name__)
+
+
+def run_decode() -> None:
+    decode.assert_close(decode.RING, decode.launch(decode.RING, decode.CUT))
+
+
+def run_prompts() -> None:
+    prompts.assert_close(prompts.RING, prompts.launch(prompts.RING))
+
+
+def run_widened() -> None:
+    prompts.assert_close(prompts.RINGS, prompts.launch(prompts.RINGS))
+
+
+FORMS: dict[str, Callable[[], None]] = {
+    "decode": run_decode,
+    "prompts": run_prompts,
+    "prompts, widened": run_widened,
+    "quantised products": quantised.launch,
+    "layers' products": dense.launch,
+}
+WAITS = {"decode": 5, "prompts": 6, "prompts, widened": 7, "quantised products": 3, "layers' products": 3}
+AMONG_WARPS = ("commit", "commit_smem")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("form", "capability"),
+    [*itertools.product(FORMS, ("8.0", "12.0")), ("prompts", "10.0"), ("prompts, widened", "10.0")],
+)
+def test_every_barrier_is_needed(form: str, capability: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Arrivals are not tried: without one a thread would wait for ever."""
+    with interpretable(capability):
+        calls, unnoticed = unnoticed_calls(
+            FORMS[form], lambda call: "arrive" in call[0], capsys, shadows=False
+        )
+    assert len([call for call in calls if "wait" in call[0]]) == WAITS[form] + (
+        capability == "12.0" and form == "decode"
+    )
+    assert {call for call in unnoticed - OPTIONAL if call[0] not in AMONG_WARPS} == set()
