@@ -66,7 +66,7 @@ def test_what_no_token_can_end_is_left_out():
 
 
 def test_a_text_is_forced_where_all_tokens_are_beginnings_of_one():
-    """Of "ab" or "abab" nothing is forced: "ab" may be the end, or "ba" come behind the "a"."""
+    """Behind "abc", which may be the end or go on, nothing is forced, nor where two texts begin."""
     steps, accepting = trie([b"abc", b"abca"])
     automaton = automaton_of(steps, np.arange(len(RAW)), accepting, EOS, raw=RAW)
     state, tokens = automaton.start, []

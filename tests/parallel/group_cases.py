@@ -262,7 +262,7 @@ def test_who_belongs_together_is_in_one_group_and_finds_the_same_in_each(driver)
 
 
 def test_each_group_follows_recursive_grammars(driver, monkeypatch):
-    """The same rows of both groups have different masks, each written at its place."""
+    """Rows of one number in both groups have different masks, each written at its place."""
     pytest.importorskip("llguidance")
     monkeypatch.setattr(driver, "door", driver.door)
     tiny_recursive.with_languages(driver)
