@@ -26,6 +26,7 @@ DRAFT_QUANTIZATION = flags.DEFINE_string("draft_quantization", None, "form of th
 SLOTS = flags.DEFINE_integer("slots", 16, "max_num_seqs")
 ROUNDS = flags.DEFINE_integer("rounds", 3, "counted turns")
 CACHED = flags.DEFINE_integer("cached", 0, "past answers to draft from, for suffix")
+WIDTHS = flags.DEFINE_list("widths", [], "decode_widths of the engine that drafts")
 DRAFTS = flags.DEFINE_integer("drafts", 7, "most drafts of a request in one step")
 TOKENS = flags.DEFINE_integer("tokens", 96, "new tokens of each prompt")
 DTYPE = flags.DEFINE_string("dtype", "float32", "number format of weights and activations")
@@ -54,7 +55,9 @@ def main(argv: list[str]) -> None:
             "draft": DRAFT.value,
             "draft quantization": DRAFT_QUANTIZATION.value,
         }
-    drafting = LLM(MODEL.value, **sizes, speculative_config=drafts)
+    widths = tuple(map(int, WIDTHS.value))
+    drafting = LLM(MODEL.value, **sizes, speculative_config=drafts, decode_widths=widths)
+    settings |= {"widths": widths} if widths else {}
     results = Results("speculation", OUT.value, **settings)
     sampling = SamplingParams(max_tokens=TOKENS.value, temperature=0, ignore_eos=True)
 

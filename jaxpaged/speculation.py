@@ -10,6 +10,7 @@ from jaxpaged.checks import INT32_MAX, check, checked_int, checked_mapping, chec
 OTHER_METHODS = "eagle", "medusa", "mlp_speculator", "ngram_gpu"
 DRAFT_MODEL, EAGLE3, MTP = "draft_model", "eagle3", "mtp"
 BY_MODEL = DRAFT_MODEL, EAGLE3, MTP  # methods whose drafts come of weights
+GRAMMAR = "grammar"  # ours
 # A report has 32 tokens of a row: the drafts of one step, and the token behind them.
 MOST_DRAFTS = 31
 LONGEST_END = 16
@@ -30,12 +31,14 @@ OPTIONS: dict[str, dict[str, int | float | str | None]] = {
     DRAFT_MODEL: {"model": None, "quantization": None},
     EAGLE3: {"model": None, "quantization": None},
     MTP: {"quantization": None},
+    GRAMMAR: {},
 }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Speculation:
-    """Drafts from a request's own tokens and past answers, by the longest end that occurs; or by a model.
+    """Drafts from a request's own tokens and past answers, by the longest end that occurs; or by a model; or
+    only of text that a structured output forces.
 
     Options of other methods are None.
     """
@@ -58,7 +61,7 @@ class Speculation:
     def __post_init__(self) -> None:
         """Check the values. Raises `InputError`."""
         unknown = self.method in OTHER_METHODS
-        rule = "'ngram', 'suffix', 'draft_model', 'eagle3' or 'mtp'"
+        rule = "'ngram', 'suffix', 'draft_model', 'eagle3', 'mtp' or 'grammar'"
         rule += ": other methods of drafting are not supported" * unknown
         check("speculative_config: method", self.method, rule, self.method in [*OPTIONS])
         self._count("num_speculative_tokens", 1, MOST_DRAFTS)
@@ -73,7 +76,7 @@ class Speculation:
             self._check_ngram()
         elif self.method == "suffix":
             self._check_suffix()
-        else:
+        elif self.method in BY_MODEL:
             self._check_model()
 
     @property

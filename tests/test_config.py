@@ -127,7 +127,7 @@ def test_bad_sampling_params_are_refused(options, message):
         ),
         (
             {"speculative_config": {"method": "medusa"}},
-            "method='medusa' must be 'ngram', 'suffix', 'draft_model', 'eagle3' or 'mtp': other",
+            "method='medusa' must be 'ngram', 'suffix', 'draft_model', 'eagle3', 'mtp' or 'grammar': other",
         ),
         (
             {"speculative_config": {"method": "eagle3"}},

@@ -26,8 +26,8 @@ from jaxpaged.models.layer_form import form_of
 from jaxpaged.models.load_as import LoadAs
 from jaxpaged.models.shards import Shard, Shards
 from jaxpaged.parallel.mesh import mesh_of
-from jaxpaged.speculation import BY_MODEL, DRAFT_MODEL, Speculation
-from jaxpaged.step.config import AnyLookup, ByModel, Lookup, StepConfig, SuffixLookup
+from jaxpaged.speculation import BY_MODEL, DRAFT_MODEL, GRAMMAR, Speculation
+from jaxpaged.step.config import AnyLookup, ByGrammar, ByModel, Lookup, StepConfig, SuffixLookup
 from pallas_kernels import layouts, native, support
 from pallas_kernels.layouts import Layout
 from pallas_kernels.ops import TiledImplementation, choice
@@ -49,6 +49,8 @@ def lookup_of(drafts: Speculation) -> AnyLookup:
     if drafts.method in BY_MODEL:  # to a head prompts cost little
         is_dear = drafts.method == DRAFT_MODEL and jax.default_backend() == "cpu"
         return ByModel(most, MOST_PROMPT_ON_A_CPU if is_dear else None)
+    if drafts.method == GRAMMAR:
+        return ByGrammar(most)
     assert drafts.suffix_decoding_max_tree_depth is not None
     assert drafts.suffix_decoding_max_spec_factor is not None
     assert drafts.suffix_decoding_min_token_prob is not None
@@ -395,6 +397,9 @@ class Setup:
     def _check_draft(self) -> None:
         """Raise `InputError` if a model or a head is to draft, and it cannot draft for this model."""
         drafts, draft = self.config.speculative_config, self.draft
+        if drafts is not None and drafts.method == GRAMMAR:
+            mib = self.config.structured_outputs_mib
+            check("structured_outputs_mib", mib, f"at least 1 for drafts by method={GRAMMAR!r}", mib > 0)
         if drafts is None or drafts.method not in BY_MODEL:
             return
         of_model = drafts.method == DRAFT_MODEL

@@ -226,7 +226,7 @@ class Fuzz:
             ask = random_ask(rng, seeds, has_grammars=has_grammars)
             try:
                 ask.requests(driver, folder)
-            except InputError:  # more beams than rows, or blocks; or with a recursive grammar
+            except InputError:  # more beams than rows, or blocks, or room for masks
                 continue
             self._asks.append(ask)
 

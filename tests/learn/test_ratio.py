@@ -14,7 +14,12 @@ from tests.tiny_gguf import write_gguf
 pytestmark = pytest.mark.usefixtures("optimized")
 NUM_NEW = 20  # tokens of each answer
 # Pools that are too small for all full rows: here a row holds its window, and the tile that it computes.
-POOLS = {"mistral_window": {"num_blocks": 1 + 8, "max_num_batched_tokens": 4 + 32}}
+TWO_KINDS = {"num_blocks": 1 + 24, "max_model_len": 96}  # nothing stays in it to be found
+POOLS = {
+    "mistral_window": {"num_blocks": 1 + 8, "max_num_batched_tokens": 4 + 32},
+    "families/gemma2": TWO_KINDS,
+    "families/gpt_oss": TWO_KINDS,
+}
 
 
 @pytest.mark.parametrize(
@@ -30,6 +35,9 @@ POOLS = {"mistral_window": {"num_blocks": 1 + 8, "max_num_batched_tokens": 4 + 3
         pytest.param("mistral_window", "bfloat16", marks=pytest.mark.nightly),
         pytest.param("families/mixtral", "float32", marks=pytest.mark.nightly),
         pytest.param("lora", "bfloat16", marks=pytest.mark.nightly),
+        # Caps of scores and logits; sinks and experts. Both have layers with a window, and without.
+        pytest.param("families/gemma2", "float32", marks=pytest.mark.nightly),
+        pytest.param("families/gpt_oss", "float32", marks=pytest.mark.nightly),
     ],
 )
 def test_the_importance_ratio_is_exactly_one(name, dtype, tmp_path):
@@ -51,7 +59,8 @@ def test_the_importance_ratio_is_exactly_one(name, dtype, tmp_path):
     for _ in range(2):  # the second time with hits on whole prompts
         results = llm.generate(prompts, params, lora_request=request)
     assert llm.engine.stats.num_preemptions > before
-    assert all(result.num_cached_tokens >= 24 for result in results)
+    if POOLS.get(name) is not TWO_KINDS:
+        assert all(result.num_cached_tokens >= 24 for result in results)
     learner = llm.learner()
     assert_ratios_are_one(llm, learner, results, adapter)
     if name == "lora":
