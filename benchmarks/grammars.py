@@ -137,7 +137,7 @@ def trained(size: int) -> TokenBytes:
 def machine_seconds(fields: dict[str, Any]) -> float:
     """Return the processor time of a grammar's machine over bytes, of the first node within the limits."""
     begin = time.process_time()
-    for node in nodes_of(fields, Limits()):
+    for node, _ in nodes_of(fields, Limits()):
         try:
             byte_machine(node, Limits())
             break

@@ -18,14 +18,15 @@ from benchmarks.texts import QUESTIONS, edits
 from jaxpaged import LLM, SamplingParams
 
 BATCHES = flags.DEFINE_list("batches", ["1", "4", "16"], "prompts at once")
-METHOD = flags.DEFINE_enum("method", "ngram", ["ngram", "suffix", "draft_model"], "way to draft")
+METHOD = flags.DEFINE_enum("method", "ngram", ["ngram", "suffix", "draft_model", "eagle3"], "way to draft")
 MODEL = flags.DEFINE_string("model", "smollm2", "model that answers")
-DRAFT = flags.DEFINE_string("draft", "smollm2", "model that drafts, for draft_model")
+DRAFT = flags.DEFINE_string("draft", "smollm2", "model or head that drafts, for draft_model and eagle3")
 QUANTIZATION = flags.DEFINE_string("quantization", None, "form of the answering model's weights")
 DRAFT_QUANTIZATION = flags.DEFINE_string("draft_quantization", None, "form of the drafting model's weights")
 SLOTS = flags.DEFINE_integer("slots", 16, "max_num_seqs")
 ROUNDS = flags.DEFINE_integer("rounds", 3, "counted turns")
 CACHED = flags.DEFINE_integer("cached", 0, "past answers to draft from, for suffix")
+WIDTHS = flags.DEFINE_list("widths", [], "decode_widths of the engine that drafts")
 DRAFTS = flags.DEFINE_integer("drafts", 7, "most drafts of a request in one step")
 TOKENS = flags.DEFINE_integer("tokens", 96, "new tokens of each prompt")
 DTYPE = flags.DEFINE_string("dtype", "float32", "number format of weights and activations")
@@ -47,14 +48,16 @@ def main(argv: list[str]) -> None:
     if METHOD.value == "suffix":
         drafts |= {"suffix_decoding_max_cached_requests": CACHED.value}
         settings |= {"cached": CACHED.value}
-    if METHOD.value == "draft_model":
+    if METHOD.value in ("draft_model", "eagle3"):
         drafts |= {"model": DRAFT.value, "quantization": DRAFT_QUANTIZATION.value}
         settings |= {
             "model": MODEL.value,
             "draft": DRAFT.value,
             "draft quantization": DRAFT_QUANTIZATION.value,
         }
-    drafting = LLM(MODEL.value, **sizes, speculative_config=drafts)
+    widths = tuple(map(int, WIDTHS.value))
+    drafting = LLM(MODEL.value, **sizes, speculative_config=drafts, decode_widths=widths)
+    settings |= {"widths": widths} if widths else {}
     results = Results("speculation", OUT.value, **settings)
     sampling = SamplingParams(max_tokens=TOKENS.value, temperature=0, ignore_eos=True)
 

@@ -7,8 +7,10 @@ from typing import Any
 from jaxpaged.checks import INT32_MAX, check, checked_int, checked_mapping, checked_number, parsed_json
 
 # Methods of vLLM's, by what they need.
-OTHER_METHODS = "eagle", "eagle3", "medusa", "mlp_speculator", "mtp", "ngram_gpu"
-DRAFT_MODEL = "draft_model"
+OTHER_METHODS = "eagle", "medusa", "mlp_speculator", "ngram_gpu"
+DRAFT_MODEL, EAGLE3, MTP = "draft_model", "eagle3", "mtp"
+BY_MODEL = DRAFT_MODEL, EAGLE3, MTP  # methods whose drafts come of weights
+GRAMMAR = "grammar"  # ours
 # A report has 32 tokens of a row: the drafts of one step, and the token behind them.
 MOST_DRAFTS = 31
 LONGEST_END = 16
@@ -27,12 +29,16 @@ OPTIONS: dict[str, dict[str, int | float | str | None]] = {
         "suffix_decoding_min_token_prob": 0.1,
     },
     DRAFT_MODEL: {"model": None, "quantization": None},
+    EAGLE3: {"model": None, "quantization": None},
+    MTP: {"quantization": None},
+    GRAMMAR: {},
 }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Speculation:
-    """Drafts from a request's own tokens and past answers, by the longest end that occurs; or by a model.
+    """Drafts from a request's own tokens and past answers, by the longest end that occurs; or by a model; or
+    only of text that a structured output forces.
 
     Options of other methods are None.
     """
@@ -47,7 +53,7 @@ class Speculation:
     suffix_decoding_max_cached_requests: int | None = None
     suffix_decoding_max_spec_factor: float | None = None  # drafts for each token of the end
     suffix_decoding_min_token_prob: float | None = None  # least share of occurrences that have the drafts
-    model: str | None = None  # the model that drafts: what `LLM` takes
+    model: str | None = None  # the model that drafts: what `LLM` takes; or the directory of a head
     quantization: str | None = None  # as `EngineConfig.quantization`, for the model that drafts
     # Answers that may run together while drafts are made. None: any number, but 1 for a model on a CPU.
     disable_by_batch_size: int | None = None
@@ -55,14 +61,14 @@ class Speculation:
     def __post_init__(self) -> None:
         """Check the values. Raises `InputError`."""
         unknown = self.method in OTHER_METHODS
-        rule = "'ngram', 'suffix' or 'draft_model'"
+        rule = "'ngram', 'suffix', 'draft_model', 'eagle3', 'mtp' or 'grammar'"
         rule += ": other methods of drafting are not supported" * unknown
         check("speculative_config: method", self.method, rule, self.method in [*OPTIONS])
         self._count("num_speculative_tokens", 1, MOST_DRAFTS)
         if self.disable_by_batch_size is not None:
             self._count("disable_by_batch_size", 1, INT32_MAX)
         for method, names in OPTIONS.items():
-            for name in names if method != self.method else ():
+            for name in [name for name in names if name not in OPTIONS[self.method]]:
                 value = getattr(self, name)
                 rule = f"left out: it is of method {method!r}"
                 check(f"speculative_config: {name}", value, rule, value is None)
@@ -70,7 +76,7 @@ class Speculation:
             self._check_ngram()
         elif self.method == "suffix":
             self._check_suffix()
-        else:
+        elif self.method in BY_MODEL:
             self._check_model()
 
     @property
@@ -79,10 +85,12 @@ class Speculation:
         return (self.suffix_decoding_max_cached_requests or 0) * TOKENS_OF_CACHED
 
     def _check_model(self) -> None:
-        is_name = isinstance(self.model, str | os.PathLike)
-        rule = "the name or the directory of the model that drafts"
-        check("speculative_config: model", self.model, rule, is_name)
-        object.__setattr__(self, "model", os.fspath(str(self.model)))
+        if self.method != MTP:
+            is_name = isinstance(self.model, str | os.PathLike)
+            what = "model" if self.method == DRAFT_MODEL else "head"
+            rule = f"the name or the directory of the {what} that drafts"
+            check("speculative_config: model", self.model, rule, is_name)
+            object.__setattr__(self, "model", os.fspath(str(self.model)))
         value, rule = self.quantization, "None or a string: what quantization takes"
         check("speculative_config: quantization", value, rule, value is None or isinstance(value, str))
 

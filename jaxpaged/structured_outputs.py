@@ -10,6 +10,7 @@ from jaxpaged.checks import InputError, check, checked_bool, checked_int, shown
 # Kinds of constraints, of which one is given.
 KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 MOST_CHOICES = 4096
+MOST_LEVELS = 16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,6 +26,8 @@ class StructuredOutputsParams:
     disable_any_whitespace: no space between the values of JSON.
     disable_additional_properties: no properties of objects beyond those that a schema names.
     whitespace_pattern: a regular expression for the space between the values of JSON.
+    max_depth: levels of values inside values where nothing else bounds them, as in `json_object`, from 1 to
+        MOST_LEVELS. So they have an automaton, and the host need not follow them. None: any depth.
     after_token_id: a token behind which the constraint begins, as the one that ends a model's reasoning.
         None: it begins with the answer.
 
@@ -40,6 +43,7 @@ class StructuredOutputsParams:
     disable_any_whitespace: bool = False
     disable_additional_properties: bool = False
     whitespace_pattern: str | None = None
+    max_depth: int | None = None
     after_token_id: int | None = None
 
     def __post_init__(self) -> None:
@@ -57,6 +61,9 @@ class StructuredOutputsParams:
             checked_bool(f"structured_outputs.{name}", getattr(self, name))
         if self.json_object is not None:
             checked_bool("structured_outputs.json_object", self.json_object)
+        if self.max_depth is not None:
+            rule = f"None or an int in [1, {MOST_LEVELS}]"
+            checked_int("structured_outputs.max_depth", self.max_depth, rule, 1, MOST_LEVELS)
         if self.after_token_id is not None:
             checked_int("structured_outputs.after_token_id", self.after_token_id, "None or an int >= 0", 0)
         given = [name for name in KINDS if getattr(self, name) not in (None, False)]

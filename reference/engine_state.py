@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from .beam_search import BeamSearch, Hypothesis, LogProbs
-from .speculation import ByModel, Drafting, Lookup, Past, SuffixLookup
+from .speculation import AnyLookup, ByModel, Drafting, Past, SuffixLookup
 from .v1.kv_cache_utils import BlockHash, KVCacheBlock
 
 NextToken = Callable[[list[int]], int]  # the token after these, prompt and answer so far
@@ -67,7 +67,7 @@ class EngineConfig:
     free_profile: Literal["classic", "split"] = "classic"  # where freed blocks go, in both pools
     reuse_answers: bool = False  # whether a later prompt may hit blocks with an answer's tokens
     preemption_mode: Literal["recompute", "swap"] = "recompute"
-    lookup: Lookup | SuffixLookup | ByModel | None = None  # how tokens are drafted; None: they are not
+    lookup: AnyLookup | None = None  # how tokens are drafted; None: they are not
     most_drafting: int | None = None  # rows that run while drafts are made; None: any number
 
     def new_past(self) -> Past:
@@ -100,6 +100,7 @@ class Request:
     next_token: its own, where its options change the engine's.
     next_draft: the same of the model that drafts.
     rests: whether it rests behind these tokens, until `Row.resume`; None: nowhere, and it may have drafts.
+    forced: the tokens that must come behind these, by its grammar; None: there are none.
     """
 
     arrival: int
@@ -113,6 +114,7 @@ class Request:
     next_draft: NextToken | None = None
     search: Search | None = None
     rests: Callable[[Sequence[int]], bool] | None = None
+    forced: Callable[[Sequence[int]], Sequence[int]] | None = None
 
     @property
     def num_rows(self) -> int:
@@ -186,6 +188,10 @@ class Row:
             self.drafting.past.keep(self.request.salt, self.tokens[self.prompt_len :])
 
     @property
+    def forced(self) -> Sequence[int]:
+        return () if self.request.forced is None else self.request.forced(self.tokens)
+
+    @property
     def prompt_len(self) -> int:
         return len(self.request.prompt)
 
@@ -247,7 +253,8 @@ def draft_for(running: Sequence[Row], config: EngineConfig) -> None:
         is_at_end = row.forks_from is None and row.computed == row.num_tokens - 1 >= row.prompt_len
         if is_at_end and row.drafting is not None and row.request.rests is None:
             room = row.request.max_num_tokens - row.num_tokens - 1
-            row.drafts = row.drafting.draft(row.tokens, room, row.prompt_len)[: min(each, slots)]
+            drafts = row.drafting.draft(row.tokens, room, row.prompt_len, row.forced)
+            row.drafts = drafts[: min(each, slots)]
             slots -= len(row.drafts)
     if by_model and 2 * sum(bool(row.drafts) for row in running) < len(running):
         for row in running:

@@ -44,6 +44,16 @@ class TokenAutomaton:
             return None
         return {*self.moves[state], *(self.end_tokens if state in self.accepting else ())}
 
+    def forced(self, answer: Sequence[int], most: int) -> list[int]:
+        """Return the tokens that alone may follow an answer, one behind the other, without its end."""
+        found: list[int] = []
+        while len(found) < most:
+            may = self.allowed([*answer, *found])
+            if may is None or len(may) != 1 or may & {*self.end_tokens}:
+                break
+            found += may
+        return found
+
 
 def edited(
     logits: np.ndarray,

@@ -131,6 +131,19 @@ class ByModel:
     most_prompt: int | None = None
 
 
+@dataclass(frozen=True)
+class ByGrammar:
+    """Drafts of the text that a grammar forces, and of no other.
+
+    most: drafts at once.
+    """
+
+    most: int
+
+
+type AnyLookup = Lookup | SuffixLookup | ByModel | ByGrammar
+
+
 def chosen_by(next_token: Callable[[list[int]], int], tokens: Sequence[int], num: int) -> list[int]:
     """Return the next tokens by a model that is shown its own."""
     line = list(tokens)
@@ -143,7 +156,7 @@ def chosen_by(next_token: Callable[[list[int]], int], tokens: Sequence[int], num
 class Drafting:
     """Record of how a sequence's drafts have done: it says how many it may make next."""
 
-    lookup: Lookup | SuffixLookup | ByModel
+    lookup: AnyLookup
     past: Past = field(default_factory=lambda: Past(0))  # of all requests
     salt: int = 0
     most: int = field(init=False)  # drafts that it may make at once
@@ -155,9 +168,19 @@ class Drafting:
     def __post_init__(self) -> None:
         self.most = self.lookup.most
 
-    def draft(self, tokens: Sequence[int], room: int, prompt_len: int) -> list[int]:
-        """Return the drafts behind these tokens, at most `room`: one token less than may still come."""
-        if self.wait or not (self.has_begun or self.is_worth_it(room + 1, prompt_len)):
+    def draft(
+        self, tokens: Sequence[int], room: int, prompt_len: int, forced: Sequence[int] = ()
+    ) -> list[int]:
+        """Return the drafts behind these tokens, at most `room`: one token less than may still come.
+
+        forced: the tokens that must come next, by a grammar: they are drafted however drafts have done. A
+            model that drafts finds them itself.
+        """
+        if forced and room > 0 and not isinstance(self.lookup, ByModel):
+            return list(forced[: min(self.lookup.most, room)])
+        if self.wait or isinstance(self.lookup, ByGrammar):
+            return []
+        if not (self.has_begun or self.is_worth_it(room + 1, prompt_len)):
             return []
         if isinstance(self.lookup, ByModel):
             found = chosen_by(self.lookup.next_token, tokens, self.lookup.most)

@@ -126,8 +126,12 @@ def test_bad_sampling_params_are_refused(options, message):
             "speculative_config: key='models' must be one of method, num_s",
         ),
         (
+            {"speculative_config": {"method": "medusa"}},
+            "method='medusa' must be 'ngram', 'suffix', 'draft_model', 'eagle3', 'mtp' or 'grammar': other",
+        ),
+        (
             {"speculative_config": {"method": "eagle3"}},
-            "method='eagle3' must be 'ngram', 'suffix' or 'draft_model': other methods of draf",
+            "speculative_config: model=None must be the name or the directory of the head that drafts",
         ),
         (
             {"speculative_config": {"num_speculative_tokens": 32}},

@@ -1,4 +1,4 @@
-"""The model that drafts: found by its name, and compared with the model that is served."""
+"""The model or head that drafts: found by its name, and compared with the model that is served."""
 
 from typing import Any
 
@@ -6,16 +6,23 @@ from jaxpaged.checks import InputError, check
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine.drafted import Draft
 from jaxpaged.models import loading
+from jaxpaged.models.drafting import eagle3, mtp
 from jaxpaged.models.loading import Checkpoint
-from jaxpaged.speculation import DRAFT_MODEL
+from jaxpaged.speculation import BY_MODEL, EAGLE3, MTP
 
 
 def draft_of(config: EngineConfig, checkpoint: Checkpoint) -> Draft | None:
-    """Return the model that drafts for this one; None if none is asked for. Raises `InputError`."""
+    """Return what drafts for this model; None if no model or head is asked for. Raises `InputError`."""
     drafts = config.speculative_config
-    if drafts is None or drafts.method != DRAFT_MODEL:
+    if drafts is None or drafts.method not in BY_MODEL:
         return None
     try:
+        if drafts.method == EAGLE3:
+            head = eagle3.open_head(str(drafts.model), checkpoint.config, drafts.quantization)
+            return Draft(head.config, head.load, head.abstract)
+        if drafts.method == MTP:
+            layer = mtp.open_layer(checkpoint, drafts.quantization)
+            return Draft(layer.config, layer.load, layer.abstract)
         EngineConfig(quantization=drafts.quantization)  # refuses what is none
         its = loading.open_checkpoint(drafts.model)
         its.quantisation(drafts.quantization)

@@ -20,12 +20,13 @@ from jaxpaged.step.automata import BLOCK_WORDS, FREE, RESTS, WAITS, state_behind
 class Grammar:
     """A compiled constraint: a new object each time.
 
-    One that the host follows has a place in the arena for each request, and not for all together.
+    One that the host follows has places in the arena for each request, and not for all together.
     """
 
     automaton: Any  # `step.automata.Automaton`; None where the host follows the grammar
     words: np.ndarray  # the automaton as the arena has it
     language: Language | None = None  # what the host follows
+    num_places: int = 1  # of equal size: one for each beam of a search that the host follows
 
     @property
     def num_blocks(self) -> int:
@@ -34,11 +35,17 @@ class Grammar:
 
     def for_one(self) -> "Grammar":
         """Return the grammar of one request."""
-        return self if self.language is None else dataclasses.replace(self)
+        return self.for_search(1)
 
-    def follower(self, opens: int | None) -> Follower | None:
+    def for_search(self, width: int) -> "Grammar":
+        """Return the grammar of so many beams of one search."""
+        if self.language is None:
+            return self
+        return dataclasses.replace(self, words=np.tile(self.words, width), num_places=width)
+
+    def follower(self, opens: int | None, *, is_beam: bool = False) -> Follower | None:
         """Return what follows an answer, which begins; None where the device does."""
-        return None if self.language is None else Follower(self.language, opens)
+        return None if self.language is None else Follower(self.language, opens, is_beam=is_beam)
 
     def chunks(self, size: int) -> Iterator[tuple[np.ndarray, int]]:
         """Yield its blocks, `size` at a time, [size, BLOCK_WORDS], and how many of them are its own."""
@@ -60,11 +67,12 @@ class Arena:
         self._first: collections.OrderedDict[Grammar, int] = collections.OrderedDict()
 
     def row_values(
-        self, grammar: Grammar | None, answer: list[int], opens: int | None = None
+        self, grammar: Grammar | None, answer: list[int], opens: int | None = None, index: int = 0
     ) -> dict[str, int]:
         """Return what `Rows.grammars` holds of a request of whose answer so much is known.
 
         opens: the token behind which the grammar begins; None: at the answer's beginning.
+        index: number of the answer, or of the beam.
         """
         if grammar is None:
             return {"first": 0, "state": FREE, "opens": 0}
@@ -72,12 +80,13 @@ class Arena:
             state = RESTS if opens is None or opens in answer else WAITS
         else:
             state = state_behind(grammar.automaton, answer, opens)
-        first = self.first_word(grammar)
+        first = self.first_word(grammar, index)
         return {"first": first, "state": state, "opens": opens if opens is not None else WAITS}
 
-    def first_word(self, grammar: Grammar) -> int:
-        """Return the word at which a grammar begins, which has a place."""
-        return self._first[grammar] * BLOCK_WORDS
+    def first_word(self, grammar: Grammar, index: int = 0) -> int:
+        """Return the word at which a grammar begins, which has places, for one of its beams."""
+        size = len(grammar.words) // grammar.num_places
+        return self._first[grammar] * BLOCK_WORDS + index % grammar.num_places * size
 
     def has_room(self, grammar: Grammar, in_use: Collection[Grammar | None]) -> bool:
         """Check whether `find` would give the grammar a place."""

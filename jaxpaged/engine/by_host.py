@@ -1,7 +1,8 @@
 """Recursive grammars that the host follows: the next mask of each row, behind the tokens that were read."""
 
+import copy
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, Self
 
 import numpy as np
 
@@ -16,6 +17,7 @@ class Place(Protocol):
 
     def advance(self, token: int) -> bool: ...
     def allowed(self) -> np.ndarray: ...
+    def copy(self) -> Self: ...
 
 
 class Language(Protocol):
@@ -28,14 +30,22 @@ class Follower:
     """Follower of one answer in its row. For one thread.
 
     opens: the token behind which the grammar begins; None: at the answer's beginning.
+    is_beam: the answer is a beam's. Its row rests behind every token, for the beams of a search go on
+        together: where nothing is barred it gets a mask of all tokens.
     """
 
-    def __init__(self, language: Language, opens: int | None) -> None:
-        self._language, self._opens = language, opens
+    def __init__(self, language: Language, opens: int | None, *, is_beam: bool = False) -> None:
+        self._language, self._opens, self._is_beam = language, opens, is_beam
         self._place = language.matcher() if opens is None else None
         self._is_lost = False
         self._num_read = 0  # tokens of the answer
         self._num_told = -1  # tokens that the last mask was behind
+
+    def copy(self) -> Self:
+        """Return the follower of another answer that is the same so far."""
+        made = copy.copy(self)
+        made._place = None if self._place is None else self._place.copy()
+        return made
 
     def due(self, answer: Sequence[int]) -> tuple[int, np.ndarray | None] | None:
         """Return the state that the row is to get behind its answer, and the mask, if one is to be written.
@@ -50,10 +60,18 @@ class Follower:
             elif not self._is_lost:
                 self._is_lost = not self._place.advance(token)
         self._num_read = len(answer)
-        if self._place is None or self._num_told == self._num_read or was_lost:
+        if self._num_told == self._num_read:
             return None
+        if self._place is not None and not self._is_lost:
+            found: tuple[int, np.ndarray | None] = (0, self._place.allowed())
+        elif self._is_beam:
+            found = 0, np.ones_like(self._language.matcher().allowed())
+        elif self._place is None or was_lost:
+            return None
+        else:
+            found = FREE, None
         self._num_told = self._num_read
-        return (FREE, None) if self._is_lost else (0, self._place.allowed())
+        return found
 
 
 class Line(NamedTuple):

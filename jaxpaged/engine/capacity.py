@@ -102,12 +102,15 @@ def budget(setup: Setup, bytes_to_load: int) -> Budget:
 
 
 def bytes_per_block(setup: Setup) -> int:
-    """Return the bytes of one block: K and V of the widest group, and of a model that drafts."""
+    """Return the bytes of a block: K and V of the widest group and of what drafts, and a head's features."""
+    block_size, draft = setup.config.block_size, setup.draft
     sizes = [(setup.grouping.width, *setup.cache_heads)]
-    sizes += [] if setup.draft is None else [setup.draft.cache_sizes]
-    return sum(
+    sizes += [] if draft is None else [draft.cache_sizes]
+    is_head = draft is not None and draft.draft_head is not None
+    features = block_size * draft.hidden_size * setup.dtype.itemsize if draft is not None and is_head else 0
+    return features + sum(
         sizing.bytes_per_block(
-            block_size=setup.config.block_size,
+            block_size=block_size,
             num_layers=num_layers,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,

@@ -130,7 +130,7 @@ class Door:
         first = self._first(prompt_token_ids, params, **options)
         self._check_blocks(first)
         others = range(1, params.n)
-        made = [first, *(_another(first, params, i) for i in others)]
+        made = [first, *(first.another(params, i) for i in others)]
         return (
             made
             if continue_from is None
@@ -156,12 +156,11 @@ class Door:
             structured_outputs=params.structured_outputs,
         )
         first = self._first(prompt_token_ids, as_sampled, **options)
-        followed = first.grammar is not None and first.grammar.language is not None
-        rule = "one that is not recursive for a beam search: the host follows it, in one row"
-        check("structured_outputs", params.structured_outputs, rule, not followed)
+        if first.grammar is not None and self.grammars is not None:
+            first = dataclasses.replace(first, grammar=self.grammars.for_search(first.grammar, width))
         first = dataclasses.replace(first, beams=params)
         self._check_blocks(first)
-        return [dataclasses.replace(first, index=i) for i in range(first.group_size)]
+        return [first.row_of_search(i) for i in range(first.group_size)]
 
     def _first(
         self,
@@ -402,12 +401,6 @@ class Door:
             return seed_bits(request.params.seed)
         seeds = self.config.seed % 2**64, request.request_id
         return int(np.random.SeedSequence(seeds).generate_state(1)[0])
-
-
-def _another(first: Request, params: SamplingParams, index: int) -> Request:
-    """Return the request for another answer to the prompt of the first one."""
-    grammar = None if first.grammar is None else first.grammar.for_one()
-    return dataclasses.replace(first, params=params.of_answer(index), index=index, grammar=grammar)
 
 
 @functools.lru_cache(maxsize=16)  # of a request with many prompts, once for all

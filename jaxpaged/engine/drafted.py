@@ -1,4 +1,4 @@
-"""A second model beside the one that is served, to draft for it."""
+"""A second model, or a head, beside the model that is served, to draft for it."""
 
 import dataclasses
 from collections.abc import Callable
@@ -8,20 +8,23 @@ from flax import nnx
 from jaxpaged.engine.setup import Setup
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.decoder import Decoder, abstract
+from jaxpaged.models.drafting.head import Head
 from jaxpaged.models.load_as import LoadAs
+
+type Drafter = Decoder | Head
 
 
 @dataclasses.dataclass(frozen=True)
 class Draft:
-    """A model that drafts, not loaded yet.
+    """A model or a head that drafts, not loaded yet.
 
-    load: returns the model in the form asked for.
-    shapes: the same with shapes for arrays, where weights are quantised.
+    load: returns it in the form asked for.
+    shapes: the same with shapes for arrays.
     """
 
     config: ModelConfig
-    load: Callable[[LoadAs], Decoder]
-    shapes: Callable[[LoadAs], Decoder] | None = None
+    load: Callable[[LoadAs], Drafter]
+    shapes: Callable[[LoadAs], Drafter] | None = None  # where it is a head, or its weights are quantised
 
 
 def beside(
@@ -43,7 +46,7 @@ def shapes_beside(
 
 
 def _joined(
-    load_model: Callable[[LoadAs], Decoder], load_draft: Callable[[LoadAs], Decoder], setup: Setup
+    load_model: Callable[[LoadAs], Decoder], load_draft: Callable[[LoadAs], Drafter], setup: Setup
 ) -> Callable[[LoadAs], Decoder]:
     def load(load_as: LoadAs) -> Decoder:
         model = load_model(load_as)

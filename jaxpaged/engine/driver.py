@@ -172,8 +172,8 @@ class Driver(Offloading, ArenaWriter, RoutedReader):
         choose.
         """
         self.first_run = []
-        # Before others take the blocks of a prompt; and where nobody would run meanwhile.
-        deltas = self.settle() if self.must_keep or self.rows.are_all_followed else []
+        # Before others take the blocks of a prompt; and where rows rest until the host has read their tokens.
+        deltas = self.settle() if self.must_keep or self.rows.has_followed else []
         self.move_blocks(is_idle=not (self.queue or self.rows.has_any or self._unread))
         self._recall_less_urgent()
         self.fill_rows()

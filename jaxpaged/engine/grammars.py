@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from jaxpaged.checks import InputError
+from jaxpaged.checks import InputError, check
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine.arena import Grammar
 from jaxpaged.engine.by_host import Language
@@ -67,6 +67,14 @@ class Grammars:
             followed = [key for key, its in self._kept.items() if its.language is not None]
             for key in followed[:-MOST_FOLLOWED]:
                 del self._kept[key]
+        return made
+
+    def for_search(self, grammar: Grammar, width: int) -> Grammar:
+        """Return the grammar of a beam search. Raises `InputError` if its masks could never have room."""
+        made = grammar.for_search(width)
+        rule = f"one whose masks have room in structured_outputs_mib={self._num_words >> 18}"
+        has_room = len(made.words) <= self._num_words - BLOCK_WORDS
+        check("beam_width", width, f"{rule}: the host follows the grammar", has_room)
         return made
 
     def has(self, params: StructuredOutputsParams) -> bool:

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 
-from jaxpaged.engine.arena import Grammar
 from jaxpaged.engine.by_host import Follower, Line
 from jaxpaged.engine.candidates import told_candidates
 from jaxpaged.engine.request import Beam, Delta, DraftCounts, Request, Score, arrival_of
@@ -141,25 +140,18 @@ class HostRows:
         """Whether the host follows the grammar of any row."""
         return bool(self._columns["is_followed"].any())
 
-    @property
-    def are_all_followed(self) -> bool:
-        """Whether there are rows, and all have grammars that the host follows."""
-        taken = self._columns["arrival"] != 0
-        return bool(taken.any() and self._columns["is_followed"][taken].all())
-
-    def masks_due(self, first_word: Callable[[Grammar], int]) -> list[Line]:
+    def masks_due(self, first_word: Callable[[Request], int]) -> list[Line]:
         """Return the masks that are to be written for rows whose grammars the host follows.
 
-        first_word: returns the word of the arena at which a grammar begins.
+        first_word: returns the word of the arena at which a request's grammar begins.
         """
         lines = []
         for row in np.flatnonzero(self._columns["is_followed"]).tolist():
             entry = self._rows[row]
             assert entry is not None
             assert entry.follower is not None
-            assert entry.request.grammar is not None
             if (due := entry.follower.due(entry.answer)) is not None:
-                lines.append(Line(row, first_word(entry.request.grammar), *due))
+                lines.append(Line(row, first_word(entry.request), *due))
         return lines
 
     def waiting(self) -> list[tuple[tuple[int, int], int]]:
@@ -175,12 +167,12 @@ class HostRows:
     def take(self, row: int, request: Request, answer: list[int]) -> None:
         """Give a free row to a request, of whose answer so much is known."""
         grammar = request.grammar
-        follower = None if grammar is None else grammar.follower(request.grammar_opens)
+        is_beam, has_run, no_drafts = request.beams is not None, False, (0, 0, 0)
+        follower = None if grammar is None else grammar.follower(request.grammar_opens, is_beam=is_beam)
         entry = self._rows[row] = HostRow(request, answer, follower=follower)
         self._num_stays += 1
         num_tokens = len(request.prompt_token_ids) + len(answer)
         wants = request.params.logprobs is not None, request.params.tells_prompt
-        is_beam, has_run, no_drafts = request.beams is not None, False, (0, 0, 0)
         self._columns[row] = (
             *(entry.arrival, num_tokens, Phase.WAITING, *wants, is_beam, has_run, no_drafts),
             *(self._num_stays, follower is not None),
@@ -276,13 +268,16 @@ class HostRows:
 
         Return the deltas of those that have ended: a beam's answer is reported only then.
         """
-        before = {row: (entry.answer, entry.scores) for row, entry in self.taken()}
+        before = {row: (entry.answer, entry.scores, entry.follower) for row, entry in self.taken()}
         deltas = []
         for row in rows.tolist():
             entry, end = self._rows[row], min(int(report.num_tokens[row]), MAX_STEPS)
             assert entry is not None  # it has an arrival
             request, new = entry.request, slice(end - int(num_new[row]), end)
-            answer, scores = before[int(report.origin[row])]
+            origin = int(report.origin[row])
+            answer, scores, follower = before[origin]
+            if origin != row and entry.follower is not None and follower is not None:
+                entry.follower = follower.copy()
             num_top = request.params.logprobs or 0
             entry.answer = answer + report.new_token_ids[row][new].tolist()
             entry.scores = scores + scores_of(report.new_scores, (row, new), num_top)

@@ -54,9 +54,28 @@ class Request:
         return self.adapter is not None or self.grammar is not None
 
     @property
+    def is_followed(self) -> bool:
+        """Whether the host follows its grammar."""
+        return self.grammar is not None and self.grammar.language is not None
+
+    @property
     def group_size(self) -> int:
         """Number of requests, this one included, that must come into rows with the first one."""
         return 2 * self.beams.beam_width if self.beams is not None and not self.index else 1
+
+    def another(self, params: SamplingParams, index: int) -> "Request":
+        """Return the request for another answer to the prompt of this one, the first."""
+        grammar = None if self.grammar is None else self.grammar.for_one()
+        return dataclasses.replace(self, params=params.of_answer(index), index=index, grammar=grammar)
+
+    def row_of_search(self, index: int) -> "Request":
+        """Return the request for one row of a beam search, by this one of its first row.
+
+        A grammar that the host follows has a place for each beam; what has ended needs none.
+        """
+        has_ended = self.beams is not None and index >= self.beams.beam_width
+        grammar = None if has_ended and self.is_followed else self.grammar
+        return dataclasses.replace(self, index=index, grammar=grammar)
 
     @property
     def order(self) -> tuple[int, int]:

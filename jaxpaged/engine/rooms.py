@@ -82,9 +82,10 @@ class Rooms:
                     first += blocks.size
         return True
 
-    def first_word(self, grammar: Grammar) -> int:
-        """Return the word of the arena at which a grammar begins, which has a place there."""
-        return self._arena.first_word(grammar)
+    def first_word(self, request: Request) -> int:
+        """Return the word of the arena at which a request's grammar begins, which has a place there."""
+        assert request.grammar is not None
+        return self._arena.first_word(request.grammar, request.index)
 
     def row_values(self, queued: Queued) -> dict[str, Any]:
         """Return what `Rows` holds of a request's adapter and grammar, which must have room."""
@@ -92,5 +93,9 @@ class Rooms:
         if self._config.enable_lora:
             values["lora"] = self._adapters.number_of(request.adapter)
         if self._config.arena_words:
-            values["grammars"] = self._arena.row_values(request.grammar, queued.answer, request.grammar_opens)
+            # The beams of a search rest together, from the beginning on.
+            rests = request.is_followed and request.beams is not None
+            opens = None if rests else request.grammar_opens
+            of_answer = queued.answer, opens, request.index
+            values["grammars"] = self._arena.row_values(request.grammar, *of_answer)
         return values

@@ -26,8 +26,8 @@ from jaxpaged.models.layer_form import form_of
 from jaxpaged.models.load_as import LoadAs
 from jaxpaged.models.shards import Shard, Shards
 from jaxpaged.parallel.mesh import mesh_of
-from jaxpaged.speculation import DRAFT_MODEL, Speculation
-from jaxpaged.step.config import AnyLookup, ByModel, Lookup, StepConfig, SuffixLookup
+from jaxpaged.speculation import BY_MODEL, DRAFT_MODEL, GRAMMAR, Speculation
+from jaxpaged.step.config import AnyLookup, ByGrammar, ByModel, Lookup, StepConfig, SuffixLookup
 from pallas_kernels import layouts, native, support
 from pallas_kernels.layouts import Layout
 from pallas_kernels.ops import TiledImplementation, choice
@@ -46,8 +46,11 @@ def lookup_of(drafts: Speculation) -> AnyLookup:
         assert drafts.prompt_lookup_max is not None
         assert drafts.prompt_lookup_min is not None
         return Lookup(most, drafts.prompt_lookup_max, drafts.prompt_lookup_min)
-    if drafts.method == DRAFT_MODEL:
-        return ByModel(most, MOST_PROMPT_ON_A_CPU if jax.default_backend() == "cpu" else None)
+    if drafts.method in BY_MODEL:  # to a head prompts cost little
+        is_dear = drafts.method == DRAFT_MODEL and jax.default_backend() == "cpu"
+        return ByModel(most, MOST_PROMPT_ON_A_CPU if is_dear else None)
+    if drafts.method == GRAMMAR:
+        return ByGrammar(most)
     assert drafts.suffix_decoding_max_tree_depth is not None
     assert drafts.suffix_decoding_max_spec_factor is not None
     assert drafts.suffix_decoding_min_token_prob is not None
@@ -62,7 +65,7 @@ def lookup_of(drafts: Speculation) -> AnyLookup:
 
 def most_drafting(drafts: Speculation) -> int | None:
     """Return how many answers may run while drafts are made; None: any number."""
-    by_model = drafts.method == DRAFT_MODEL
+    by_model = drafts.method in BY_MODEL
     if drafts.disable_by_batch_size is None and by_model and jax.default_backend() == "cpu":
         return 1  # a CPU's time grows with each slot: beside others the second model costs more than it saves
     return drafts.disable_by_batch_size
@@ -392,11 +395,16 @@ class Setup:
         check("loop_over_layers", True, rule, serves)
 
     def _check_draft(self) -> None:
-        """Raise `InputError` if there is to be a model that drafts, and it cannot draft for this one."""
+        """Raise `InputError` if a model or a head is to draft, and it cannot draft for this model."""
         drafts, draft = self.config.speculative_config, self.draft
-        if drafts is None or drafts.method != DRAFT_MODEL:
+        if drafts is not None and drafts.method == GRAMMAR:
+            mib = self.config.structured_outputs_mib
+            check("structured_outputs_mib", mib, f"at least 1 for drafts by method={GRAMMAR!r}", mib > 0)
+        if drafts is None or drafts.method not in BY_MODEL:
             return
-        name, rule = "speculative_config: method", "'ngram' or 'suffix' here: a model that drafts "
+        of_model = drafts.method == DRAFT_MODEL
+        name, its = "speculative_config: method", "model" if of_model else "head"
+        rule = f"'ngram' or 'suffix' here: a {its} that drafts "
         check(name, drafts.method, f"{rule}must be given with its config", draft is not None)
         check(name, drafts.method, f"{rule}has one process", self.config.num_processes == 1)
         is_ours = not isinstance(self.attention, Attention)
@@ -406,8 +414,11 @@ class Setup:
         vocab_size, longest = self.whole.vocab_size, self.max_model_len
         rule = f"{vocab_size}, the model's own"
         check(f"{what}: vocab_size", draft.vocab_size, rule, draft.vocab_size == vocab_size)
-        rule = f"at least max_model_len={longest}"
-        check(f"{what}: max_model_len", draft.max_model_len, rule, draft.max_model_len >= longest)
+        if of_model:
+            rule = f"at least max_model_len={longest}"
+            check(f"{what}: max_model_len", draft.max_model_len, rule, draft.max_model_len >= longest)
+        else:  # positions beyond those it was made for cost it hits, at most
+            check(name, drafts.method, f"{rule}reads one residual", self.whole.altup is None)
         first, reads = self.grouping.specs[0], together(draft.cache_specs)
         rule = f"what a layer of the model keeps, {first!r}, or less"
         check(f"{what}: attention", reads, rule, first in (FULL, reads))

@@ -7,6 +7,7 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 NOT_ALLOWED = -1
+MOST_BEGINNINGS = 64  # tokens of one mask that may be beginnings of one of them
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,7 +23,9 @@ class TokenAutomaton:
     mask_of: Int[np.ndarray, "S"]  # int32: a state's row of `masks`
     masks: Bool[np.ndarray, "M V"]
     accepting: Bool[np.ndarray, "S"]
+    forced: Int[np.ndarray, "M"]  # int32: the token of a mask's states where the text is forced, else -1
     start: int = 0
+    levels: int = 0  # to which values inside values were cut; 0: they were not
 
     @property
     def vocab_size(self) -> int:
@@ -35,7 +38,7 @@ class TokenAutomaton:
     @property
     def nbytes(self) -> int:
         """Bytes of all tables."""
-        tables = (self.token_class, self.next_state, self.mask_of, self.masks, self.accepting)
+        tables = (self.token_class, self.next_state, self.mask_of, self.masks, self.accepting, self.forced)
         return sum(table.nbytes for table in tables)
 
     def step(self, state: int, token: int) -> int:
@@ -53,10 +56,13 @@ def automaton_of(
     accepting: Bool[np.ndarray, "S"],
     eos_ids: Sequence[int],
     start: int = 0,
+    raw: Sequence[bytes] = (),
 ) -> TokenAutomaton | None:
     """Make an automaton of steps by columns of tokens: state `steps[s, column_of[t]]` is behind `t` in `s`.
 
-    `NOT_ALLOWED` stands where a token may not come; whatever the columns of `eos_ids` say is replaced.
+    `NOT_ALLOWED` stands where a token may not come; whatever the columns of `eos_ids` say is replaced. `raw`
+    has the tokens' bytes, if they are known.
+
     States that cannot be reached, or from which no end can be, are left out, and so is what leads there.
     Returns None if no end can be reached at all.
     """
@@ -78,14 +84,35 @@ def automaton_of(
     next_state = np.concatenate([steps[:, first], columns[:, eos_column:]], axis=1)
     token_class = np.where(is_eos, len(first), class_of.reshape(-1)[column_of])
     rows, mask_of = np.unique(next_state >= 0, axis=0, return_inverse=True)
+    masks = np.ascontiguousarray(rows[:, token_class])
     return TokenAutomaton(
         token_class=token_class.astype(np.int32),
         next_state=np.ascontiguousarray(next_state, np.int32),
         mask_of=mask_of.reshape(-1).astype(np.int32),
-        masks=np.ascontiguousarray(rows[:, token_class]),
+        masks=masks,
         accepting=accepting,
+        forced=forced_tokens(masks, eos_ids, raw),
         start=int(numbers[start]),
     )
+
+
+def forced_tokens(
+    masks: Bool[np.ndarray, "M V"], eos_ids: Sequence[int], raw: Sequence[bytes] = ()
+) -> Int[np.ndarray, "M"]:
+    """Return for each mask the longest token where all others are beginnings of it, `NOT_ALLOWED` elsewhere.
+
+    There the text is forced, as in the name of a property. A model mostly writes it in the longest tokens.
+    raw: the tokens' bytes; without them a token counts where it is the only one.
+    """
+    forced = np.full(len(masks), NOT_ALLOWED, np.int32)
+    few = masks.sum(axis=1) <= (MOST_BEGINNINGS if raw else 1)
+    few &= ~masks[:, list(eos_ids)].any(axis=1)
+    for line in np.flatnonzero(few).tolist():
+        tokens = np.flatnonzero(masks[line]).tolist()
+        longest = max(tokens, key=lambda token: len(raw[token])) if raw else tokens[0]
+        if not raw or all(raw[longest].startswith(raw[token]) for token in tokens):
+            forced[line] = longest
+    return forced
 
 
 def useful_states(steps: Int[np.ndarray, "S K"], accepting: Bool[np.ndarray, "S"], start: int) -> np.ndarray:

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from absl import logging
 
 from jaxpaged import disk_cache
+from jaxpaged.checks import shown
 from jaxpaged.grammar import files, recursive
 from jaxpaged.grammar.automaton import TokenAutomaton
 from jaxpaged.grammar.nodes import GrammarError, Limits
@@ -77,7 +78,7 @@ class GrammarCache:
             made_from = (*made_from, "llguidance", importlib.metadata.version("llguidance"))
         path = disk_cache.path_of(made_from, SUFFIX)
         if path is not None and (found := self._read(path)) is not None:
-            return found
+            return _told(found, key)
         if self._worker is None:
             self._worker = Worker(self._tokens, self._limits)
         made = self._worker.compile(json.loads(key))
@@ -89,7 +90,7 @@ class GrammarCache:
                 disk_cache.prune(path, MAX_FILES)
             except OSError as problem:
                 logging.warning("a grammar could not be kept in %s: %s", path, problem)
-        return made
+        return _told(made, key)
 
     def _read(self, path: Any) -> TokenAutomaton | None:
         assert self._tokens is not None
@@ -105,6 +106,17 @@ class GrammarCache:
         else:
             path.touch()
         return found
+
+
+def _told(automaton: TokenAutomaton, key: str) -> TokenAutomaton:
+    """Return an automaton; log it if values inside values were cut, and nobody asked for that."""
+    if automaton.levels and "max_depth" not in json.loads(key):
+        logging.warning(
+            "structured outputs: %s is followed to %d levels of values inside values, not to any depth: "
+            "llguidance is not installed, or has not all of its keywords. max_depth says so on purpose",
+            *(shown(key), automaton.levels),
+        )
+    return automaton
 
 
 def _end(thread: ThreadPoolExecutor, attributes: dict[str, Any]) -> None:

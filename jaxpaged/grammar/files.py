@@ -7,16 +7,24 @@ from safetensors.numpy import load, save
 from jaxpaged.grammar.automaton import TokenAutomaton
 from jaxpaged.grammar.nodes import Limits
 
-VERSION = 1
-TABLES = {"token_class": 1, "next_state": 2, "mask_of": 1, "masks": 2, "accepting": 1, "start": 1}
+VERSION = 2
+TABLES = {
+    "token_class": 1,
+    "next_state": 2,
+    "mask_of": 1,
+    "masks": 2,
+    "accepting": 1,
+    "forced": 1,
+    "numbers": 1,
+}
 
 
 def to_bytes(automaton: TokenAutomaton) -> bytes:
     """Return an automaton's bytes."""
-    tables = {name: np.asarray(getattr(automaton, name)) for name in TABLES}
+    tables = {name: np.asarray(getattr(automaton, name)) for name in TABLES if name != "numbers"}
     tables["masks"] = np.packbits(automaton.masks, axis=1)
     tables["accepting"] = automaton.accepting.astype(np.uint8)
-    tables["start"] = np.array([automaton.start], np.int32)
+    tables["numbers"] = np.array([automaton.start, automaton.levels], np.int32)
     return save({name: np.ascontiguousarray(table) for name, table in tables.items()})
 
 
@@ -28,21 +36,31 @@ def from_bytes(content: bytes, vocab_size: int, limits: Limits) -> TokenAutomato
         return None
     if {name: table.ndim for name, table in tables.items()} != TABLES:
         return None
-    classes, steps, mask_of = (tables[name] for name in ("token_class", "next_state", "mask_of"))
-    if any(table.dtype != np.int32 for table in (classes, steps, mask_of, tables["start"])):
+    classes, steps, mask_of, forced = (
+        tables[name] for name in ("token_class", "next_state", "mask_of", "forced")
+    )
+    numbers = tables["numbers"]
+    if any(table.dtype != np.int32 for table in (classes, steps, mask_of, forced, numbers)):
         return None
     packed, accepting, num_states = tables["masks"], tables["accepting"], len(steps)
-    shapes = (classes.shape, mask_of.shape, accepting.shape, tables["start"].shape, packed.shape[1])
-    if shapes != ((vocab_size,), (num_states,), (num_states,), (1,), -(-vocab_size // 8)):
+    shapes = (classes.shape, mask_of.shape, accepting.shape, numbers.shape, forced.shape, packed.shape[1])
+    if shapes != ((vocab_size,), (num_states,), (num_states,), (2,), (len(packed),), -(-vocab_size // 8)):
         return None
     if packed.dtype != np.uint8 or accepting.dtype != np.uint8 or not 0 < num_states <= limits.max_states:
         return None
-    start = int(tables["start"][0])
-    bounds = ((classes, 0, steps.shape[1]), (steps, -1, num_states), (mask_of, 0, len(packed)))
-    if not 0 <= start < num_states or any((x.min() < low or x.max() >= high) for x, low, high in bounds):
+    start, levels = numbers.tolist()
+    bounds = (
+        *((classes, 0, steps.shape[1]), (steps, -1, num_states), (mask_of, 0, len(packed))),
+        (forced, -1, vocab_size),
+    )
+    if (
+        not 0 <= start < num_states
+        or levels < 0
+        or any((x.min() < low or x.max() >= high) for x, low, high in bounds)
+    ):
         return None
     masks = np.unpackbits(packed, axis=1, count=vocab_size).astype(bool)
-    made = TokenAutomaton(classes, steps, mask_of, masks, accepting.astype(bool), start)
+    made = TokenAutomaton(classes, steps, mask_of, masks, accepting.astype(bool), forced, start, levels)
     # A mask that disagrees with its state would let a token lead nowhere.
     agrees = all((made.allowed(s) == (steps[s, classes] >= 0)).all() for s in range(num_states))
     return made if agrees else None

@@ -1,14 +1,15 @@
-"""JSON schemas that refer to themselves, as sources for llguidance.
+"""JSON schemas whose values have any depth, and structural tags with such schemas, as sources for llguidance.
 
 Only where both readers say the same: a keyword that llguidance does not have, or reads otherwise, has no
 source. Such a schema is followed to a few levels by an automaton (`jaxpaged.grammar.compile`).
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from jaxpaged.grammar.recursive import EVERY_TOKEN
+from jaxpaged.grammar.structural_tag import StructuralTag
 from jaxpaged.grammar.ways import ANNOTATIONS
 
 # Keywords that are handed on as they are.
@@ -28,22 +29,52 @@ class _NoSourceError(Exception):
 
 
 def schema_source(schema: Any, fields: Mapping[str, Any]) -> str | None:
-    """Return the source of a schema that refers to itself; None for any other, and where there is none.
+    """Return the source of a schema; None where llguidance does not read it as we do.
 
     fields: those of `StructuredOutputsParams`.
     """
+    made = _json(schema, fields)
+    return None if made is None else f"start: {made}{EVERY_TOKEN}"
+
+
+def tag_source(tag: StructuralTag, fields: Mapping[str, Any]) -> str | None:
+    """Return the source of a structural tag; None where llguidance does not read its schemas as we do.
+
+    A text with a trigger behind it is a lexeme of its own, which ends with the first trigger: so the free
+    text has none.
+    """
+    rules, ways = ["TEXT: /(?s:.*)/"], list[str]()
+    for i, (trigger, tags) in enumerate(tag.behind.items()):
+        rules.append(f"trigger_{i}[lazy]: TEXT {json.dumps(trigger)}")
+        for begin, schema, end in tags:
+            if (made := _json(schema, fields)) is None:
+                return None
+            marks = [json.dumps(mark) if mark else "" for mark in (begin, end)]
+            ways.append(f"trigger_{i} {marks[0]} {made} {marks[1]}")
+    rules += [f"tag_{i}: {way}" for i, way in enumerate(ways)]
+    tags_ = f"({' | '.join(f'tag_{i}' for i in range(len(ways)))})"
+    if tag.ends_with_first:
+        start = tags_ if tag.must_have_one else f"{tags_} | TEXT"
+    else:
+        start = f"{tags_}{'+' if tag.must_have_one else '*'} TEXT"
+    return "\n".join([f"start: {start}", *rules]) + EVERY_TOKEN
+
+
+def _json(schema: Any, fields: Mapping[str, Any]) -> str | None:
+    """Return a schema as a part of a rule; None where llguidance does not read it as we do."""
+    schema = {} if schema is True else schema
     if fields.get("whitespace_pattern") is not None or not isinstance(schema, dict):
         return None
     places: dict[str, Any] = {}
     try:
         made = _written(schema, "#", places, only_declared=bool(fields.get("disable_additional_properties")))
-        refs = {path: set(_refs(its, places)) for path, its in places.items()}
     except _NoSourceError:
         return None
-    if not _has_cycle(refs):
+    refs = [its["$ref"] for its in places.values() if isinstance(its, dict) and "$ref" in its]
+    if not all(isinstance(ref, str) and ref in places for ref in refs):
         return None
     guidance = COMPACT if fields.get("disable_any_whitespace") else {"whitespace_flexible": True}
-    return "start: %json " + json.dumps(made | {"x-guidance": guidance}) + EVERY_TOKEN
+    return "%json " + json.dumps(made | {"x-guidance": guidance})
 
 
 def _written(schema: Any, path: str, places: dict[str, Any], *, only_declared: bool) -> Any:
@@ -81,37 +112,3 @@ def _written(schema: Any, path: str, places: dict[str, Any], *, only_declared: b
     elif only_declared and ("object" in made.get("type", ()) or said & {"required", *ONE, *NAMED}):
         raise _NoSourceError
     return made
-
-
-def _refs(schema: Any, places: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the places that a place refers to, and those inside it."""
-    if not isinstance(schema, dict):
-        return
-    if (name := schema.get("$ref")) is not None:
-        if name not in places:
-            raise _NoSourceError
-        yield name
-    parts = [schema[key] for key in ONE if key in schema]
-    parts += [part for key in EACH for part in schema.get(key, ())]
-    parts += [part for key in NAMED for part in schema.get(key, {}).values()]
-    for part in parts:
-        yield from _refs(part, places)
-
-
-def _has_cycle(refs: Mapping[str, set[str]]) -> bool:
-    """Check whether the outermost place comes to a place that comes to itself."""
-    done: set[str] = set()
-    way: set[str] = set()
-
-    def comes_back(path: str) -> bool:
-        if path in way:
-            return True
-        if path in done:
-            return False
-        done.add(path)
-        way.add(path)
-        found = any(comes_back(each) for each in refs[path])
-        way.discard(path)
-        return found
-
-    return comes_back("#")

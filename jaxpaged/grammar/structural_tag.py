@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from jaxpaged.checks import shown
@@ -11,11 +12,34 @@ NAME = "structural_tag"
 MAX_TAGS = 256
 
 
-def structural_tag_node(value: str, node_of: Callable[[Any], Node]) -> Node:
-    """Return the texts of a structural tag; `node_of` reads its schemas.
+@dataclass(frozen=True)
+class StructuralTag:
+    """Structural tag as it was read.
 
-    value: JSON text with `structures` (`begin`, `schema`, `end`) and `triggers`, or with a `format` of the
-    type `triggered_tags`. Each `begin` must begin with a trigger. Raises `GrammarError`.
+    behind: for each trigger what may stand behind it: a text, a schema and an end each.
+    """
+
+    behind: dict[str, list[tuple[str, Any, str]]]
+    must_have_one: bool
+    ends_with_first: bool
+
+    def node(self, node_of: Callable[[Any], Node]) -> Node:
+        """Return its texts; `node_of` reads its schemas. Raises `GrammarError`."""
+
+        def tag(begin: str, schema: Any, end: str) -> Node:
+            return Then((text(begin), node_of(schema), text(end)))
+
+        tags = tuple(
+            (trigger, Either(tuple(tag(*each) for each in its))) for trigger, its in self.behind.items()
+        )
+        return Tagged(tags, must_have_one=self.must_have_one, ends_with_first=self.ends_with_first)
+
+
+def read_structural_tag(value: str) -> StructuralTag:
+    """Return a structural tag from JSON text.
+
+    value: has `structures` (`begin`, `schema`, `end`) and `triggers`, or a `format` of the type
+    `triggered_tags`. Each `begin` must begin with a trigger. Raises `GrammarError`.
     """
     try:
         tag = json.loads(value)
@@ -38,16 +62,16 @@ def structural_tag_node(value: str, node_of: Callable[[Any], Node]) -> Node:
         raise _error("has triggers that are not a list of texts", "#/triggers")
     if not isinstance(its, list) or not 0 < len(its) <= MAX_TAGS or not 0 < len(triggers) <= MAX_TAGS:
         raise _error(f"must have 1 to {MAX_TAGS} tags, and triggers", "#")
-    behind: dict[str, list[Node]] = {trigger: [] for trigger in triggers}
+    behind: dict[str, list[tuple[str, Any, str]]] = {trigger: [] for trigger in triggers}
     for i, each in enumerate(its):
         path = f"#/{'tags' if bare == 'content' else 'structures'}/{i}"
         begin, end, schema = _parts(each, bare, path)
         trigger = next((mark for mark in triggers if begin.startswith(mark)), None)
         if trigger is None:
             raise _error(f"has begin={shown(begin)}, which begins with none of triggers", path)
-        behind[trigger].append(Then((text(begin[len(trigger) :]), node_of(schema), text(end))))
-    return Tagged(
-        tuple((trigger, Either(tuple(nodes))) for trigger, nodes in behind.items() if nodes),
+        behind[trigger].append((begin[len(trigger) :], schema, end))
+    return StructuralTag(
+        {trigger: tags for trigger, tags in behind.items() if tags},
         must_have_one=_flag(form, "at_least_one"),
         ends_with_first=_flag(form, "stop_after_first"),
     )

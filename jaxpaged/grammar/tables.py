@@ -31,7 +31,7 @@ def token_automaton(machine: ByteMachine, tokens: TokenBytes, limits: Limits) ->
             raise _too_large(limits)
     whole = np.concatenate([table[column_of[member]] for column_of, table in chunks], axis=1).T
     whole = np.where(whole == num_states, NOT_ALLOWED, whole)
-    made = automaton_of(whole, class_of, machine.accepting, tokens.eos_ids)
+    made = automaton_of(whole, class_of, machine.accepting, tokens.eos_ids, raw=tokens.raw)
     if made is None:
         raise GrammarError("the grammar cannot be met: the model's tokens write no text of it")
     if made.nbytes > limits.max_table_bytes:

@@ -121,6 +121,7 @@ def parted(cache: KVCache, num_layers: int, num_kv_heads: int, head_dim: int) ->
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         followed=None,
+        routed=None,
     )
     return replace(cache, blocks=own(cache.blocks), shared=own(cache.shared)), draft
 

@@ -8,6 +8,7 @@ from typing import Literal
 
 from jaxpaged.checks import InputError, check, checked_bool, checked_choice, checked_int, checked_number
 from jaxpaged.memory.cache_specs import FULL, CacheSpec, ChunkedLocal, SlidingWindow
+from jaxpaged.models.drafting.description import DraftHead
 from jaxpaged.models.ropes import LongScaling, Rope, Temperature
 
 ROTARY_MULTIPLE = 2  # RoPE rotates pairs
@@ -168,6 +169,8 @@ class ModelConfig:
     lm_head_bias: bool = False
     logit_divisor: float = 1.0
     logit_soft_cap: float | None = None
+
+    draft_head: DraftHead | None = None  # of a head that drafts; None: the decoder is a whole model
 
     def __post_init__(self) -> None:
         """Check all fields, which come from files. Raises `InputError` for what no model can be."""

@@ -1,27 +1,28 @@
 """A decoder in Flax NNX, as its description says: each part is made once, and computed in one place."""
 
 import dataclasses
-from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxpaged import row_sums
 from jaxpaged.memory import kv_cache
 from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.models import layers
 from jaxpaged.models.altup import HALF, AltUp, Laurel, LayerInput, LayerInputs, Streams
-from jaxpaged.models.attention import PassBatch, attend, planned
+from jaxpaged.models.attention import PassBatch, planned
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.experts import ExpertsMLP
-from jaxpaged.models.feed_forward import MLP, linear, stack
+from jaxpaged.models.feed_forward import MLP, stack
 from jaxpaged.models.load_as import LoadAs
 from jaxpaged.models.names import Names, layers_with
 from jaxpaged.models.norms import Norm, last_norm, norm
-from jaxpaged.models.positions import PositionTables, has_rope, of_layer, position_tables, turned
+from jaxpaged.models.positions import PositionTables, position_tables
 from jaxpaged.models.quantised.codes import Quantisation, QuantisedWeight
+from jaxpaged.models.self_attention import Attention
+from jaxpaged.models.taps import Taps
 from jaxpaged.models.weights import AbstractWeights, Weights
 from pallas_kernels.layouts import TOKEN_MAJOR, Layout
 
@@ -44,7 +45,7 @@ class Decoder(nnx.Module):
         self.layer_inputs = LayerInputs(weights) if c.layer_inputs is not None else None
         self.layers = DecoderLayers(weights)
         self.norm = last_norm(weights, "norm")
-        self.draft: Decoder | None = None  # a model that drafts for this one, with K and V of its own
+        self.draft: Any = None  # a model or a head that drafts for this one, with K and V of its own
         self.lm_head = self._lm_head(weights)
 
     def _lm_head(self, weights: Weights) -> layers.Linear | None:
@@ -99,6 +100,20 @@ class Decoder(nnx.Module):
         batch: PassBatch,
     ) -> tuple[Float[Array, "num_tokens hidden"], KVCache]:
         """Return the wanted tokens' hidden states after the last norm, and the cache with all tokens."""
+        hidden, _, cache = self.tapped(token_ids, positions, cache, batch, ())
+        return hidden, cache
+
+    def tapped(
+        self,
+        token_ids: Int[Array, " num_tokens"],
+        positions: Int[Array, " num_tokens"],
+        cache: KVCache,
+        batch: PassBatch,
+        behind: tuple[int, ...],
+    ) -> tuple[Float[Array, "num_tokens hidden"], list[Float[Array, "num_tokens hidden"]], KVCache]:
+        """Return what a call does, and between the two the hidden states behind so many layers: all tokens'
+        but those behind the last layer, of which unwanted ones are undefined.
+        """
         # Without biases zero rows stay zero in every layer, and CPU products skip rows of zeros.
         x = jnp.where(batch.is_padding[:, None], 0, self.embed(token_ids, positions))
         inputs = None if self.layer_inputs is None else self.layer_inputs(token_ids, x)
@@ -112,22 +127,21 @@ class Decoder(nnx.Module):
         if self.form.own != "native":  # here rows of zeros cost as much as others
             batch = dataclasses.replace(batch, wanted=None)
         if batch.adapters is None:
-            x, cache = self._through_layers(x, cache, tables, batch, inputs)
+            x, taps, cache = self._through_layers(x, cache, tables, batch, inputs, Taps.of(behind, x))
         else:  # adapters cost nothing while no token has one
             # Two conditions in turn: XLA copies the cache if both branches of one condition write to it.
             without = dataclasses.replace(batch, adapters=None)
-            has_adapters = jnp.any(batch.adapters > 0)
+            has_adapters, taps = jnp.any(batch.adapters > 0), Taps.of(behind, x)
             for runs, its in ((has_adapters, batch), (~has_adapters, without)):
-                x, cache = lax.cond(
+                x, taps, cache = lax.cond(
                     runs,
-                    lambda x, cache, its=its: self._through_layers(x, cache, tables, its, inputs),
-                    lambda x, cache: (x, cache),
-                    x,
-                    cache,
+                    lambda x, taps, cache, its=its: self._through_layers(x, cache, tables, its, inputs, taps),
+                    lambda x, taps, cache: (x, taps, cache),
+                    *(x, taps, cache),
                 )
         if self.streams is not None:
             x = self.streams.joined(x)
-        return self.norm(x), cache
+        return self.norm(x), [] if taps is None else list(taps.found[: len(behind)]), cache
 
     def _through_layers(
         self,
@@ -136,30 +150,38 @@ class Decoder(nnx.Module):
         tables: PositionTables,
         batch: PassBatch,
         inputs: Float[Array, "num_tokens num_layers width"] | None,
-    ) -> tuple[Float[Array, "num_tokens *streams hidden"], KVCache]:
+        taps: Taps | None,
+    ) -> tuple[Float[Array, "num_tokens *streams hidden"], Taps | None, KVCache]:
         count = self.config.num_layers
         if not self.form.loops:
             for layer in range(count):
+                taps = taps and taps.noted(x, layer, count)
                 x, cache = self.layers(x, cache, layer, tables, batch, inputs)
-            return x, cache
+            return x, taps and taps.noted(x, count, count), cache
 
-        type Carry = tuple[Int[Array, ""], Float[Array, "num_tokens *streams hidden"], KVCache]
+        type Carry = tuple[Int[Array, ""], Float[Array, "num_tokens *streams hidden"], Taps | None, KVCache]
 
         def apply(_: Int[Array, ""], carry: Carry) -> Carry:
-            layer, x, cache = carry
-            return layer + 1, *self.layers(x, cache, layer, tables, batch, inputs)
+            layer, x, taps, cache = carry
+            taps = taps and taps.noted(x, layer, count)
+            x, cache = self.layers(x, cache, layer, tables, batch, inputs)
+            return layer + 1, x, taps, cache
 
         # The layer's number goes along, and XLA cannot see where it begins: on a GPU, what is read at a place
         # that follows from the loop's own counter is read where the host says, and so in no CUDA graph.
         first = lax.optimization_barrier(jnp.int32(0))
-        _, x, cache = lax.fori_loop(0, count, apply, (first, x, cache))
-        return x, cache
+        _, x, taps, cache = lax.fori_loop(0, count, apply, (first, x, taps, cache))
+        return x, taps and taps.noted(x, count, count), cache
+
+    def rows_of(self, token_ids: Int[Array, " num_tokens"]) -> Float[Array, "num_tokens hidden"]:
+        """Return the tokens' rows of the embedding's table, as they lie there."""
+        return layers.look_up(self.embedding.get_value(), token_ids)
 
     def embed(
         self, token_ids: Int[Array, " num_tokens"], positions: Int[Array, " num_tokens"]
     ) -> Float[Array, "num_tokens hidden"]:
         """Return the tokens' embeddings, with those of positions where the model has a table of them."""
-        c, x = self.config, layers.look_up(self.embedding.get_value(), token_ids)
+        c, x = self.config, self.rows_of(token_ids)
         if c.embedding_scale != 1.0:
             x = x * jnp.asarray(c.embedding_scale, x.dtype)
         if self.positions is not None:
@@ -309,133 +331,6 @@ class DecoderLayers(nnx.Module):
             out = out_norm(out, layer)
         scale = self.config.residual_scale
         return x + out if scale == 1.0 else x + out * jnp.asarray(scale, x.dtype)
-
-
-class Attention(nnx.Module):
-    """Queries, keys and values of one product, what is done to them, and the output's product."""
-
-    def __init__(self, weights: Weights) -> None:
-        self.config, self.shards = weights.config, weights.shards
-        self.qkv, self.o = linear(weights, "qkv"), linear(weights, "o")
-        self.q = linear(weights, "q") if self.config.num_kv_layers < self.config.num_layers else None
-        self.q_norm, self.k_norm = norm(weights, "q_norm"), norm(weights, "k_norm")
-        self.sinks = stack(weights, "sinks")
-
-    def __call__(
-        self,
-        x: Float[Array, "num_tokens hidden"],
-        cache: KVCache,
-        layer: layers.Layer,
-        tables: PositionTables,
-        batch: PassBatch,
-    ) -> tuple[Float[Array, "num_tokens hidden"], KVCache]:
-        c, dtype = self.config, x.dtype
-        q, k, v = self._projected(x, layer, tables, batch.adapters)
-        slopes = None if c.alibi_slopes is None else jnp.asarray(c.alibi_slopes, jnp.float32)
-        if slopes is not None and self.shards is not None:
-            slopes = self.shards.mine(slopes)
-        attended, cache = attend(
-            cache,
-            layer,
-            q.astype(dtype),
-            k.astype(dtype),
-            v.astype(dtype),
-            batch,
-            scale=c.scale,
-            kinds=c.attention_kinds,
-            kv_layers=c.kv_layers,
-            heads=c.heads_in(cache.num_kv_heads, cache.head_dim),
-            soft_cap=c.attention_soft_cap,
-            alibi_slopes=slopes,
-            sinks=None if self.sinks is None else self.sinks[layer].astype(jnp.float32),
-        )
-        out = self.o(attended.reshape(x.shape[0], -1), layer, batch.adapters)
-        return out if self.shards is None else self.shards.total(out), cache
-
-    def _projected(
-        self,
-        x: Float[Array, "num_tokens hidden"],
-        layer: layers.Layer,
-        tables: PositionTables,
-        adapters: Int[Array, " num_tiles"] | None,
-    ) -> tuple[Float[Array, "..."], Float[Array, "..."], Float[Array, "..."]]:
-        """Return queries, keys and values of all heads, [num_tokens, heads, head_dim], in float32."""
-        c = self.config
-        qkv = self.qkv(x, layer, adapters) if self.q is None else self._product(self.q, x, layer)
-        if c.qkv_clip is not None:
-            qkv = jnp.clip(qkv, -c.qkv_clip, c.qkv_clip)
-        qkv = qkv.reshape(x.shape[0], c.num_q_heads + 2 * c.num_kv_heads, c.head_dim)
-        qk, v = jnp.split(qkv, [c.num_q_heads + c.num_kv_heads], axis=1)
-        if not c.norm_after_rope:
-            qk = self._normed(qk, layer)
-        its = of_layer(c, tables, layer)
-        qk = turned(c, qk, its, layer)
-        if c.norm_after_rope:
-            qk = self._normed(qk, layer)
-        if c.v_norm:
-            v = self._plain(v, layer)
-        q, k = jnp.split(qk, [c.num_q_heads], axis=1)
-        return q if its.factors is None else q * its.factors, k, v
-
-    def _product(
-        self, q_alone: layers.Linear, x: Float[Array, "num_tokens hidden"], layer: layers.Layer
-    ) -> Float[Array, "num_tokens width"]:
-        """Return the product of a model in which some layers have queries alone: with zeros for K and V."""
-        c = self.config
-        others = ((0, 0), (0, 2 * c.num_kv_heads * c.head_dim))
-        shares = [kind.shares_kv is not None for kind in c.layers]
-        numbers = [shares[:i].count(its) for i, its in enumerate(shares)]  # among those that are as it is
-        if isinstance(layer, int):
-            if shares[layer]:
-                return jnp.pad(q_alone(x, numbers[layer]), others)
-            return self.qkv(x, numbers[layer])
-        number = jnp.asarray(numbers, jnp.int32)[layer]
-        return lax.cond(
-            jnp.asarray(shares)[layer],
-            lambda x: jnp.pad(q_alone(x, number), others),
-            lambda x: self.qkv(x, number),
-            x,
-        )
-
-    def _plain(
-        self, x: Float[Array, "num_tokens heads head_dim"], layer: layers.Layer
-    ) -> Float[Array, "num_tokens heads head_dim"]:
-        """Return each head normed without weights."""
-        mean_square = self._mean(layer)(row_sums.mean(x * x))
-        return x * lax.rsqrt(mean_square + self.config.norm_eps)
-
-    def _mean(self, layer: layers.Layer) -> Callable[[Array], Array]:
-        """Return what makes a mean over a padded head that over the coordinates which the layer has."""
-        c = self.config
-        times = [c.head_dim // (kind.head_dim or c.head_dim) for kind in c.layers]
-        if set(times) == {1}:
-            return lambda mean: mean
-        return lambda mean: mean * layers.value_of(times, layer)
-
-    def _normed(
-        self, qk: Float[Array, "num_tokens heads head_dim"], layer: layers.Layer
-    ) -> Float[Array, "num_tokens heads head_dim"]:
-        """Return queries and keys, normed where the model norms them."""
-        if self.config.qk_norm == "plain":
-            return jnp.where(has_rope(self.config.layers, layer), self._plain(qk, layer), qk)
-        if self.q_norm is None or self.k_norm is None:
-            return qk
-        q, k = jnp.split(qk, [self.config.num_q_heads], axis=1)
-        of_k = layer  # its own, or any where K is another layer's
-        if self.q is not None:
-            places = self.config.kv_layers
-            of_k = places[layer] if isinstance(layer, int) else jnp.asarray(places, jnp.int32)[layer]
-        return jnp.concatenate([self._norm(self.q_norm, q, layer), self._norm(self.k_norm, k, of_k)], axis=1)
-
-    def _norm(
-        self, norm: Norm, x: Float[Array, "num_tokens heads head_dim"], layer: layers.Layer
-    ) -> Float[Array, "num_tokens heads head_dim"]:
-        if self.config.qk_norm != "all":
-            return norm(x, layer) if isinstance(norm, layers.LayerNorm) else norm(x, layer, self._mean(layer))
-        whole = x.reshape(x.shape[0], -1)
-        if self.shards is None or isinstance(norm, layers.LayerNorm):
-            return norm(whole, layer).reshape(x.shape)
-        return norm(whole, layer, self.shards.mean).reshape(x.shape)
 
 
 def abstract(

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from jaxpaged.models.config import ModelConfig
+from jaxpaged.models.drafting.description import DraftHead
 
 type Shape = tuple[int, ...]
 type Tensors = Mapping[str, Any]  # tensors by their names in the file, read on access
@@ -88,8 +89,10 @@ class Names:
 
 def once(config: ModelConfig) -> dict[str, Shape]:
     """Return the shapes of the weights that a decoder has once, by role."""
-    hidden, c = (config.hidden_size,), config
-    shapes: dict[str, Shape] = {"embedding.weight": (c.vocab_size, *hidden)}
+    hidden, c, head = (config.hidden_size,), config, config.draft_head
+    shapes: dict[str, Shape] = {}
+    if head is None or head.own_embedding:
+        shapes["embedding.weight"] = (c.vocab_size, *hidden)
     if c.num_positions is not None:
         shapes["positions.weight"] = (c.num_positions, *hidden)
     if c.embedding_norm:
@@ -103,8 +106,23 @@ def once(config: ModelConfig) -> dict[str, Shape]:
         shapes["layer_inputs_table.weight"] = (vocab, c.num_layers * width)
         shapes["layer_inputs_product.weight"] = (c.num_layers * width, *hidden)
         shapes["layer_inputs_norm.weight"] = (width,)
+    if head is not None:
+        return shapes | _draft_head(head, hidden, c)
     if not c.tie_word_embeddings:
         shapes |= _linear("lm_head", (c.vocab_size, *hidden), c.lm_head_bias)
+    return shapes
+
+
+def _draft_head(head: DraftHead, hidden: Shape, config: ModelConfig) -> dict[str, Shape]:
+    """Return the shapes of what a head that drafts has once, beside embedding and last norm."""
+    shapes: dict[str, Shape] = {"fuse.weight": (*hidden, head.fuse_inputs)}
+    if head.fuse_norm:
+        shapes |= _norm("fuse_norm", (head.fuse_inputs,), config)
+    if head.kind == "mtp":
+        shapes |= _norm("embedded_norm", hidden, config)
+    shapes |= _norm("hidden_norm", hidden, config)
+    if head.own_lm_head:
+        shapes["lm_head.weight"] = (head.num_choices, *hidden)
     return shapes
 
 
@@ -122,7 +140,8 @@ def in_layer(config: ModelConfig) -> dict[str, Shape]:
     ):
         if exists:
             shapes |= _norm(name, (hidden,), c)
-    shapes |= _linear("qkv", (heads + 2 * kv_heads, hidden), c.qkv_bias)
+    inputs = hidden if c.draft_head is None or c.draft_head.kind == "mtp" else 2 * hidden
+    shapes |= _linear("qkv", (heads + 2 * kv_heads, inputs), c.qkv_bias)
     if c.num_kv_layers < c.num_layers:
         shapes |= _linear("q", (heads, hidden), c.qkv_bias)
     shapes |= _linear("o", (hidden, heads), c.o_bias)

@@ -1,8 +1,9 @@
 """Automata of structured outputs on the device: which tokens a row may choose, and where each leads.
 
 All automata lie in one array of 32-bit words, the arena, each in a range of its own. An automaton has a
-header, and behind it tables of 16-bit numbers and masks. A row knows where its automaton begins, and its
-state. Masks and moves are gathers at these places: rows with different automata are one computation.
+header, and behind it tables of 16-bit numbers, masks, and for each mask the token of a forced text. A row
+knows where its automaton begins, and its state. Masks and moves are gathers at these places: rows with
+different automata are one computation.
 
 A grammar that the host follows has one state, a mask. Behind each token its row rests, and samples nothing,
 until the host has written the next mask in its place.
@@ -26,6 +27,7 @@ RESTS = -3  # nothing is sampled until the host has written the mask behind the 
 # Words of a header: number of classes, the first state, and where each table begins behind the header.
 NUM_CLASSES, START, CLASSES, NEXT, MASK_OF, MASKS = range(6)
 BY_HOST = 6  # 1 where the host follows the grammar
+FORCED = 7  # beginning of a table of whole words, as the others
 HEADER = 8
 MASK_BY_HOST = HEADER + 1  # word of the mask of a grammar that the host follows
 NOWHERE = 2**16 - 1  # in place of a next state: there is none
@@ -45,6 +47,8 @@ class Automaton(Protocol):
     def mask_of(self) -> np.ndarray: ...  # [num_states] line of `masks`
     @property
     def masks(self) -> np.ndarray: ...  # bool [num_masks, vocab]
+    @property
+    def forced(self) -> np.ndarray: ...  # [num_masks] the token of a forced text; negative: none
     @property
     def start(self) -> int: ...
 
@@ -122,6 +126,27 @@ def moved(
     return GrammarRows(first, state, grammars.opens)
 
 
+def forced(
+    grammars: GrammarRows, arena: UInt32[Array, " words"], most: int
+) -> tuple[Int[Array, " rows"], Int[Array, "rows most"]]:
+    """Return how many tokens of forced text come next in each row, at most `most`, and these tokens."""
+    first = grammars.first
+    table, mask_of = first + _at(arena, first, FORCED), first + _at(arena, first, MASK_OF)
+    type Carry = tuple[GrammarRows, Bool[Array, " rows"]]
+
+    def one_more(carry: Carry, _: None) -> tuple[Carry, tuple[Bool[Array, " rows"], Int[Array, " rows"]]]:
+        here, goes_on = carry
+        mask = _number(arena, mask_of, jnp.maximum(here.state, 0))
+        token = arena.at[table + mask].get(mode="clip").astype(jnp.int32)
+        goes_on &= (here.state >= 0) & (token >= 0)
+        token = jnp.maximum(token, 0)
+        return (moved(here, arena, token, goes_on), goes_on), (goes_on, token)
+
+    start = grammars, (first > 0) & ~by_host(grammars, arena)
+    _, (is_one, tokens) = lax.scan(one_more, start, None, length=most)
+    return jnp.sum(is_one, axis=0, dtype=jnp.int32), tokens.T
+
+
 def by_host(grammars: GrammarRows, arena: UInt32[Array, " words"]) -> Bool[Array, " rows"]:
     """Return which rows have a grammar that the host follows."""
     return (grammars.first > 0) & (_at(arena, grammars.first, BY_HOST) > 0)
@@ -162,10 +187,11 @@ def encoded(automaton: Automaton, vocab_size: int) -> np.ndarray | None:
         _halves(reached.reshape(-1)),
         _halves(np.asarray(automaton.mask_of)),
         _words(automaton.masks[:, :vocab_size], vocab_size).reshape(-1),
+        np.asarray(automaton.forced).astype("<i4").view("<u4"),
     ]
     places = HEADER + np.cumsum([0, *map(len, tables)])
     header = np.zeros(HEADER, np.uint32)
-    header[[NUM_CLASSES, START, CLASSES, NEXT, MASK_OF, MASKS]] = (
+    header[[NUM_CLASSES, START, CLASSES, NEXT, MASK_OF, MASKS, FORCED]] = (
         *(num_classes + 1, automaton.start),
         *places[:-1],
     )
@@ -196,9 +222,10 @@ def _words(masks: np.ndarray, vocab_size: int) -> np.ndarray:
     Tokens that a mask does not have are barred.
     """
     num_words = cdiv(vocab_size, 32)
-    bits = np.pad(masks, ((0, 0), (0, 32 * num_words - masks.shape[1]))).reshape(-1, 4, 8, num_words)
-    octets = np.packbits(bits, axis=2, bitorder="little")[:, :, 0]
-    return np.ascontiguousarray(octets.swapaxes(1, 2)).view("<u4")[:, :, 0].astype(np.uint32)
+    bits = np.pad(masks, ((0, 0), (0, 32 * num_words - masks.shape[1]))).reshape(-1, 32, num_words)
+    # Contiguous first: packing bits that lie apart takes four times as long.
+    octets = np.packbits(np.ascontiguousarray(bits.swapaxes(1, 2)), axis=2, bitorder="little")
+    return octets.view("<u4")[:, :, 0].astype(np.uint32)
 
 
 def state_behind(automaton: Any, token_ids: list[int], opens: int | None = None) -> int:

@@ -48,7 +48,14 @@ class ByModel:
     most_prompt: int | None = None
 
 
-type AnyLookup = Lookup | SuffixLookup | ByModel
+@dataclass(frozen=True)
+class ByGrammar:
+    """Drafts of the text that a row's automaton forces, and of no other; the other ways have these, too."""
+
+    most: int  # drafts of a row in one step
+
+
+type AnyLookup = Lookup | SuffixLookup | ByModel | ByGrammar
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,10 +1,11 @@
-"""Drafting by a second model: its K and V lie beside the model's, in the blocks of the first group.
+"""Drafting by a second model, or by a head: its K and V lie beside the model's, in the first group's blocks.
 
 The second model computes a row's tokens when it drafts behind them. A row that never drafts costs it nothing.
 Full blocks whose tokens it has computed are marked (`KVCache.followed`), and a row that finds them in the
 prefix cache, or has them of its leader, begins behind them. Its draft is the token that it would choose
 itself, with the row's options and the noise of (seed, position). The more the two models agree, the more
-drafts are right; the answer is the model's own.
+drafts are right; the answer is the model's own. Of a head all this is true of its entries, of which the
+number of a row's tokens less one can be computed (see `step.draft_pass`).
 """
 
 from dataclasses import dataclass, replace
@@ -16,31 +17,23 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxpaged.arithmetic import cdiv
 from jaxpaged.config import PREFILL_TILE
-from jaxpaged.memory import block_table, kv_cache
+from jaxpaged.memory import kv_cache
 from jaxpaged.memory.block_pool import NULL_BLOCK
-from jaxpaged.memory.block_table import BlockTables
 from jaxpaged.memory.entries import dealt, number_through
 from jaxpaged.memory.kv_cache import KVCache
-from jaxpaged.models.attention import PassBatch
 from jaxpaged.sampling import Context, edited, sample
 from jaxpaged.sampling_state import SamplingState
-from jaxpaged.step import automata
+from jaxpaged.step import automata, draft_pass
 from jaxpaged.step.answer import sampled_by
 from jaxpaged.step.automata import GrammarRows
-from jaxpaged.step.config import ByModel, StepConfig
-from jaxpaged.step.model import DraftedModel, Drafter, Model
+from jaxpaged.step.config import StepConfig
+from jaxpaged.step.model import Model
 from jaxpaged.step.plan import DecodeSlots, Tiles
 from jaxpaged.step.speculation import Drafts
 from jaxpaged.step.state import EngineState, Rows
 
 # A row that is behind with more tokens computes them in tiles.
 MOST_BEHIND = 2
-
-
-def of_model(model: Model) -> Drafter:
-    """Return the model that drafts for this one."""
-    assert isinstance(model, DraftedModel)
-    return model.draft
 
 
 @jax.tree_util.register_dataclass
@@ -62,9 +55,9 @@ def write_drafts(
     The tables must have slots for the row's newest token and all its drafts. A row's tokens are computed in
     its own decode slot, one pass after the other, but for many that it is behind with: those in tiles.
     """
-    draft, rows, max_seqs = of_model(model), state.rows, state.tables.max_seqs
+    ahead, rows, max_seqs = draft_pass.ahead(model), state.rows, state.tables.max_seqs
     assert rows.drafting is not None
-    newest, num = rows.num_tokens - 1, drafts.num
+    newest, num = rows.num_tokens - 1 - ahead, drafts.num
     followed = rows.drafting.followed
     is_far_behind = (num > 0) & (newest - followed > MOST_BEHIND)
 
@@ -73,8 +66,8 @@ def write_drafts(
 
     followed = lax.cond(jnp.any(is_far_behind), with_marked, lambda: followed)
     end = jnp.where(is_far_behind, newest, followed)
-    followed, cache = catch_up(draft, state, followed, end, config)
-    own, its = kv_cache.parted(cache, *draft.cache_sizes)
+    followed, cache = catch_up(model, state, followed, end, config)
+    own, its = kv_cache.parted(cache, *draft_pass.of_model(model).cache_sizes)
 
     row = jnp.minimum(slots.row, max_seqs - 1)
     is_own = (slots.row < max_seqs) & (num[row] > 0)
@@ -93,18 +86,25 @@ def write_drafts(
         start = jnp.where(runs, position[row], 0)
         tiles = Tiles(row, start, start, jnp.where(runs, start + 1, 0), tile_len=1)
         its_rows = replace(rows, token_ids=done.token_ids, grammars=done.grammars)
-        hidden, cache = compute(draft, its_rows, state.tables, done.kv_cache, tiles, config)
+        hidden, features, cache = draft_pass.compute(
+            model, its_rows, state.tables, done.kv_cache, tiles, config
+        )
         drafts_now = computes & (position >= newest)
-        its_token = choose(state, its_rows, draft.logits(hidden), row, start + 1, options, runs, config)
+        if features is not None:
+            cache = draft_pass.hand_on(cache, state.tables, features, tiles, drafts_now[row])
+        behind, logits = 1 + ahead, draft_pass.logits(model, hidden)
+        its_token = choose(state, its_rows, logits, row, start + behind, options, runs, config)
         token = its_token[jnp.minimum(slots.of_row, row.shape[0] - 1)]
-        at = jnp.where(drafts_now, jnp.arange(max_seqs), max_seqs), position + 1
+        at = jnp.where(drafts_now, jnp.arange(max_seqs), max_seqs), position + behind
         grammars = done.grammars
         if state.arena is not None and grammars is not None:
             grammars = automata.moved(grammars, state.arena, token, drafts_now)
         return Drafting(done.index + 1, cache, done.token_ids.at[at].set(token, mode="drop"), grammars)
 
     done = lax.while_loop(goes_on, compute_one, Drafting(jnp.int32(0), its, rows.token_ids, rows.grammars))
-    followed = jnp.where(num > 0, newest + num, rows.drafting.followed)
+    # A head's entries of drafts are made of features of its own: they are to be computed again.
+    computed = newest + (1 if ahead else num)
+    followed = jnp.where(num > 0, computed, rows.drafting.followed)
     drafting = replace(rows.drafting, followed=followed)
     return replace(
         state,
@@ -126,13 +126,13 @@ def marked(state: EngineState) -> Int[Array, " rows"]:
 
 
 def catch_up(
-    draft: Drafter,
+    model: Model,
     state: EngineState,
     followed: Int[Array, " rows"],
     end: Int[Array, " rows"],
     config: StepConfig,
 ) -> tuple[Int[Array, " rows"], KVCache]:
-    """Let the model that drafts compute each row's tokens from `followed` to `end`, in passes of tiles.
+    """Let what drafts compute each row's positions from `followed` to `end`, in passes of tiles.
 
     Returns the ends, and the cache of both models, with a mark at blocks that are full of them.
     """
@@ -156,8 +156,9 @@ def catch_up(
             end=jnp.where(used, jnp.minimum(start + PREFILL_TILE, end[row]), 0),
             tile_len=PREFILL_TILE,
         )
-        own, its = kv_cache.parted(cache, *draft.cache_sizes)
-        cache = kv_cache.joined(own, compute(draft, state.rows, tables, its, tiles, config)[1])
+        own, its = kv_cache.parted(cache, *draft_pass.of_model(model).cache_sizes)
+        *_, its = draft_pass.compute(model, state.rows, tables, its, tiles, config)
+        cache = kv_cache.joined(own, its)
         reached = jnp.where(gets > 0, jnp.minimum((first + gets) * PREFILL_TILE, end), done)
         place = (tiles.start // block_size)[:, None] + in_tile
         ids = tables.block_tables.at[tables.line_of(row)[:, None], place].get(mode="clip")
@@ -191,34 +192,3 @@ def choose(
     if config.sampler is None:
         return sample(logits, options, position, edit)
     return sampled_by(config.sampler, logits, options, position, edit)
-
-
-def parted(model: Model, cache: KVCache, config: StepConfig) -> tuple[KVCache, KVCache | None]:
-    """Split the cache into the model's and that of the model that drafts; None where there is none."""
-    if not isinstance(config.lookup, ByModel):
-        return cache, None
-    return kv_cache.parted(cache, *of_model(model).cache_sizes)
-
-
-def joined(cache: KVCache, its: KVCache | None) -> KVCache:
-    """Return the cache that `parted` parted."""
-    return cache if its is None else kv_cache.joined(cache, its)
-
-
-def compute(
-    draft: Drafter, rows: Rows, tables: BlockTables, cache: KVCache, tiles: Tiles, config: StepConfig
-) -> tuple[Float[Array, "num_tokens hidden"], KVCache]:
-    """Run the model that drafts over tiles whose tokens have slots already, on its own cache."""
-    positions = tiles.start[:, None] + jnp.arange(tiles.tile_len, dtype=jnp.int32)
-    row = jnp.broadcast_to(tiles.row[:, None], positions.shape)
-    valid = (positions >= tiles.first[:, None]) & (positions < tiles.end[:, None])
-    batch = PassBatch(
-        slot_mapping=block_table.slot_mapping(tables, row, positions, valid).reshape(-1),
-        block_tables=tables.block_tables,
-        query_starts=tiles.start,
-        seq_lens=tiles.end,
-        implementation=config.attention,
-        table_rows=tables.line_of(tiles.row),
-    )
-    token_ids = jnp.where(valid, rows.token_ids.at[row, positions].get(mode="clip"), 0)
-    return draft(token_ids.reshape(-1), jnp.where(valid, positions, 0).reshape(-1), cache, batch)

@@ -8,6 +8,7 @@ back.
 
 Drafts are looked up in the row's own tokens: what followed where its last tokens occurred before (see
 `step.followers`). Or a second model makes them, when the tables have slots for them (see `step.drafting`).
+Text that a row's automaton forces comes before what is looked up.
 """
 
 from dataclasses import dataclass, replace
@@ -20,8 +21,9 @@ from jaxtyping import Array, Bool, Int, UInt32
 from jaxpaged.memory import block_table, copy_on_write
 from jaxpaged.memory.entries import dealt, number_through
 from jaxpaged.sampling import is_among
+from jaxpaged.step import automata
 from jaxpaged.step.automata import GrammarRows, by_host, moved
-from jaxpaged.step.config import AnyLookup, ByModel, StepConfig
+from jaxpaged.step.config import AnyLookup, ByGrammar, ByModel, StepConfig
 from jaxpaged.step.followers import look_up
 from jaxpaged.step.plan import DecodeSlots, Plan
 from jaxpaged.step.state import Counter, DraftRows, EngineState, Phase, Rows
@@ -56,32 +58,37 @@ def draft(
     may = decodes & is_at_end & (rows.beams.width == 0)
     drafting = rows.drafting
     assert drafting is not None
-    may &= drafting.wait == 0
-    if isinstance(lookup, ByModel) and lookup.most_prompt is not None:
-        may_come = rows.max_num_tokens - rows.num_tokens
-        has_begun = drafting.followed > 0
-        may &= has_begun | (rows.prompt_lens <= lookup.most_prompt * may_come)
-    if state.arena is not None and rows.grammars is not None:
-        may &= ~by_host(rows.grammars, state.arena)  # which has one mask, for the next token
-
     num_slots, by_model = slots.row.shape[0], isinstance(lookup, ByModel)
     num_taken = jnp.sum(slots.row < rows.phase.shape[0], dtype=jnp.int32)
+    nothing = jnp.zeros((rows.phase.shape[0], lookup.most), jnp.int32)
+    has_slots = num_taken < num_slots
+    if config.most_drafting is not None:
+        has_slots &= num_taken <= config.most_drafting
+    room = rows.max_num_tokens - rows.num_tokens - 1
+    if isinstance(lookup, ByModel) and lookup.most_prompt is not None:
+        may &= (drafting.followed > 0) | (rows.prompt_lens <= lookup.most_prompt * (room + 1))
+    num_forced, forced = nothing[:, 0], nothing
+    if state.arena is not None and rows.grammars is not None:
+        may &= ~by_host(rows.grammars, state.arena)  # which has one mask, for the next token
+        if not by_model:  # a model drafts by the mask, and so what is forced
+            its_room = jnp.where(may & has_slots, room, 0)
+            num_forced, forced = _forced(rows.grammars, state.arena, its_room, lookup.most)
+    may &= (drafting.wait == 0) & (num_forced == 0)
 
     def look() -> tuple[Int[Array, " rows"], Int[Array, "rows most"]]:
         if isinstance(lookup, ByModel):
             found, follow = jnp.full_like(nothing[:, 0], lookup.most), nothing
+        elif isinstance(lookup, ByGrammar):
+            return num_forced, forced
         else:
             found, follow = look_up(rows, state.past, lookup)
-        room = jnp.minimum(drafting.most, rows.max_num_tokens - rows.num_tokens - 1)
+        most = jnp.minimum(drafting.most, room)
         if by_model:
-            room = jnp.minimum(room, -((num_taken - num_slots) // num_taken))
-        return jnp.where(may, jnp.minimum(found, room), 0), follow
+            most = jnp.minimum(most, -((num_taken - num_slots) // num_taken))
+        drafts = jnp.where(num_forced[:, None] > 0, forced, follow)
+        return jnp.where(may, jnp.minimum(found, most), num_forced), drafts
 
-    nothing = jnp.zeros((rows.phase.shape[0], lookup.most), jnp.int32)
-    is_worth_it = jnp.any(may) & (num_taken < num_slots)
-    if config.most_drafting is not None:
-        is_worth_it &= num_taken <= config.most_drafting
-    wanted, tokens = lax.cond(is_worth_it, look, lambda: (nothing[:, 0], nothing))
+    wanted, tokens = lax.cond(has_slots & jnp.any(may), look, lambda: (num_forced, forced))
     num = jnp.zeros_like(wanted).at[rows.order].set(dealt(wanted[rows.order], num_slots - num_taken))
     if by_model:  # its passes must serve at least half of the rows that run, for all of them wait
         num = jnp.where(2 * jnp.sum(num > 0) >= num_taken, num, 0)
@@ -105,6 +112,20 @@ def draft(
     )
     first_slot = num_taken + jnp.cumsum(num, dtype=jnp.int32) - num
     return state, replace(plan, num_new_tokens=plan.num_new_tokens + num), slots, Drafts(num, first_slot)
+
+
+def _forced(
+    grammars: GrammarRows, arena: UInt32[Array, " words"], room: Int[Array, " rows"], most: int
+) -> tuple[Int[Array, " rows"], Int[Array, "rows most"]]:
+    """Return the text that is forced in rows that have room for drafts: how many tokens, and which."""
+    follows = (room > 0) & (grammars.first > 0) & (grammars.state >= 0)
+
+    def look() -> tuple[Int[Array, " rows"], Int[Array, "rows most"]]:
+        num, tokens = automata.forced(grammars, arena, most)
+        return jnp.where(follows, jnp.minimum(num, room), 0), tokens
+
+    nothing = jnp.zeros((room.shape[0], most), jnp.int32)
+    return lax.cond(jnp.any(follows), look, lambda: (nothing[:, 0], nothing))
 
 
 def grammars_behind(

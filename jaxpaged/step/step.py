@@ -18,7 +18,7 @@ from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.models.attention import PassBatch
 from jaxpaged.sampling import Scores, no_scores, score, score_candidates
 from jaxpaged.status import Status
-from jaxpaged.step import admission, beams, drafting, past, scheduler, speculation
+from jaxpaged.step import admission, beams, draft_pass, drafting, past, scheduler, speculation
 from jaxpaged.step.answer import answer
 from jaxpaged.step.config import ByModel, StepConfig
 from jaxpaged.step.model import Hidden, Model
@@ -293,15 +293,15 @@ def compute(
         wanted=wanted.reshape(-1) if tiles.tile_len > 1 and routed is None else None,
     )
     token_ids = jnp.where(valid, rows.token_ids.at[row, positions].get(mode="clip"), 0)
-    own, its = drafting.parted(model, kv_cache, config)
+    places = jnp.where(valid, positions, 0).reshape(-1)
     if routed is not None:
-        own = replace(own, routed=jnp.zeros((positions.size, *routed.shape[2:]), routed.dtype))
-    out, own = model(token_ids.reshape(-1), jnp.where(valid, positions, 0).reshape(-1), own, batch)
-    if routed is not None and own.routed is not None:
+        empty = jnp.zeros((positions.size, *routed.shape[2:]), routed.dtype)
+        kv_cache = replace(kv_cache, routed=empty)
+    out, kv_cache = draft_pass.serve(model, token_ids.reshape(-1), places, kv_cache, batch, config)
+    if routed is not None and kv_cache.routed is not None:
         at = jnp.where(valid, row, routed.shape[0]), positions
-        chosen = own.routed.reshape(*positions.shape, *routed.shape[2:])
-        own, routed = replace(own, routed=None), routed.at[at].set(chosen, mode="drop")
-    kv_cache = drafting.joined(own, its)
+        chosen = kv_cache.routed.reshape(*positions.shape, *routed.shape[2:])
+        kv_cache, routed = replace(kv_cache, routed=None), routed.at[at].set(chosen, mode="drop")
     out = out.reshape(*positions.shape, -1)
     last = out[jnp.arange(positions.shape[0]), tiles.end - 1 - tiles.start]
     slot = jnp.where(is_newest, slots.of_row[tiles.row], hidden.shape[0])

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import jaxpaged
-from jaxpaged import InputError, SamplingParams
+from jaxpaged import BeamSearchParams, InputError, SamplingParams
 from jaxpaged.engine.driver import Driver
 from jaxpaged.models import loading
 from jaxpaged.models.weights import by_role
@@ -226,6 +226,19 @@ def test_by_default_a_second_call_finds_all_prompts_of_the_first(path):
     for hits in ([0] * 6, [(len(prompt) - 1) // 8 * 8 for prompt in prompts]):
         results = llm.generate(prompts, GREEDY, use_tqdm=False)
         assert [result.num_cached_tokens for result in results] == hits
+
+
+def test_blocks_are_kept_for_answers_and_searches_and_of_nothing_else(llm):
+    """An engine without tiers says so; an export has no blocks to keep."""
+    prompt, message = {"prompt": "ab", "kv_cache_ttl": 5}, "kv_cache_ttl=5 must be "
+    with pytest.raises(InputError, match=message + "None without kv_offloading_size"):
+        llm.generate(prompt, GREEDY, use_tqdm=False)
+    with pytest.raises(InputError, match=message + "None without kv_offloading_size"):
+        llm.beam_search(prompt, BeamSearchParams(beam_width=2, max_tokens=2))
+    with pytest.raises(InputError, match=message + "left out here"):
+        llm.export_blocks(prompt)
+    with pytest.raises(InputError, match="continue_from=.* must be left out here"):
+        llm.beam_search({"prompt": "ab", "continue_from": [5]}, BeamSearchParams(beam_width=2, max_tokens=2))
 
 
 @pytest.mark.parametrize(

@@ -354,6 +354,15 @@ def test_lines_have_options_of_their_own_and_are_called_what_they_say(model, cap
     assert third["prompt"] == "user:c<|end|>"
 
 
+def test_a_line_says_who_shares_its_blocks_and_how_long_they_are_kept():
+    told = {"prompt": "ab", "cache_salt": "x", "kv_cache_ttl": 60}
+    asked = prompt_files.of_row(told | {"priority": 3, "id": None}, {})
+    assert prompt_files.for_llm(asked, render_chat=lambda: {}, chat=False) == told
+    assert prompt_files.for_llm(prompt_files.of_row({"prompt": "ab"}, {}), lambda: {}, False) == {
+        "prompt": "ab"
+    }
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [

@@ -35,7 +35,7 @@ from jaxpaged.sampling_params import BeamSearchParams, SamplingParams
 from jaxpaged.status import Status
 from jaxpaged.step.state import MAX_STEPS, FinishReason
 from jaxpaged.tiers.rule import Rule
-from tests import tiny, tiny_grammars, tiny_lora, tiny_recursive
+from tests import tiny, tiny_grammars, tiny_head, tiny_lora, tiny_recursive
 
 NUM_ASKS = 40  # different ones a setting; each is answered alone once
 PRIORITY = {"scheduling_policy": "priority"}
@@ -89,6 +89,7 @@ SETTINGS: dict[str, Callable[[Path], Driver]] = {
     "swap, suffixes": lambda _: tiny.driver(**SWAP, speculative_config={"method": "suffix"}),
     "swap, drafts by itself": lambda _: tiny.driver(**SWAP, **BY_MODEL, draft=Draft(tiny.CONFIG, tiny.load)),
     "swap, drafts by another": lambda _: tiny.driver(**SWAP, **BY_MODEL, draft=ANOTHER),
+    "swap, drafts by a head": lambda _: tiny_head.driver(**SWAP),
     "swap, tiers": lambda _: _with_tiers(),
     "quantised": lambda _: _quantised(**TIGHT),
     "int8 cache, swap": lambda _: tiny.driver(**SWAP, kv_cache_dtype="int8"),
@@ -225,7 +226,7 @@ class Fuzz:
             ask = random_ask(rng, seeds, has_grammars=has_grammars)
             try:
                 ask.requests(driver, folder)
-            except InputError:  # more beams than rows, or blocks; or with a recursive grammar
+            except InputError:  # more beams than rows, or blocks, or room for masks
                 continue
             self._asks.append(ask)
 

@@ -27,6 +27,7 @@ def report(num_tokens, counts, reason=0):
         num_hit_tokens=both(0),
         new_token_ids=np.zeros((2, MAX_STEPS), np.int32),
         new_support=None,
+        new_routed=None,
         draft_counts=None if counts is None else np.array([[9, 9, 9], counts], np.int32),
     )
 

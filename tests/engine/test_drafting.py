@@ -16,6 +16,7 @@ from jaxpaged.models import loading
 from jaxpaged.models.families.llama import NAMES
 from jaxpaged.models.weights import by_role
 from jaxpaged.sampling_params import SamplingParams
+from jaxpaged.step.config import ByGrammar
 from reference import model as reference_model
 from tests import tiny, tiny_lora
 from tests.engine.fuzz import SETTINGS
@@ -81,6 +82,13 @@ def test_on_a_cpu_a_model_drafts_for_one_answer_at_a_time():
     assert most(model="tiny", disable_by_batch_size=3) == 3
     assert most(method="ngram") is None
     assert most(method="suffix", disable_by_batch_size=2) == 2
+
+
+def test_drafts_of_forced_text_alone_need_room_for_automata():
+    drafts = {"speculative_config": {"method": "grammar"}}
+    assert setup(None, structured_outputs_mib=1, **drafts).step_config(9).lookup == ByGrammar(7)
+    with pytest.raises(InputError, match="structured_outputs_mib=0 must be at least 1 for drafts by method="):
+        setup(None, **drafts).check()
 
 
 def test_the_drafting_model_is_found_by_its_name(tmp_path):

@@ -11,6 +11,7 @@ from tests.engine.fuzz import NUM_ASKS, Fuzz
 from tests.marks import slow_and_nightly
 
 DRAFTING = ["swap, drafts", "swap, suffixes", "swap, drafts by itself", "swap, drafts by another"]
+DRAFTING += ["swap, drafts by a head"]
 
 
 @pytest.mark.parametrize(
@@ -32,7 +33,7 @@ def test_answers_are_the_same_with_drafts_and_without(setting, tmp_path):
         assert drafting.alone(number) == plain.alone(number)
     stats = drafting.driver.stats
     assert stats.num_draft_tokens > stats.num_accepted_tokens
-    assert stats.num_accepted_tokens > 20
+    assert stats.num_accepted_tokens > 10
     assert stats.num_new_tokens == plain.driver.stats.num_new_tokens
     # Draws from three tokens are often as drafted.
     few = SamplingParams(

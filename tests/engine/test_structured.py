@@ -81,6 +81,33 @@ def test_answers_are_the_oracles_in_any_company(driver):
     tiny.assert_nothing_is_held(driver)
 
 
+@pytest.mark.parametrize(
+    "drafts", [{"prompt_lookup_min": 1}, pytest.param({"method": "grammar"}, marks=pytest.mark.slow)], ids=str
+)
+def test_forced_text_is_drafted_and_no_answer_changes(drafts):
+    """An automaton that forces 60 tokens takes few steps; the answers are the oracles', with their scores."""
+    driver = tiny_grammars.with_grammars(tiny.driver(**tiny.SWAP, speculative_config=drafts))
+    params = [
+        SamplingParams(temperature=0.9, max_tokens=99, **asking(0), logprobs=1),
+        SamplingParams(temperature=0, max_tokens=30, **asking(4), frequency_penalty=0.5, min_tokens=25),
+    ]
+    [forced, other], prompts = tiny.add(driver, 1, tiny.prompts([5, 9]), params), tiny.prompts([5, 9])
+    answers, steps = tiny.drain(driver), driver.stats.num_steps
+    assert answers[forced.request_id].token_ids == [*range(1, 61), tiny_grammars.END]
+    assert max(score.logprob for score in answers[forced.request_id].scores) < 1e-5
+    assert min(score.logprob for score in answers[forced.request_id].scores) > -1e-5
+    counts = answers[forced.request_id].drafts
+    assert counts.num_draft_tokens == counts.num_accepted_draft_tokens >= 40, (
+        "in the two slots that are empty"
+    )
+    oracle = tiny_grammars.oracle(params[1].structured_outputs)
+    assert answers[other.request_id].token_ids == tiny.reference_greedy(prompts[1], params[1], oracle)
+    driver.add(dataclasses.replace(forced, request_id=9))
+    assert tiny.drain(driver)[9].token_ids == answers[forced.request_id].token_ids
+    assert driver.stats.num_steps - steps <= 2 + 60 // 4, "four slots"
+    tiny.assert_nothing_is_held(driver)
+
+
 def test_what_finds_no_room_waits_and_who_needs_none_overtakes(driver):
     def large(seed):
         its = tiny_grammars.compiled(asking(seed)["structured_outputs"])

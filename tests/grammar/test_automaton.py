@@ -65,6 +65,23 @@ def test_what_no_token_can_end_is_left_out():
     assert automaton_of(steps, np.arange(len(RAW)), accepting, EOS) is None
 
 
+def test_a_text_is_forced_where_all_tokens_are_beginnings_of_one():
+    """Behind "abc", which may be the end or go on, nothing is forced, nor where two texts begin."""
+    steps, accepting = trie([b"abc", b"abca"])
+    automaton = automaton_of(steps, np.arange(len(RAW)), accepting, EOS, raw=RAW)
+    state, tokens = automaton.start, []
+    while (token := automaton.forced[automaton.mask_of[state]]) != NOT_ALLOWED:
+        tokens.append(RAW[token])
+        state = automaton.step(state, int(token))
+    assert tokens == [b"abc"]  # "a" may come behind it, or the end
+    steps, accepting = trie([b"abc", b"ba"])
+    automaton = automaton_of(steps, np.arange(len(RAW)), accepting, EOS, raw=RAW)
+    assert automaton.forced[automaton.mask_of[automaton.start]] == NOT_ALLOWED
+    assert automaton.forced[automaton.mask_of[automaton.step(automaton.start, 3)]] == 5
+    only = automaton_of(steps, np.arange(len(RAW)), accepting, EOS)
+    assert sorted({*only.forced.tolist()}) == [NOT_ALLOWED, 1, 2, 5]  # without bytes, the only tokens
+
+
 def test_the_oracle_knows_utf8():
     language = oracle.chars((0x7F, 0x10FFFF))
     for point in (0x7F, 0x80, 0x7FF, 0x800, 0xD7FF, 0xE000, 0xFFFF, 0x10000, 0x10FFFF):

@@ -9,6 +9,9 @@ from jaxpaged.grammar import recursive
 from jaxpaged.grammar.automaton import TokenAutomaton
 from jaxpaged.grammar.compile import compile_constraint, recursive_source
 from jaxpaged.grammar.nodes import GrammarError, Limits
+from jaxpaged.grammar.recursive import Language
+from jaxpaged.grammar.recursive_schema import tag_source
+from jaxpaged.grammar.structural_tag import read_structural_tag
 from jaxpaged.grammar.vocabulary import TokenBytes
 from jaxpaged.grammar.worker import Worker
 from tests.grammar.languages import VOCABULARY, accepts
@@ -37,17 +40,100 @@ def source(**fields):
     return recursive_source(fields, Limits())
 
 
+def tag(schema, **more):
+    """Return a structural tag with two tags behind one trigger, of which one follows a schema."""
+    tags = [("<a=1>", schema, "</a>"), ("<a=2>", {"enum": [1, 12]}, ""), ("[", {"type": "null"}, "]")]
+    parts = [
+        {"begin": begin, "content": {"type": "json_schema", "json_schema": its}, "end": end}
+        for begin, its, end in tags
+    ]
+    return {"format": {"type": "triggered_tags", "triggers": ["<a=", "["], "tags": parts, **more}}
+
+
+DEEP = "[" * 9 + "]" * 9
+# Constraints whose values have any depth, each with a text that may be written, and one that may not.
+ANY_DEPTH = [
+    ({"json_object": True}, '{"a": ' * 9 + "[]" + "}" * 9, DEEP),
+    ({"json": {}}, DEEP, DEEP + "]"),
+    ({"json": "true"}, '[{"a": {"b": [[[[1]]]]}}]', "[[[[[["),
+    (
+        {"json": {"type": "object", "properties": {"a": {"type": "array"}}}},
+        '{"a": ' + DEEP + "}",
+        '{"b": 1}',
+    ),
+    ({"structural_tag": json.dumps(tag(LISTS))}, f"a[null]<a=1>{DEEP}</a>b", f"<a=1>{DEEP}"),
+    ({"structural_tag": json.dumps(tag({}, at_least_one=True))}, f"<a=1>{DEEP}</a>", "a"),
+]
+
+
+@pytest.mark.parametrize(("fields", "deep", "barred"), ANY_DEPTH, ids=range(len(ANY_DEPTH)))
+def test_values_of_any_depth_are_written_and_are_json(fields, deep, barred):
+    made, rng = Language(source(**fields), VOCABULARY), np.random.default_rng(0)
+    assert follows(made, deep)
+    assert not follows(made, barred)
+    answers = [random_answer(made, rng) for _ in range(20)]
+    assert any(answers)
+    for answer in answers if "structural_tag" not in fields else ():
+        json.loads(answer or "0")
+
+
+def follows(language, text):
+    """Check whether a text, in tokens of one byte, may be written and may end."""
+    matcher = language.matcher()
+    one = {raw: token for token, raw in enumerate(VOCABULARY.raw)}
+    return all(matcher.advance(one[bytes([byte])]) for byte in text.encode()) and bool(
+        matcher.allowed()[VOCABULARY.eos_ids[0]]
+    )
+
+
+def random_answer(language, rng, most=60):
+    """Write an answer by the masks; None if it is too long."""
+    matcher, text = language.matcher(), b""
+    for _ in range(most):
+        token = int(rng.choice(np.flatnonzero(matcher.allowed())))
+        if token in VOCABULARY.eos_ids:
+            return text.decode()
+        assert matcher.advance(token)
+        text += VOCABULARY.raw[token]
+    return None
+
+
+@pytest.mark.parametrize("more", [{}, {"at_least_one": True}, {"stop_after_first": True}], ids=str)
+def test_a_structural_tag_has_the_masks_of_its_automaton(more):
+    """A tag that has both: what llguidance allows behind random answers is what the automaton does."""
+    value = json.dumps(tag({"type": "boolean"}, **more))
+    fields = {"structural_tag": value}
+    theirs = Language(tag_source(read_structural_tag(value), fields), VOCABULARY)
+    ours, rng = compile_constraint(fields, VOCABULARY, Limits()), np.random.default_rng(1)
+    marks = [token for token, raw in enumerate(VOCABULARY.raw) if raw and raw in b"<a=12>[]null</a>true"]
+    for _ in range(30):
+        matcher, state = theirs.matcher(), ours.start
+        for _ in range(14):
+            allowed = ours.allowed(state)
+            assert (matcher.allowed() == allowed).all()
+            likely = [token for token in marks if allowed[token]]
+            from_all = np.flatnonzero(allowed)
+            token = int(rng.choice(likely if likely and rng.random() < 0.9 else from_all))
+            if token in VOCABULARY.eos_ids:
+                break
+            assert matcher.advance(token)
+            state = ours.step(state, token)
+
+
 def test_only_what_refers_to_itself_goes_to_llguidance():
     assert source(grammar=SUM) is not None
     assert source(json=json.dumps(LISTS)) is not None
     ref = {"$ref": "#/$defs/a"}
     assert source(json={"properties": {"a": ref}, "$defs": {"a": {"items": ref}}}) is not None
-    # An automaton says these; or any value, to some levels; or llguidance does not read them as we do.
+    for fields, *_ in ANY_DEPTH:
+        assert source(**fields) is not None
+        assert source(**fields, max_depth=3) is None
+    # An automaton says these; or llguidance does not read them as we do.
     stay = [
-        {"json_object": True},
         {"regex": "a*"},
         {"json": {"type": "array", "items": ref, "$defs": {"a": {"type": "null"}}}},
-        {"json": {}},
+        {"structural_tag": json.dumps(tag({"type": "null"}))},
+        {"structural_tag": json.dumps(tag(LISTS | {"uniqueItems": True}))},
         {"json": {"type": "null", "$defs": {"a": {"items": ref}}}},
         {"json": LISTS | {"contains": {"const": []}}},
         {"json": LISTS | {"uniqueItems": True}},

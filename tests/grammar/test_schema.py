@@ -127,7 +127,9 @@ def test_what_is_recursive_goes_some_levels_deep():
         True,
         False,
     ]
-    [first, *_] = nodes_of({"json_object": True}, Limits())
+    [(first, levels), *_] = nodes_of({"json_object": True}, Limits())
+    assert levels == 4
+    assert [levels for _, levels in nodes_of({"json_object": True, "max_depth": 7}, Limits())] == [7]
     assert language(first) != language(schema_node({"type": "object"}, Style(is_compact=True), 4))
     assert language(parse_regex("a")) == language(parse_regex("(?:a)"))
 

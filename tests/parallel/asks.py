@@ -10,12 +10,14 @@ import jax
 import numpy as np
 from safetensors.numpy import load_file
 
-from jaxpaged import LLM, LoRARequest, SamplingParams
+from jaxpaged import LLM, BeamSearchParams, LoRARequest, SamplingParams
 from jaxpaged.engine import events
 from jaxpaged.engine.driver import Driver
+from jaxpaged.engine.grammars import Grammars
 from jaxpaged.engine.setup import Setup
+from jaxpaged.grammar import recursive
 from reference import kv_events as reference
-from tests import tiny
+from tests import tiny, tiny_recursive
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 PROMPTS = [[5, 6, 7, 8, 9] * n for n in (1, 4, 9, 6)]
@@ -86,6 +88,7 @@ def ask(llm):
     llm.sleep(level=2)
     llm.wake_up()  # reads the files
     say(
+        followed=followed(llm),
         answers=plain,
         adapted=adapted,
         aborted=[first.finish_reason.name, last.finish_reason.name, len(last.token_ids) < 100],
@@ -97,6 +100,25 @@ def ask(llm):
         free=llm.reset_prefix_cache(),
         forgotten=not heard.plain.known,
     )
+
+
+def followed(llm):
+    """Return answers of a recursive grammar, of which a beam search finds two; none without llguidance.
+
+    Process 0 alone follows them; their masks go to all devices.
+    """
+    if not recursive.is_installed():
+        return []
+    door, config = llm.engine.door, llm.engine.config
+    model_config = dataclasses.replace(door.model_config, eos_token_ids=(tiny_recursive.END,))
+    grammars = Grammars(tiny_recursive.compiled, model_config.vocab_size, config.arena_words)
+    llm.engine.door = dataclasses.replace(door, grammars=grammars, model_config=model_config)
+    asked = {"max_tokens": 12, **tiny_recursive.asking("sum")}
+    told = llm.generate(PROMPTS[:2], SamplingParams(temperature=0, **asked), use_tqdm=False)
+    [search] = llm.beam_search(PROMPTS[:1], BeamSearchParams(beam_width=2, **asked), use_tqdm=False)
+    llm.engine.door = door
+    beams = [its.tokens[len(PROMPTS[0]) :] for its in search.sequences]
+    return [*(its.outputs[0].token_ids for its in told), *beams]
 
 
 def differing(state):
@@ -149,6 +171,7 @@ def main(arguments):
         max_num_seqs=4,
         max_model_len=128,
         max_num_batched_tokens=64,
+        structured_outputs_mib=1,
         **TOLD,
         **options,
     )

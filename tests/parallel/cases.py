@@ -30,7 +30,7 @@ from jaxpaged.step import loop
 from jaxpaged.step.program import specs_of
 from pallas_kernels.layouts import LAYOUTS, Fp8
 from reference import model as reference_model
-from tests import tiny, tiny_lora
+from tests import tiny, tiny_head, tiny_lora
 from tests.engine import test_layouts as one_device
 from tests.marks import slow_and_nightly
 from tests.models.test_decoder import COVERING, GOLDENS, LLAMAS, assert_equal, logits_of
@@ -180,6 +180,18 @@ def test_the_loop_answers_as_one_device_does_with_the_same_bits_in_any_company(o
     tiny.assert_nothing_is_held(driver)
     assert_same_on_each(driver.state)
     differs(driver)
+
+
+@pytest.mark.nightly
+def test_a_head_drafts_on_several_devices():
+    """A head is whole on each of them, and reads the same hidden states there."""
+    load, head = tiny_head.bigrams()
+    driver = tiny_head.driver(head, load_model=load, tensor_parallel_size=2, **tiny.SWAP)
+    [answer] = tiny.generate(driver, [[7, 3]], tiny.greedy(40))
+    assert answer[:2] == [(3 * 5 + 3) % tiny_head.WIDTH, (3 * 25 + 18) % tiny_head.WIDTH]
+    assert driver.stats.num_draft_tokens == driver.stats.num_accepted_tokens > 20
+    tiny.assert_nothing_is_held(driver)
+    assert_same_on_each(driver.state)
 
 
 class Passes:

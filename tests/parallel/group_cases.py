@@ -24,7 +24,7 @@ from jaxpaged.status import PagedMemoryError, Status
 from jaxpaged.step import loop
 from jaxpaged.step.state import Counter, FinishReason
 from reference import model as reference_model
-from tests import tiny, tiny_lora
+from tests import tiny, tiny_lora, tiny_recursive
 from tests.engine import test_routed
 from tests.engine.fuzz import Fuzz
 from tests.models.test_decoder import GOLDENS
@@ -33,7 +33,7 @@ from tests.parallel.cases import differs
 pytestmark = pytest.mark.skipif(len(jax.devices()) < 6, reason="needs the process of test_in_a_process.py")
 # The same in most tests, which so share a program; by two devices each, for the loop's tensor parallelism.
 SUFFIX = {"method": "suffix", "suffix_decoding_max_cached_requests": 2}
-TWO = {"data_parallel_size": 2, "tensor_parallel_size": 2, **tiny.SMALL}
+TWO = {"data_parallel_size": 2, "tensor_parallel_size": 2, "structured_outputs_mib": 1, **tiny.SMALL}
 NUM_ROWS = 2 * tiny.DEFAULTS["max_num_seqs"]
 
 
@@ -258,6 +258,33 @@ def test_who_belongs_together_is_in_one_group_and_finds_the_same_in_each(driver)
     assert all(len(its) == 1 for its in groups)
     assert found[0] == found[1]
     assert len({tuple(tokens) for tokens, *_ in found[0]}) > 1
+    assert_nothing_is_held(driver)
+
+
+def test_each_group_follows_recursive_grammars(driver, monkeypatch):
+    """Rows of one number in both groups have different masks, each written at its place."""
+    pytest.importorskip("llguidance")
+    monkeypatch.setattr(driver, "door", driver.door)
+    tiny_recursive.with_languages(driver)
+    names, prompts = ["sum", "tree", "lists", "sum", "lists"], tiny.prompts([5, 33, 20, 12, 9])
+    params = [
+        SamplingParams(temperature=0, max_tokens=20, min_tokens=15, **tiny_recursive.asking(name))
+        for name in names
+    ]
+    ids = tiny.submit(driver, prompts, params)
+    driver.turn(max_steps=1)
+    assert {*groups_of(driver, ids)} == {0, 1}
+    answers = tiny.drain(driver)
+    for i, name, prompt, its in zip(ids, names, prompts, params, strict=True):
+        assert answers[i].token_ids == tiny.reference_greedy(prompt, its, tiny_recursive.oracle(name))
+    asked = BeamSearchParams(beam_width=2, max_tokens=8, **tiny_recursive.asking("sum"))
+    groups, found = searched(driver, [driver.door.admit_search(prompts[0], asked) for _ in range(2)])
+    assert groups in ([{0}, {1}], [{1}, {0}])
+    assert found[0] == found[1]
+    for tokens, *_ in found[0]:
+        assert all(
+            token in tiny_recursive.oracle("sum").allowed(tokens[:i]) for i, token in enumerate(tokens)
+        )
     assert_nothing_is_held(driver)
 
 

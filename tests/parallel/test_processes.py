@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import tiny_recursive
+
 ROOT = Path(__file__).parents[2]
 DEVICES = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2"}
 LIMIT = 240  # seconds, behind which what hangs is killed
@@ -75,6 +77,9 @@ def test_two_processes_answer_as_one():
         assert said["read_anew"]
         for i, (plain, adapted) in enumerate(zip(said["answers"], said["adapted"], strict=True)):
             assert (plain == adapted) == bool(i % 2), i
+        oracle = tiny_recursive.oracle("sum")
+        for tokens in said["followed"]:
+            assert all(token in oracle.allowed(tokens[:i]) for i, token in enumerate(tokens))
         its_own = next_answer(alone)
         del said["aborted"], its_own["aborted"]  # one process may have been done before it heard
         assert said == its_own

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpaged.grammar.automaton import forced_tokens
 from jaxpaged.step import automata
 from jaxpaged.step.loop import write_masks
 from reference import sampler
@@ -33,8 +34,9 @@ def arrays_of(automaton: sampler.TokenAutomaton) -> types.SimpleNamespace:
         next_state[state, [*moves]] = [*moves.values()]
         masks[state, [*moves, *(automaton.end_tokens if state in automaton.accepting else ())]] = True
     each = np.arange(len(masks))
+    forced = forced_tokens(masks, tuple(automaton.end_tokens))
     return types.SimpleNamespace(
-        token_class=np.arange(VOCAB), next_state=next_state, mask_of=each, masks=masks, start=0
+        token_class=np.arange(VOCAB), next_state=next_state, mask_of=each, masks=masks, start=0, forced=forced
     )
 
 
@@ -51,6 +53,11 @@ def written(places: Any, allowed: set[int] | None, first: int, row: int, state: 
     mask[[*(allowed or ())]] = True
     masks, firsts = automata.mask_words(mask, VOCAB)[None], [first + automata.MASK_BY_HOST]
     return write_masks(places, masks, np.array(firsts, np.int32), np.array([[row], [state]], np.int32))
+
+
+def forced(automaton: sampler.TokenAutomaton, prompt_len: int, most: int, tokens: Sequence[int]) -> list[int]:
+    """Return the tokens that must come next behind these."""
+    return automaton.forced(tokens[prompt_len:], most)
 
 
 def follows(automaton: sampler.TokenAutomaton, prompt_len: int, tokens: Sequence[int]) -> bool:

@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxpaged.arithmetic import cdiv
 from jaxpaged.config import PREFILL_TILE
-from jaxpaged.memory import block_pool, kv_cache, prefix_cache
+from jaxpaged.memory import block_pool, features, kv_cache, prefix_cache
 from jaxpaged.memory.block_table import BlockTables
 from jaxpaged.memory.cache_specs import FULL, CacheSpec
 from jaxpaged.memory.grouping import Grouping
@@ -42,7 +42,7 @@ from reference.engine import Engine
 from reference.sampler import TokenAutomaton
 from tests.step.automata_of_tests import AUTOMATA, arena, written
 from tests.step.followed import check_followed
-from tests.step.sum_model import SumDraft, SumModel, next_token
+from tests.step.sum_model import VOCAB, SumDraft, SumHead, SumModel, next_token
 
 VOCAB_ROOM = 97  # of sets of tokens: that of `tests.tiny`, for one state's steps to be another's
 STOP = 0
@@ -82,7 +82,8 @@ class Setting:
     by_suffix: bool = False  # whether drafts are what mostly followed
     past_tokens: int = 0  # of past answers that are looked into
     most_drafting: int | None = None  # rows that run while drafts are made
-    by_model: bool = False  # whether a second model drafts
+    by_model: bool = False  # whether a second model drafts, or a head
+    by_head: bool = False
     most_prompt: int | None = None  # see `ByModel`
 
     @property
@@ -186,6 +187,8 @@ class Setting:
             def of(num_layers: int) -> KVCache:
                 return kv_cache.create(num_layers, num_blocks, self.block_size, 1, 2, jnp.dtype("float32"))
 
+            if self.by_head:
+                return kv_cache.joined(of(1), features.beside(of(1), VOCAB))
             return kv_cache.joined(of(1), of(len(self.specs))) if self.by_model else of(1)
 
         host = None
@@ -204,7 +207,8 @@ class Setting:
 @functools.cache
 def compiled_step(setting: Setting):
     """Return the compiled step of a setting."""
-    model = SumModel(setting.specs, SumDraft(setting.specs) if setting.by_model else None)
+    drafter = SumHead() if setting.by_head else SumDraft(setting.specs) if setting.by_model else None
+    model = SumModel(setting.specs, drafter)
     return jax.jit(lambda state: step(model, state, setting.config))
 
 
@@ -368,7 +372,7 @@ class LockStep:
         assert modes == want.preempted
         assert of(got.leader_row, got.leader_row != np.arange(NUM_ROWS)) == want.forked
         self.compare_rows()
-        if self.setting.by_model:
+        if self.setting.by_model and not self.setting.by_head:
             self.seen["marked"] += check_followed(self.state, self.oracle.rows)
         assert free_block_ids(self.state.tables.pool) == want.free_block_ids
         assert self.findable() == [b.block_id for b in self.oracle.pool.blocks if b.block_hash is not None]

@@ -49,6 +49,13 @@ class SumModel(nnx.Module):
             total += jnp.round(mean[:, 0, 0] * num_seen).astype(jnp.int32)
         return jax.nn.one_hot(total % VOCAB, VOCAB), cache
 
+    def tapped(self, *args: Any) -> tuple[jax.Array, list[jax.Array], KVCache]:
+        hidden, cache = self(*args[:4])
+        return hidden, [], cache
+
+    def rows_of(self, token_ids: jax.Array) -> jax.Array:
+        return jax.nn.one_hot(token_ids, VOCAB)
+
     def logits(self, hidden: jax.Array) -> jax.Array:
         return hidden @ jnp.asarray(LOGITS, jnp.float32)
 
@@ -61,6 +68,28 @@ class SumDraft(SumModel):
         return len(self.specs), 1, 2
 
     def logits(self, hidden: jax.Array) -> jax.Array:
+        return hidden @ jnp.asarray(LOGITS[DRAFTED], jnp.float32)
+
+
+class SumHead:
+    """Head that drafts: it adds the next token to the sum before it. It is right but for some sums."""
+
+    behind, reads_last, cache_sizes = (), True, (1, 1, 2)
+
+    def features(self, hidden: jax.Array, taps: list[jax.Array]) -> jax.Array:
+        return hidden
+
+    def embed(self, token_ids: jax.Array, of_model: Any) -> jax.Array:
+        return of_model(token_ids)
+
+    def __call__(
+        self, embedded: jax.Array, given: jax.Array, positions: jax.Array, cache: KVCache, batch: PassBatch
+    ) -> tuple[jax.Array, jax.Array, KVCache]:
+        total = jnp.argmax(given, axis=1) + jnp.argmax(embedded, axis=1)
+        hidden = jax.nn.one_hot(total % VOCAB, VOCAB)
+        return hidden, hidden, cache
+
+    def logits(self, hidden: jax.Array, of_model: Any) -> jax.Array:
         return hidden @ jnp.asarray(LOGITS[DRAFTED], jnp.float32)
 
 

@@ -22,8 +22,9 @@ from jaxpaged.models.weights import StoredWeights
 from jaxpaged.step.state import FinishReason
 from reference import model as reference_model
 from reference.beam_search import BeamSearch, Hypothesis, beam_search
+from reference.context_free import TokenGrammar
 from reference.sampler import TokenAutomaton
-from tests import tiny, tiny_grammars
+from tests import tiny, tiny_grammars, tiny_recursive
 from tests.marks import slow_and_nightly
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
@@ -96,10 +97,13 @@ def with_ends(driver: Driver, *ends: int) -> Driver:
     return driver
 
 
-def barred_logprobs(prompt: list[int], constraint: TokenAutomaton, tokens: list[int]) -> np.ndarray:
+def barred_logprobs(
+    prompt: list[int], constraint: TokenAutomaton | TokenGrammar, tokens: list[int]
+) -> np.ndarray:
     """Return the log-probabilities of the allowed tokens, minus infinity for others."""
     logits = np.full(tiny.CONFIG.vocab_size, -np.inf)
-    allowed = sorted(constraint.allowed(tokens[len(prompt) :]))
+    may_come = constraint.allowed(tokens[len(prompt) :])
+    allowed = [*range(len(logits))] if may_come is None else sorted(may_come)
     logits[allowed] = tiny.reference_logits(tuple(tokens))[-1][allowed]
     with np.errstate(divide="ignore"):
         return log_softmax(logits)
@@ -124,10 +128,27 @@ def test_every_beam_follows_its_own_state_of_the_automaton(seed):
     tiny.assert_nothing_is_held(driver)
 
 
+@pytest.mark.parametrize("opens", [None, 96])
+def test_every_beam_has_its_own_place_in_a_recursive_grammar(opens):
+    """Behind a token that opens the grammar some beams are followed, while others are free."""
+    pytest.importorskip("llguidance")
+    [prompt] = tiny.prompts([20], seed=7)
+    asked = tiny_recursive.asking("sum", **({} if opens is None else {"after_token_id": opens}))
+    params = BeamSearchParams(beam_width=3, max_tokens=12, **asked)
+    constraint = tiny_recursive.oracle("sum", opens)
+    search = BeamSearch(prompt, 3, 20 + 12, (tiny_recursive.END,))
+    want = beam_search(functools.partial(barred_logprobs, prompt, constraint), search)
+    driver = constrained_driver()
+    company = tiny.prompts([30, 9], seed=1)
+    [output] = searched(driver, [(prompt, params)], company)
+    assert_same(output, want)
+    tiny.assert_nothing_is_held(driver)
+
+
 @functools.cache
 def constrained_driver() -> Driver:
     """Return the engine of the tests of structured outputs, with the same program."""
-    return tiny_grammars.with_grammars(tiny.driver(**tiny.SWAP, scheduling_policy="priority"))
+    return tiny_recursive.with_languages(tiny.driver(**tiny.SWAP, scheduling_policy="priority"))
 
 
 def likeliest(tokens: list[int], count: int) -> list[int]:

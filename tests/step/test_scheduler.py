@@ -41,6 +41,16 @@ SETTINGS = [
         by_model=True,
         most_prompt=3,
     ),
+    Setting(
+        "drafts by a head",
+        num_blocks=1 + 34,
+        num_tiles=1,
+        num_host_blocks=1 + 16,
+        has_arena=True,
+        most_drafts=3,
+        by_model=True,
+        by_head=True,
+    ),
     Setting("swap, split", num_blocks=1 + 17, num_host_blocks=1 + 8, policy=LRU_SPLIT, has_arena=True),
     Setting("window", num_blocks=1 + 14, num_tiles=1, specs=(SlidingWindow(10),), num_host_blocks=1 + 6),
     Setting(

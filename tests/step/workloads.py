@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from reference import engine_state as reference
-from tests.step.automata_of_tests import AUTOMATA, follows
+from tests.step.automata_of_tests import AUTOMATA, follows, forced
 from tests.step.lockstep import STOP, Event, Request, Setting
 from tests.step.sum_model import VOCAB, logprobs_of, next_token
 
@@ -57,9 +57,10 @@ def workloads(draw: st.DrawFn, setting: Setting, *, priorities: bool = False) ->
                 continue
             for _ in range(draw(st.sampled_from([1, 1, 1, 2, 4]))):
                 stop = draw(st.sampled_from([(), (), (STOP,)]))
-                rules, rests = draw(st.sampled_from([{}, {}, *RULES])), None
+                rules, rests, its_text = draw(st.sampled_from([{}, {}, *RULES])), None, None
                 if setting.has_arena and (automaton := draw(st.sampled_from([None, *AUTOMATA]))):
                     rules = rules | {"automaton": automaton}
+                    its_text = functools.partial(forced, automaton, prompt_len, setting.most_drafts)
                     if draw(st.booleans()):
                         rests = functools.partial(follows, automaton, prompt_len)
                 its_next = functools.partial(
@@ -81,6 +82,7 @@ def workloads(draw: st.DrawFn, setting: Setting, *, priorities: bool = False) ->
                         salt=salt,
                         leader=None if arrival == first else first,
                         rests=rests,
+                        forced=its_text,
                     )
                 )
                 arrival += 1

@@ -1,0 +1,144 @@
+"""Self-attention of a decoder's layers: projections, norms and RoPE around a look at the cache."""
+
+from collections.abc import Callable
+
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from jaxpaged import row_sums
+from jaxpaged.memory.kv_cache import KVCache
+from jaxpaged.models import layers
+from jaxpaged.models.attention import PassBatch, attend
+from jaxpaged.models.feed_forward import linear, stack
+from jaxpaged.models.norms import Norm, norm
+from jaxpaged.models.positions import PositionTables, has_rope, of_layer, turned
+from jaxpaged.models.weights import Weights
+
+
+class Attention(nnx.Module):
+    """Queries, keys and values of one product, what is done to them, and the output's product."""
+
+    def __init__(self, weights: Weights) -> None:
+        self.config, self.shards = weights.config, weights.shards
+        self.qkv, self.o = linear(weights, "qkv"), linear(weights, "o")
+        self.q = linear(weights, "q") if self.config.num_kv_layers < self.config.num_layers else None
+        self.q_norm, self.k_norm = norm(weights, "q_norm"), norm(weights, "k_norm")
+        self.sinks = stack(weights, "sinks")
+
+    def __call__(
+        self,
+        x: Float[Array, "num_tokens given"],
+        cache: KVCache,
+        layer: layers.Layer,
+        tables: PositionTables,
+        batch: PassBatch,
+    ) -> tuple[Float[Array, "num_tokens hidden"], KVCache]:
+        c, dtype = self.config, x.dtype
+        q, k, v = self._projected(x, layer, tables, batch.adapters)
+        slopes = None if c.alibi_slopes is None else jnp.asarray(c.alibi_slopes, jnp.float32)
+        if slopes is not None and self.shards is not None:
+            slopes = self.shards.mine(slopes)
+        attended, cache = attend(
+            cache,
+            layer,
+            q.astype(dtype),
+            k.astype(dtype),
+            v.astype(dtype),
+            batch,
+            scale=c.scale,
+            kinds=c.attention_kinds,
+            kv_layers=c.kv_layers,
+            heads=c.heads_in(cache.num_kv_heads, cache.head_dim),
+            soft_cap=c.attention_soft_cap,
+            alibi_slopes=slopes,
+            sinks=None if self.sinks is None else self.sinks[layer].astype(jnp.float32),
+        )
+        out = self.o(attended.reshape(x.shape[0], -1), layer, batch.adapters)
+        return out if self.shards is None else self.shards.total(out), cache
+
+    def _projected(
+        self,
+        x: Float[Array, "num_tokens given"],
+        layer: layers.Layer,
+        tables: PositionTables,
+        adapters: Int[Array, " num_tiles"] | None,
+    ) -> tuple[Float[Array, "..."], Float[Array, "..."], Float[Array, "..."]]:
+        """Return queries, keys and values of all heads, [num_tokens, heads, head_dim], in float32."""
+        c = self.config
+        qkv = self.qkv(x, layer, adapters) if self.q is None else self._product(self.q, x, layer)
+        if c.qkv_clip is not None:
+            qkv = jnp.clip(qkv, -c.qkv_clip, c.qkv_clip)
+        qkv = qkv.reshape(x.shape[0], c.num_q_heads + 2 * c.num_kv_heads, c.head_dim)
+        qk, v = jnp.split(qkv, [c.num_q_heads + c.num_kv_heads], axis=1)
+        if not c.norm_after_rope:
+            qk = self._normed(qk, layer)
+        its = of_layer(c, tables, layer)
+        qk = turned(c, qk, its, layer)
+        if c.norm_after_rope:
+            qk = self._normed(qk, layer)
+        if c.v_norm:
+            v = self._plain(v, layer)
+        q, k = jnp.split(qk, [c.num_q_heads], axis=1)
+        return q if its.factors is None else q * its.factors, k, v
+
+    def _product(
+        self, q_alone: layers.Linear, x: Float[Array, "num_tokens given"], layer: layers.Layer
+    ) -> Float[Array, "num_tokens width"]:
+        """Return the product of a model in which some layers have queries alone: with zeros for K and V."""
+        c = self.config
+        others = ((0, 0), (0, 2 * c.num_kv_heads * c.head_dim))
+        shares = [kind.shares_kv is not None for kind in c.layers]
+        numbers = [shares[:i].count(its) for i, its in enumerate(shares)]  # among those that are as it is
+        if isinstance(layer, int):
+            if shares[layer]:
+                return jnp.pad(q_alone(x, numbers[layer]), others)
+            return self.qkv(x, numbers[layer])
+        number = jnp.asarray(numbers, jnp.int32)[layer]
+        return lax.cond(
+            jnp.asarray(shares)[layer],
+            lambda x: jnp.pad(q_alone(x, number), others),
+            lambda x: self.qkv(x, number),
+            x,
+        )
+
+    def _plain(
+        self, x: Float[Array, "num_tokens heads head_dim"], layer: layers.Layer
+    ) -> Float[Array, "num_tokens heads head_dim"]:
+        """Return each head normed without weights."""
+        mean_square = self._mean(layer)(row_sums.mean(x * x))
+        return x * lax.rsqrt(mean_square + self.config.norm_eps)
+
+    def _mean(self, layer: layers.Layer) -> Callable[[Array], Array]:
+        """Return what makes a mean over a padded head that over the coordinates which the layer has."""
+        c = self.config
+        times = [c.head_dim // (kind.head_dim or c.head_dim) for kind in c.layers]
+        if set(times) == {1}:
+            return lambda mean: mean
+        return lambda mean: mean * layers.value_of(times, layer)
+
+    def _normed(
+        self, qk: Float[Array, "num_tokens heads head_dim"], layer: layers.Layer
+    ) -> Float[Array, "num_tokens heads head_dim"]:
+        """Return queries and keys, normed where the model norms them."""
+        if self.config.qk_norm == "plain":
+            return jnp.where(has_rope(self.config.layers, layer), self._plain(qk, layer), qk)
+        if self.q_norm is None or self.k_norm is None:
+            return qk
+        q, k = jnp.split(qk, [self.config.num_q_heads], axis=1)
+        of_k = layer  # its own, or any where K is another layer's
+        if self.q is not None:
+            places = self.config.kv_layers
+            of_k = places[layer] if isinstance(layer, int) else jnp.asarray(places, jnp.int32)[layer]
+        return jnp.concatenate([self._norm(self.q_norm, q, layer), self._norm(self.k_norm, k, of_k)], axis=1)
+
+    def _norm(
+        self, norm: Norm, x: Float[Array, "num_tokens heads head_dim"], layer: layers.Layer
+    ) -> Float[Array, "num_tokens heads head_dim"]:
+        if self.config.qk_norm != "all":
+            return norm(x, layer) if isinstance(norm, layers.LayerNorm) else norm(x, layer, self._mean(layer))
+        whole = x.reshape(x.shape[0], -1)
+        if self.shards is None or isinstance(norm, layers.LayerNorm):
+            return norm(whole, layer).reshape(x.shape)
+        return norm(whole, layer, self.shards.mean).reshape(x.shape)

@@ -1,0 +1,144 @@
+"""Each kind of value in each place: answers are valid, and what is valid may be written."""
+
+import json
+import types
+
+import hypothesis
+import hypothesis_jsonschema._from_schema as drawing
+import jsonschema
+import numpy as np
+import pytest
+from hypothesis.internal.conjecture import utils
+from hypothesis_jsonschema import from_schema
+
+from jaxpaged.grammar.compile import compile_constraint, recursive_source
+from jaxpaged.grammar.nodes import Limits
+from jaxpaged.grammar.recursive import Language, is_installed
+from tests.grammar import official, schema_cases
+from tests.grammar.languages import VOCABULARY, write
+from tests.grammar.own_schemas import SCHEMAS
+from tests.marks import slow_and_nightly
+
+Validator = jsonschema.Draft202012Validator
+# One of 18 in `make test-all`: each kind of value once or twice, each place once or more.
+SLOW = [*SCHEMAS][::17]
+# Values of these formats that hypothesis draws may be in other forms than ours.
+FORMATS = ("date-time", "uuid")
+
+
+class Elements(utils.many):
+    """Elements of a collection, as hypothesis-jsonschema 0.23 asks for them: by `more`."""
+
+    left = None
+
+    def more(self):
+        if self.left is None:
+            self.left = iter(self.__enter__())
+        found = next(self.left, self) is not self
+        if not found:
+            self.__exit__(None)
+        return found
+
+
+@pytest.fixture(autouse=True)
+def elements_by_more(monkeypatch):
+    """Give hypothesis-jsonschema what newer versions of hypothesis have no more."""
+    if not hasattr(utils.many, "more"):
+        names = vars(utils) | {"many": Elements}
+        monkeypatch.setattr(drawing, "cu", types.SimpleNamespace(**names))
+
+
+def validator(schema):
+    return Validator(schema, format_checker=Validator.FORMAT_CHECKER)
+
+
+def test_there_are_many():
+    assert len({json.dumps(schema) for schema in SCHEMAS.values()}) > 200
+
+
+@pytest.mark.parametrize("name", slow_and_nightly(SCHEMAS, SLOW))
+def test_answers_are_valid_and_what_is_valid_may_be_written(name):
+    schema = SCHEMAS[name]
+    made, rng = (
+        compile_constraint({"json": json.dumps(schema)}, VOCABULARY, Limits()),
+        np.random.default_rng(0),
+    )
+    answers = [answer for _ in range(4) if (answer := write(made, VOCABULARY, rng)) is not None]
+    for answer in answers:
+        validator(schema).validate(json.loads(answer))
+    assert_all_may_be_written(schema)
+
+
+def assert_all_may_be_written(schema, num_values=12):
+    """Draw valid values by hypothesis-jsonschema, and check that the grammar has each."""
+    machine, _ = official.machine(schema)
+    is_narrower = any(f'"{form}"' in json.dumps(schema) for form in FORMATS)
+
+    @hypothesis.settings(
+        max_examples=num_values,
+        deadline=None,
+        database=None,
+        suppress_health_check=[*hypothesis.HealthCheck],
+        derandomize=True,
+    )
+    @hypothesis.given(from_schema(schema))
+    def check(value):
+        validator(schema).validate(value)
+        assert is_narrower or has_long_exponent(value) or official.is_accepted(machine, value), value
+
+    check()
+
+
+def has_long_exponent(value):
+    """Check for a number that Python writes with an exponent of three digits, or as `-0.0`."""
+    match value:
+        case dict():
+            return any(map(has_long_exponent, value.values()))
+        case list():
+            return any(map(has_long_exponent, value))
+        case float():
+            return "e" in repr(value) or value == 0
+    return False
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", range(40))
+def test_what_is_valid_under_random_schemas_may_be_written(seed):
+    schema = official.opened(schema_cases.random_schema(np.random.default_rng([5, seed])))
+    assert_all_may_be_written(schema)
+
+
+@pytest.mark.slow
+def test_objects_of_any_depth_may_be_written_as_python_writes_them():
+    """The matcher of `json_object` takes each object that hypothesis draws, byte by byte."""
+    if not is_installed():
+        pytest.skip("needs llguidance")
+    source = recursive_source({"json_object": True}, Limits())
+    language = Language(source, VOCABULARY)
+    one = {raw: token for token, raw in enumerate(VOCABULARY.raw)}
+    deepest = 0
+
+    @hypothesis.settings(max_examples=60, deadline=None, database=None, derandomize=True)
+    @hypothesis.given(from_schema({"type": "object"}))
+    def check(value):
+        nonlocal deepest
+        text, matcher = json.dumps(value, ensure_ascii=False), language.matcher()
+        text = text.replace("\x7f", "\\u007f")  # as llguidance writes it
+        for byte in text.encode():
+            token = one[bytes([byte])]
+            assert matcher.allowed()[token], text
+            assert matcher.advance(token)
+        assert matcher.allowed()[list(VOCABULARY.eos_ids)].all()
+        deepest = max(deepest, depth(value))
+
+    check()
+    assert deepest > 2
+
+
+def depth(value):
+    match value:
+        case dict():
+            return 1 + max(map(depth, value.values()), default=0)
+        case list():
+            return 1 + max(map(depth, value), default=0)
+    return 0
