@@ -18,8 +18,8 @@ class Taps:
     behind: tuple[int, ...] = field(metadata={"static": True})
 
     @classmethod
-    def of(cls, behind: tuple[int, ...], x: Float[Array, "num_tokens hidden"]) -> "Taps | None":
-        """Make room for them; None where nothing is asked for."""
+    def of(cls, behind: tuple[int, ...], x: Float[Array, "num_tokens *streams hidden"]) -> "Taps | None":
+        """Make room for them; None where nothing is asked for, as of a model with several streams."""
         return cls(jnp.zeros((len(behind) + 1, *x.shape), x.dtype), behind) if behind else None
 
     def noted(self, x: Float[Array, "num_tokens hidden"], num_layers: layers.Layer, count: int) -> "Taps":

@@ -336,11 +336,18 @@ def test_a_gpu_is_given_the_heads_that_its_kernels_have_memory_for(monkeypatch):
     monkeypatch.setattr(jax, "devices", lambda: [device])
     monkeypatch.setattr(native, "serves", lambda *_: False)
 
-    def attention(head_dim, asked="auto"):
+    def attention(head_dim, asked="auto", kv_cache_dtype="int8"):
         model = dataclasses.replace(tiny.CONFIG, head_dim=head_dim)
-        return Setup(EngineConfig(dtype="bfloat16", attention=asked), model).attention
+        options = {
+            "dtype": "bfloat16",
+            "attention": asked,
+            "kv_cache_dtype": kv_cache_dtype,
+            "block_size": 32,
+        }
+        return Setup(EngineConfig(**options), model).attention
 
     assert (attention(64), attention(256)) == ("mosaic_gpu", "xla")
+    assert attention(256, kv_cache_dtype="auto") == "mosaic_gpu"
     with pytest.raises(InputError, match="must serve the model: .* on sm_120a does not serve head_dim=256"):
         attention(256, "mosaic_gpu")
 
