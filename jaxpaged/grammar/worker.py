@@ -115,7 +115,7 @@ def answers(source: IO[bytes], target: IO[bytes]) -> None:
         resource.setrlimit(resource.RLIMIT_CPU, (seconds, hard))
         try:
             answer = _answer(fields, tokens, limits)
-        except MemoryError:
+        except (MemoryError, SystemError):  # CPython may forget why there was no memory
             _write(target, too_much)
             return  # what is left of the memory is in pieces
         except GrammarError as problem:
