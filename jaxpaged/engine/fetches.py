@@ -64,6 +64,13 @@ class Fetch:
         done = self.is_planned and not (self.waiting or self.staged)
         return done or time.monotonic() >= self.deadline
 
+    def cancel(self) -> None:
+        """Give up what has not come."""
+        for _, future in self.staged:
+            future.cancel()
+        self.waiting.clear()
+        self.staged.clear()
+
     def keys_arrived(self, num_hit_blocks: int) -> list[BlockKey]:
         """Return the keys of the blocks that came, and that the request found then. Call it after it ran."""
         return [
@@ -161,12 +168,11 @@ class Fetches:
 
     def over(self) -> list[Fetch]:
         """Forget the fetches that are over, and return them."""
-        return [self._under_way.pop(fetch.number) for fetch in self if fetch.is_over]
+        return [self._drop(fetch.number) for fetch in self if fetch.is_over]
 
     def dropped(self) -> list[Fetch]:
         """Forget all fetches, and return them."""
-        fetches, self._under_way = [*self], {}
-        return fetches
+        return [self._drop(fetch.number) for fetch in self]
 
     def without(self, request_ids: Any) -> list[Queued]:
         """Forget the requests with these numbers, and return those that waited for blocks."""
@@ -176,7 +182,7 @@ class Fetches:
             fetch.together = [queued for queued in fetch.together if queued not in its]
             gone += its
             if not fetch.together:
-                del self._under_way[number]
+                self._drop(number)
         return gone
 
     def wait(self, seconds: float) -> None:
@@ -190,8 +196,13 @@ class Fetches:
 
     def close(self) -> None:
         """End the thread."""
-        self._under_way.clear()
+        self.dropped()
         self._thread.shutdown()
+
+    def _drop(self, number: int) -> Fetch:
+        fetch = self._under_way.pop(number)
+        fetch.cancel()
+        return fetch
 
     def _stage(self, piece: Piece) -> tuple[dict[str, jax.Array], float]:
         began = time.perf_counter()
@@ -205,8 +216,7 @@ class Fetches:
             arrays, seconds = future.result()
         except Exception:  # no memory, say: the tokens are computed
             logging.exception("blocks cannot be copied to the device")
-            fetch.waiting.clear()
-            fetch.staged.clear()
+            fetch.cancel()
             return state
         rule.upload.note(sum(array.nbytes for array in arrays.values()), seconds)
         request, end = fetch.together[0].request, piece.end
