@@ -6,7 +6,7 @@ its tokens: a block that nobody has asked for since the engine began, as in a di
 
 import collections
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -37,6 +37,7 @@ class TierMirror:
         self._block_size = block_size
         self._known: dict[bytes, Content] = {}
         self._told: dict[str, set[bytes]] = {medium: set() for medium in media}
+        self._lost: list[Event] = []  # to be told
         self._changes: collections.deque[tuple[str, bytes, bool]] = collections.deque()
 
     def observer(self, medium: str) -> Observer:
@@ -49,13 +50,18 @@ class TierMirror:
         keys = routing.keys_of_tokens(token_ids[: len(digests) * size], size, label.salt)
         for place, (digest, key) in enumerate(zip(digests, keys, strict=True)):
             number = int.from_bytes(key, "big")
-            if digest not in self._known:
-                its = tuple(token_ids[place * size : (place + 1) * size].tolist())
-                self._known[digest] = Content(number, parent, its, label, place)
+            its = self._known.pop(digest, None)
+            if its is None:
+                ids = tuple(token_ids[place * size : (place + 1) * size].tolist())
+                its = Content(number, parent, ids, label, place)
+            self._known[digest] = its  # behind those that were noted before
             parent = number
         if len(self._known) > MOST_UNTOLD + 2 * sum(map(len, self._told.values())):
             told = set().union(*self._told.values(), (digest for _, digest, _ in [*self._changes]))
-            self._known = {digest: its for digest, its in self._known.items() if digest in told}
+            untold = [digest for digest in self._known if digest not in told]
+            num_left = max(MOST_UNTOLD // 2, len(digests))  # blocks of the newest may be on their way
+            for digest in untold[: max(len(untold) - num_left, 0)]:
+                del self._known[digest]
 
     def events(self) -> list[Event]:
         """Return the events of all that has changed, removals first."""
@@ -63,7 +69,7 @@ class TierMirror:
         while self._changes:
             medium, digest, is_there = self._changes.popleft()
             states[medium][digest] = is_there
-        found: list[Event] = []
+        found, self._lost = self._lost, []
         for medium, its in states.items():
             told = self._told[medium]
             gone = [digest for digest, is_there in its.items() if not is_there and digest in told]
@@ -72,18 +78,22 @@ class TierMirror:
             told.difference_update(gone)
             told.update(new)
             if gone:
-                found.append(BlockRemoved([self._known[digest].key for digest in gone], medium, 0))
+                found.append(self._removed(medium, gone))
             found += self._stored(medium, new)
         return found
 
     def retold(self) -> list[Event]:
-        """Return events of all that is there, for who has forgotten it."""
+        """Return events of all that is there, for who has forgotten what was."""
+        self.events()
         return [event for medium, told in self._told.items() for event in self._stored(medium, [*told])]
 
     def lose_all(self) -> None:
-        """Take over that nothing can be found any more, whatever the tiers have."""
-        for medium, told in self._told.items():
-            self._changes.extend((medium, digest, False) for digest in [*told])
+        """Take over that nothing can be found any more, whatever the tiers have or still get."""
+        self._lost += [self._removed(medium, told) for medium, told in self._told.items() if told]
+        self._known, self._told = {}, {medium: set() for medium in self._told}
+
+    def _removed(self, medium: str, digests: Iterable[bytes]) -> BlockRemoved:
+        return BlockRemoved([self._known[digest].key for digest in digests], medium, 0)
 
     def _stored(self, medium: str, digests: Sequence[bytes]) -> list[Event]:
         """Return the events of blocks that are there, each for neighbours of a chain."""

@@ -4,6 +4,7 @@ import dataclasses
 
 import numpy as np
 
+from jaxpaged.kv_events import tier_mirror
 from jaxpaged.kv_events.follower import tell
 from jaxpaged.kv_events.messages import BlockRemoved, BlockStored
 from jaxpaged.kv_events.tier_mirror import TierMirror
@@ -76,7 +77,10 @@ def test_a_follower_knows_what_the_tiers_have(monkeypatch, tmp_path):
     heard = Listener(other, monkeypatch)
     ask(other, talk, cache_salt=salt)
     assert heard.check([(talk, salt)]) == len(talk) // 8
+    other.tiers.below.flush()
+    num_stored = len(heard.stored)
     assert other.reset_prefix_cache()
+    assert len(heard.stored) == num_stored, "nothing is told anew that has gone"
     assert heard.check([(talk, salt)]) == 0
     assert heard.stored[0].extra_keys[0] == (None if salt is None else (salt,))
     other.close_tiers()
@@ -101,5 +105,23 @@ def test_neighbours_are_told_together_and_nothing_twice():
     assert mirror.events() == [BlockRemoved([numbers[1]], "CPU", 0)]
     assert [event.block_hashes for event in mirror.retold()] == [numbers[:1], numbers[3:]]
     mirror.lose_all()
+    change(b"b", True)  # it was on its way
     [lost] = mirror.events()
     assert {*lost.block_hashes} == {numbers[0], numbers[3]}
+
+
+def test_what_is_on_its_way_is_known_however_much_came_and_went(monkeypatch):
+    monkeypatch.setattr(tier_mirror, "MOST_UNTOLD", 16)
+    mirror, rng = TierMirror(2, ["CPU"]), np.random.default_rng(3)
+    change, before = mirror.observer("CPU"), []
+    for number in range(30):
+        digests = [bytes([number, place]) for place in range(4)]
+        mirror.note(digests, rng.integers(0, 97, 8, dtype=np.int32), Label())
+        for digest in before:
+            change(digest, True)
+        assert sum(len(event.block_hashes) for event in mirror.events()) == len(before)
+        for digest in before:
+            change(digest, False)
+        assert len(mirror.events()) == bool(before)
+        assert len(mirror._known) <= 16
+        before = digests
