@@ -163,7 +163,7 @@ class Driver(Offloading, ArenaWriter, RoutedReader):
         for entry in in_rows:
             entry.is_aborted = True
         self._abort_rows(in_rows)
-        return [Delta.aborted(request) for request in gone]
+        return self.keep([Delta.aborted(request) for request in gone])
 
     def turn(self, max_steps: int | None = None) -> list[Delta]:
         """Dispatch the next run if there is anything to run, then read the report of the run before.

@@ -60,7 +60,7 @@ class Offloading(Passing):
         """Open what options name, once. Raises `InputError` for blocks that cannot travel."""
         size = self.config.kv_offloading_size
         self._unkept: dict[int, Request] = {}  # requests whose prompts have not been stored
-        self._answers: dict[int, tuple[Request, list[int]]] = {}  # that prompts may find, while they grow
+        self._answers: dict[int, tuple[Request, list[int]]] = {}  # that prompts may find, of requests in rows
         self._arrivals: dict[int, Arrival] = {}  # by the number of a prompt's first request
         self._promoted: dict[int, set[BlockKey]] = {}  # blocks that were read from below, by request
         self._tried: dict[int, Fetch] = {}  # fetches of requests that have not run, by their numbers
@@ -134,6 +134,7 @@ class Offloading(Passing):
     def settle_blocks(self) -> None:
         """Let no block be on its way: what leaves is finished; requests that wait are computed."""
         self.finish_departures()
+        self._answers.clear()  # they are noted again when their requests go on
         if self.is_fetching:
             for fetch in self.fetches.dropped():
                 fetch.arrived = []
@@ -252,20 +253,32 @@ class Offloading(Passing):
             return False
         if self.fetches.joins(together):
             return True
-        if request.index:
+        fetch = None if request.index else self._fetch_for(together)
+        if fetch is None:
+            self._note_begun(together[0])
             return False
-        self._unkept[request.request_id] = request
-        if request.request_id in self._tried or not self._may_hit(request):
-            return False
-        wanted = self._keys(request, request.prompt_token_ids[:-1])  # one is left to compute
-        found = [self.tiers.get(key) for key in reversed(wanted)][::-1]
-        promoted = self._promoted.pop(request.request_id, set())
-        if not any(found):
-            return False
-        fetch = Fetch([*together], wanted, found, self._ask(request), promoted)
         self._tried[request.request_id] = fetch
         self.fetches.add(fetch)
         return True
+
+    def _fetch_for(self, together: Sequence[Queued]) -> Fetch | None:
+        """Return a fetch of what host memory has of a prompt; None if it has nothing or was asked before."""
+        assert self.tiers is not None
+        request = together[0].request
+        if request.request_id in self._tried or not self._may_hit(request):
+            return None
+        wanted = self._keys(request, request.prompt_token_ids[:-1])  # one is left to compute
+        found = [self.tiers.get(key) for key in reversed(wanted)][::-1]
+        promoted = self._promoted.pop(request.request_id, set())
+        return Fetch([*together], wanted, found, self._ask(request), promoted) if any(found) else None
+
+    def _note_begun(self, queued: Queued) -> None:
+        """Note that a request gets a row now, for what is to be stored of it."""
+        request = queued.request
+        if not request.index:
+            self._unkept[request.request_id] = request
+        if self.config.reuse_answers and request.beams is None:
+            self._answers[request.request_id] = request, [*queued.answer]
 
     def _plan(self, fetch: Fetch) -> None:
         """Decide what to fetch, now that the device has told what it has."""
@@ -319,8 +332,6 @@ class Offloading(Passing):
                 self._forget_request(delta.request_id)
                 if delta.token_ids and KV_CACHE in self.resident:
                     self._store(request)
-                    if self.config.reuse_answers and not delta.finish_reason:
-                        self._answers[delta.request_id] = request, [*request.continues, *delta.token_ids]
                 if its:
                     delta = dataclasses.replace(delta, num_fetched_tokens=its)
             told.append(delta)

@@ -13,7 +13,7 @@ from jaxpaged.engine.driver import Driver
 from jaxpaged.handover import programs, staging
 from jaxpaged.memory.cache_specs import FULL
 from jaxpaged.models.config import LayerKind
-from jaxpaged.sampling_params import SamplingParams
+from jaxpaged.sampling_params import BeamSearchParams, SamplingParams
 from jaxpaged.step import loop
 from jaxpaged.tiers.host import HostStore
 from jaxpaged.tiers.rule import Rule
@@ -162,6 +162,12 @@ def test_a_prompt_is_kept_for_as_long_as_it_asks():
     assert hits(too_much, kv_cache_ttl=0) == 12 * 8
     assert hits(too_much) == 0
     assert driver.tiers.host.kept_bytes == 0
+    search = BeamSearchParams(beam_width=2, max_tokens=2)
+    for request in tiny.numbered(driver.door.admit_search(kept, search, kv_cache_ttl=10)):
+        driver.add(request)
+    tiny.drain(driver)
+    driver.finish_departures()
+    assert driver.tiers.host.kept_bytes == 8 * BLOCK_BYTES
     with pytest.raises(InputError, match="kv_cache_ttl=-1 must be a number >= 0"):
         driver.door.admit(kept, ONE_TOKEN, kv_cache_ttl=-1)
     with pytest.raises(InputError, match="kv_cache_ttl=5 must be None without kv_offloading_size"):
@@ -323,6 +329,7 @@ def test_rows_run_while_blocks_come_and_nobody_waits_longer_than_for_computing(c
             told[delta.request_id].append(delta)
     assert len(told[running.request_id]) > 4
     assert driver.is_fetching == comes
+    assert not (comes and driver.must_keep)  # its blocks are not computed while it waits
     assert not any(told[request.request_id] for request in waiting) or not comes
     gate.may_pass.set()
     while driver.has_work:
@@ -368,11 +375,21 @@ def test_nothing_that_moves_blocks_copies_the_cache_and_the_loop_knows_nothing_o
 
 @pytest.mark.slow
 def test_answers_are_found_where_prompts_may_find_them():
-    """A conversation whose second prompt has the first answer in it."""
+    """A conversation whose second prompt has the first answer in it; and one of two, of a single run each."""
     driver = tiered(reuse_answers=True)
-    [prompt, *others] = tiny.prompts([40, *[100] * 6], seed=17)
+    [prompt, forked, *others] = tiny.prompts([40, 40, *[100] * 6], seed=17)
     answer, *_ = ask(driver, prompt, tiny.greedy(30))
-    for other in others:
-        ask(driver, other)
+    two = driver.door.admit(forked, SamplingParams(n=2, max_tokens=30, ignore_eos=True))
+    for request in tiny.numbered(two):
+        driver.add(request)
+    ends = []
+    while driver.has_work:
+        ends += driver.turn(max_steps=60)
+    assert len(ends) == 2
+    assert ends[0].token_ids != ends[1].token_ids
     # 69 tokens have K and V: all but the answer's last.
-    assert ask(driver, [*prompt, *tokens(answer), 1, 2, 3])[1:] == (64, {"host": 64})
+    for talk in ([*prompt, *tokens(answer)], *([*forked, *end.token_ids] for end in ends)):
+        for other in others:
+            ask(driver, other)
+        assert ask(driver, [*talk, 1, 2, 3])[1:] == (64, {"host": 64})
+    assert not driver._answers
