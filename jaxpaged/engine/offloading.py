@@ -90,10 +90,14 @@ class Offloading(Passing):
             store: Any = self.tiers.stores[name]
             store.observe = events.tiers.observer(medium)
 
+    @property
+    def _mirror(self) -> TierMirror | None:
+        return None if self.events is None else self.events.tiers
+
     def _note_keys(self, request: Request, tokens: np.ndarray, its_keys: Sequence[BlockKey]) -> None:
         """Note what the keys of a request's blocks stand for, for who follows events."""
-        if self.events is not None and self.events.tiers is not None:
-            self.events.tiers.note([key.digest for key in its_keys], tokens, label_of(request))
+        if self._mirror is not None:
+            self._mirror.note([key.digest for key in its_keys], tokens, label_of(request))
 
     def close_tiers(self) -> None:
         """Finish what is to be written. Nothing is stored or fetched from then on."""
@@ -162,12 +166,12 @@ class Offloading(Passing):
 
     def _note_found(self, request: Request, found: Sequence[BlockKey]) -> None:
         """Let events tell what tiers had before anybody asked for it."""
-        if self.tiers is None or self.events is None or self.events.tiers is None:
+        if self.tiers is None or self._mirror is None:
             return
         self._note_keys(request, request.prompt_token_ids, found)
         for name, store in self.tiers.stores.items():
             if name in MEDIA:
-                tell = self.events.tiers.observer(MEDIA[name])
+                tell = self._mirror.observer(MEDIA[name])
                 for key in reversed(found):
                     tell(key.digest, store.contains(key))
 
@@ -409,8 +413,8 @@ class Offloading(Passing):
                 self.finish_departures()
                 self.tiers.host.clear(self._space)
                 self._space = space
-                if self.events is not None and self.events.tiers is not None:
-                    self.events.tiers.lose_all()
+                if self._mirror is not None:
+                    self._mirror.lose_all()
         return self._space
 
     def _compute_seconds(self, num_blocks: int) -> float | None:

@@ -100,9 +100,8 @@ class DiskStore:
     @property
     def kept_bytes(self) -> int:
         """Bytes of the files that this engine keeps."""
-        now = time.time_ns()
         with self._lock:
-            return sum(self._sizes.get(path, 0) for path, until in self._kept.items() if until > now)
+            return self._sum_kept()
 
     def contains(self, key: BlockKey) -> bool:
         """Tell whether a file is known to be there, which is a use of it. The disk is not asked."""
@@ -223,7 +222,7 @@ class DiskStore:
         with self._lock:
             self._sizes[path] = len(content)
             # It may have become larger.
-            if path in self._kept and self._kept_bytes() > self.capacity // KEPT_SHARE:
+            if path in self._kept and self._sum_kept() > self.capacity // KEPT_SHARE:
                 del self._kept[path]
                 self._released.add(path)
             self._use(path, max(when, self._used.get(path, 0)))
@@ -234,9 +233,10 @@ class DiskStore:
             self._list()
             self._prune()
 
-    def _kept_bytes(self) -> int:
+    def _sum_kept(self) -> int:
         """Return the bytes of the files that this engine keeps. Call it with the lock."""
-        return sum(self._sizes.get(path, 0) for path in self._kept)
+        now = time.time_ns()
+        return sum(self._sizes.get(path, 0) for path, until in self._kept.items() if until > now)
 
     def _use(self, path: Path, when: int) -> None:
         """Note a use of a file. One that is kept is used by the end of its time."""
@@ -253,7 +253,7 @@ class DiskStore:
         self._kept = {
             path: until for path, until in self._kept.items() if until > now and path in self._sizes
         }
-        room = self.capacity // KEPT_SHARE - self._kept_bytes()
+        room = self.capacity // KEPT_SHARE - self._sum_kept()
         for place, path in zip(range(len(job.paths), 0, -1), job.paths, strict=True):
             if not job.until:  # times differ, so that the chain's end goes before its beginning
                 if self._kept.pop(path, None) is not None or path in late:
