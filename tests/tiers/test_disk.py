@@ -68,6 +68,7 @@ def test_what_is_kept_outlives_a_restart_and_others_respect_it(make, monkeypatch
         first.put(key_of(number), block(number, 3))
     first.keep([key_of(0), key_of(1), key_of(2)], 3600)
     first.flush()
+    assert first.kept_bytes == 3 * size
     first.close()
     assert other.get(key_of(1)) is not None  # a use of now, which ends nothing
     for number in range(6, 12):
@@ -80,6 +81,9 @@ def test_what_is_kept_outlives_a_restart_and_others_respect_it(make, monkeypatch
         again.put(key_of(number), block(number, 3))
         again.flush()
     assert [again.contains(key_of(number)) for number in range(3)] == [True, False, False]
+    again.keep([key_of(16)], 1e-6)
+    again.flush()
+    assert again.kept_bytes == 0, "its time is over"
 
 
 def test_what_was_put_is_found_by_others_and_after_a_restart(make):

@@ -293,6 +293,28 @@ def test_groups_of_layers_are_fetched_as_they_were_computed():
     tiny.assert_nothing_is_held(driver)
 
 
+class Never(Rule):
+    """Rule that never fetches, and remembers of what size."""
+
+    asked: tuple = ()
+
+    def pays(self, compute_seconds, num_bytes, bytes_below):
+        self.asked += ((num_bytes // BLOCK_BYTES, bytes_below // BLOCK_BYTES),)
+        return False
+
+
+@pytest.mark.parametrize("has_below", [False, True])
+def test_nothing_is_fetched_where_the_rule_refuses(has_below):
+    """Eight blocks, in pieces of five, in host memory or below it."""
+    driver = tiered(4, kv_offloading_backend=Kept()) if has_below else tiered()
+    [prompt, *others] = tiny.prompts([70, *[100] * 6], seed=5)
+    for each in (prompt, *others):
+        ask(driver, each)
+    driver.rule = Never()
+    assert ask(driver, prompt)[1:] == (0, {})
+    assert driver.rule.asked == ((10, 8 if has_below else 0),)
+
+
 class Gate:
     """Gate before all copies to the device."""
 
