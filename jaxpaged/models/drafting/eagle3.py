@@ -131,11 +131,11 @@ def described(said: Mapping[str, Any], names: Collection[str], served: ModelConf
     layers = config.num_layers
     check("model config: num_hidden_layers", layers, "1 for a head that drafts", layers == 1)
     given, own = f.size("target_hidden_size", config.hidden_size), served.hidden_size
-    is_shared = "embed_tokens.weight" not in names or "lm_head.weight" not in names
-    what = "hidden_size" if given == config.hidden_size or is_shared else "target_hidden_size"
+    what = "hidden_size" if f.get("target_hidden_size") is None else "target_hidden_size"
     rule = f"{own}, the served model's"
-    ok = given == own and (config.hidden_size == own or not is_shared)
-    check(f"model config: {what}", given if given != own else config.hidden_size, rule, ok)
+    check(f"model config: {what}", given, rule, given == own)
+    if "embed_tokens.weight" not in names or "lm_head.weight" not in names:  # it shares the served model's
+        check("model config: hidden_size", config.hidden_size, rule, config.hidden_size == own)
     vocab_size = config.vocab_size
     rule = f"{served.vocab_size}, the served model's"
     check("model config: vocab_size", vocab_size, rule, vocab_size == served.vocab_size)
