@@ -37,6 +37,16 @@ class Tiles:
     end: Int[Array, " num_tiles"]
     tile_len: int = field(metadata={"static": True})
 
+    def places(
+        self,
+    ) -> tuple[
+        Int[Array, "num_tiles tile_len"], Int[Array, "num_tiles tile_len"], Bool[Array, "num_tiles tile_len"]
+    ]:
+        """Return the row and the position of each place in the tiles, and whether it is computed."""
+        positions = self.start[:, None] + jnp.arange(self.tile_len, dtype=jnp.int32)
+        row = jnp.broadcast_to(self.row[:, None], positions.shape)
+        return row, positions, (positions >= self.first[:, None]) & (positions < self.end[:, None])
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
