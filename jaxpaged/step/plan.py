@@ -83,8 +83,18 @@ def prompt_tiles(state: EngineState, plan: Plan, num_tiles: int) -> Tiles:
     place, k, used = number_through(plan.num_tiles[order], num_tiles)
     row = order[place]
     end = state.tables.seq_lens[row]
-    first = end - plan.num_new_tokens[row]
-    start = (first // PREFILL_TILE + k) * PREFILL_TILE
+    return wide_tiles(row, k, used, end - plan.num_new_tokens[row], end)
+
+
+def wide_tiles(
+    row: Int[Array, " num_tiles"],
+    number: Int[Array, " num_tiles"],
+    used: Bool[Array, " num_tiles"],
+    first: Int[Array, " num_tiles"],
+    end: Int[Array, " num_tiles"],
+) -> Tiles:
+    """Return prompt tiles: of each row's positions from `first` to `end` that of this number."""
+    start = (first // PREFILL_TILE + number) * PREFILL_TILE
     return Tiles(
         row=row,
         start=jnp.where(used, start, 0),
