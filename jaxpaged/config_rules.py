@@ -3,13 +3,17 @@
 from typing import Any
 
 from jaxpaged.checks import check
+from jaxpaged.speculation import GRAMMAR
 
 
 def check_together(config: Any) -> None:
     """Raise `InputError` if options of an `EngineConfig`, each good by itself, do not go together."""
     _check_caching(config)
-    drafts = config.speculative_config if config.enable_trace_replay else None
-    check("speculative_config", drafts, "None with enable_trace_replay", drafts is None)
+    drafts, mib = config.speculative_config, config.structured_outputs_mib
+    is_replayed = config.enable_trace_replay
+    check("speculative_config", drafts, "None with enable_trace_replay", drafts is None or not is_replayed)
+    has_automata = mib > 0 or drafts is None or drafts.method != GRAMMAR
+    check("structured_outputs_mib", mib, f"at least 1 for drafts by method={GRAMMAR!r}", has_automata)
 
 
 def _check_caching(config: Any) -> None:

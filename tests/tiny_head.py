@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from jaxpaged.engine.driver import Driver
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.decoder import Decoder
 from jaxpaged.models.drafting import eagle3
+from jaxpaged.models.drafting.stored import StoredHead
 from jaxpaged.models.families.llama import NAMES
 from jaxpaged.models.load_as import LoadAs
 from jaxpaged.models.weights import StoredWeights, by_role, random_weights
@@ -52,7 +54,8 @@ def reference_weights() -> dict[str, np.ndarray]:
 
 def draft(given: dict[str, np.ndarray] | None = None) -> Draft:
     """Return a head of these tensors, or of random ones."""
-    head = eagle3.Eagle3(eagle3.Path("tiny"), config(), given or tensors(), None)
+    its = given or tensors()
+    head = StoredHead(Path("tiny"), config(), eagle3.NAMES, its, targets=eagle3.targets_of(config(), its))
     return Draft(head.config, head.load, head.abstract)
 
 

@@ -17,12 +17,13 @@ def draft_of(config: EngineConfig, checkpoint: Checkpoint) -> Draft | None:
     if drafts is None or drafts.method not in BY_MODEL:
         return None
     try:
-        if drafts.method == EAGLE3:
-            head = eagle3.open_head(str(drafts.model), checkpoint.config, drafts.quantization)
+        if drafts.method in (EAGLE3, MTP):
+            head = (
+                mtp.open_layer(checkpoint, drafts.quantization)
+                if drafts.method == MTP
+                else eagle3.open_head(str(drafts.model), checkpoint.config, drafts.quantization)
+            )
             return Draft(head.config, head.load, head.abstract)
-        if drafts.method == MTP:
-            layer = mtp.open_layer(checkpoint, drafts.quantization)
-            return Draft(layer.config, layer.load, layer.abstract)
         EngineConfig(quantization=drafts.quantization)  # refuses what is none
         its = loading.open_checkpoint(drafts.model)
         its.quantisation(drafts.quantization)

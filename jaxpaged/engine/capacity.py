@@ -106,9 +106,8 @@ def bytes_per_block(setup: Setup) -> int:
     block_size, draft = setup.config.block_size, setup.draft
     sizes = [(setup.grouping.width, *setup.cache_heads)]
     sizes += [] if draft is None else [draft.cache_sizes]
-    is_head = draft is not None and draft.draft_head is not None
-    features = block_size * draft.hidden_size * setup.dtype.itemsize if draft is not None and is_head else 0
-    return features + sum(
+    width = 0 if draft is None or draft.draft_head is None else draft.hidden_size  # of a head's features
+    return block_size * width * setup.dtype.itemsize + sum(
         sizing.bytes_per_block(
             block_size=block_size,
             num_layers=num_layers,

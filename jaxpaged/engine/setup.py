@@ -397,9 +397,6 @@ class Setup:
     def _check_draft(self) -> None:
         """Raise `InputError` if a model or a head is to draft, and it cannot draft for this model."""
         drafts, draft = self.config.speculative_config, self.draft
-        if drafts is not None and drafts.method == GRAMMAR:
-            mib = self.config.structured_outputs_mib
-            check("structured_outputs_mib", mib, f"at least 1 for drafts by method={GRAMMAR!r}", mib > 0)
         if drafts is None or drafts.method not in BY_MODEL:
             return
         of_model = drafts.method == DRAFT_MODEL

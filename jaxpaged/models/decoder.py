@@ -126,12 +126,13 @@ class Decoder(nnx.Module):
         batch = planned(batch, cache, c.num_q_heads, c.attention_kinds, c.kv_layers, heads)
         if self.form.own != "native":  # here rows of zeros cost as much as others
             batch = dataclasses.replace(batch, wanted=None)
+        taps = Taps.of(behind, x)
         if batch.adapters is None:
-            x, taps, cache = self._through_layers(x, cache, tables, batch, inputs, Taps.of(behind, x))
+            x, taps, cache = self._through_layers(x, cache, tables, batch, inputs, taps)
         else:  # adapters cost nothing while no token has one
             # Two conditions in turn: XLA copies the cache if both branches of one condition write to it.
             without = dataclasses.replace(batch, adapters=None)
-            has_adapters, taps = jnp.any(batch.adapters > 0), Taps.of(behind, x)
+            has_adapters = jnp.any(batch.adapters > 0)
             for runs, its in ((has_adapters, batch), (~has_adapters, without)):
                 x, taps, cache = lax.cond(
                     runs,

@@ -66,9 +66,7 @@ def compute(
     Returns hidden states for `logits`, a head's own features, and the cache.
     """
     draft = of_model(model)
-    positions = tiles.start[:, None] + jnp.arange(tiles.tile_len, dtype=jnp.int32)
-    row = jnp.broadcast_to(tiles.row[:, None], positions.shape)
-    valid = (positions >= tiles.first[:, None]) & (positions < tiles.end[:, None])
+    row, positions, valid = tiles.places()
     slots = block_table.slot_mapping(tables, row, positions, valid).reshape(-1)
     batch = PassBatch(
         slot_mapping=slots,

@@ -28,7 +28,7 @@ from jaxpaged.step.answer import sampled_by
 from jaxpaged.step.automata import GrammarRows
 from jaxpaged.step.config import StepConfig
 from jaxpaged.step.model import Model
-from jaxpaged.step.plan import DecodeSlots, Tiles
+from jaxpaged.step.plan import DecodeSlots, Tiles, wide_tiles
 from jaxpaged.step.speculation import Drafts
 from jaxpaged.step.state import EngineState, Rows
 
@@ -148,14 +148,7 @@ def catch_up(
         first = done // PREFILL_TILE
         gets = dealt(jnp.where(done < end, (end - 1) // PREFILL_TILE - first + 1, 0), config.tiles_per_pass)
         row, k, used = number_through(gets, config.tiles_per_pass)
-        start = (first[row] + k) * PREFILL_TILE
-        tiles = Tiles(
-            row=row,
-            start=jnp.where(used, start, 0),
-            first=jnp.maximum(start, done[row]),
-            end=jnp.where(used, jnp.minimum(start + PREFILL_TILE, end[row]), 0),
-            tile_len=PREFILL_TILE,
-        )
+        tiles = wide_tiles(row, k, used, done[row], end[row])
         own, its = kv_cache.parted(cache, *draft_pass.of_model(model).cache_sizes)
         *_, its = draft_pass.compute(model, state.rows, tables, its, tiles, config)
         cache = kv_cache.joined(own, its)

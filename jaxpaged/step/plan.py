@@ -37,6 +37,16 @@ class Tiles:
     end: Int[Array, " num_tiles"]
     tile_len: int = field(metadata={"static": True})
 
+    def places(
+        self,
+    ) -> tuple[
+        Int[Array, "num_tiles tile_len"], Int[Array, "num_tiles tile_len"], Bool[Array, "num_tiles tile_len"]
+    ]:
+        """Return the row and the position of each place in the tiles, and whether it is computed."""
+        positions = self.start[:, None] + jnp.arange(self.tile_len, dtype=jnp.int32)
+        row = jnp.broadcast_to(self.row[:, None], positions.shape)
+        return row, positions, (positions >= self.first[:, None]) & (positions < self.end[:, None])
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -73,8 +83,18 @@ def prompt_tiles(state: EngineState, plan: Plan, num_tiles: int) -> Tiles:
     place, k, used = number_through(plan.num_tiles[order], num_tiles)
     row = order[place]
     end = state.tables.seq_lens[row]
-    first = end - plan.num_new_tokens[row]
-    start = (first // PREFILL_TILE + k) * PREFILL_TILE
+    return wide_tiles(row, k, used, end - plan.num_new_tokens[row], end)
+
+
+def wide_tiles(
+    row: Int[Array, " num_tiles"],
+    number: Int[Array, " num_tiles"],
+    used: Bool[Array, " num_tiles"],
+    first: Int[Array, " num_tiles"],
+    end: Int[Array, " num_tiles"],
+) -> Tiles:
+    """Return prompt tiles: of each row's positions from `first` to `end` that of this number."""
+    start = (first // PREFILL_TILE + number) * PREFILL_TILE
     return Tiles(
         row=row,
         start=jnp.where(used, start, 0),

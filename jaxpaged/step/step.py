@@ -268,9 +268,7 @@ def compute(
     experts to `routed`, where they are told. Returns the hidden states of all positions, too, for rows whose
     prompts are scored.
     """
-    positions = tiles.start[:, None] + jnp.arange(tiles.tile_len, dtype=jnp.int32)
-    row = jnp.broadcast_to(tiles.row[:, None], positions.shape)
-    valid = (positions >= tiles.first[:, None]) & (positions < tiles.end[:, None])
+    row, positions, valid = tiles.places()
     # A prompt that is computed again may end for a follower, which has no answer yet.
     is_prompts_last = tiles.end == rows.prompt_lens[tiles.row]
     is_newest = (tiles.end > 0) & (is_prompts_last | (tiles.end == rows.num_tokens[tiles.row]))

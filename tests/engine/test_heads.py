@@ -158,6 +158,11 @@ def drafts(folder):
         ({"num_hidden_layers": 2}, "num_hidden_layers=2 must be 1 for a head that drafts"),
         ({"model_type": "qwen3"}, "model_type='qwen3' must be 'llama' for a head that drafts"),
         ({"hidden_size": 64}, "hidden_size=64 must be 32, the served model's"),
+        ({"target_hidden_size": 64}, "model config: target_hidden_size=64 must be 32, the served model's"),
+        (
+            {"target_hidden_size": 32, "hidden_size": 64},
+            "model config: hidden_size=64 must be 32, the served",
+        ),
         ({"vocab_size": 96}, "vocab_size=96 must be 97, the served model's"),
         ({"draft_vocab_size": 98}, "draft_vocab_size=98 must be at most 97"),
         ({eagle3.TAPS: None}, r"layer_ids=\[2, 1, -1\] must be a list of different ints in \[0, 2\]"),
@@ -178,9 +183,8 @@ def test_tensors_of_another_head_are_refused():
         ({eagle3.OFFSETS: tensors[eagle3.OFFSETS][1:]}, "must be integers, one for each of 64 choices"),
         ({"fc.weight": tensors["fc.weight"][:, 1:]}, r"'fc.weight' has shape \(32, 95\), must be \(32, 96\)"),
     ):
-        draft = tiny_head.draft(tensors | changed)
         with pytest.raises(InputError, match=message):
-            draft.load(tiny.LoadAs(np.dtype("float32")))
+            tiny_head.draft(tensors | changed).load(tiny.LoadAs(np.dtype("float32")))
 
 
 def test_a_head_needs_a_directory(tmp_path):

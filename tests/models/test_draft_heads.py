@@ -11,9 +11,10 @@ import pytest
 
 from jaxpaged.checks import InputError
 from jaxpaged.memory import features
-from jaxpaged.models import loading
+from jaxpaged.models import loading, lora
 from jaxpaged.models.drafting import eagle3, mtp
 from jaxpaged.models.drafting.head import Head
+from jaxpaged.models.families.llama import NAMES
 from jaxpaged.models.load_as import LoadAs
 from jaxpaged.models.weights import by_role
 from reference import draft_head
@@ -61,6 +62,28 @@ def test_an_eagle3_head_equals_vllms_and_the_numpy_head(name):
     for key in ours:
         np.testing.assert_allclose(oracle[key], told[key], atol=TOLERANCE)
         np.testing.assert_allclose(ours[key], told[key], atol=TOLERANCE)
+
+
+@pytest.mark.parametrize(("uses_native", "adapter"), [(False, None), (True, 1)])
+def test_hidden_states_behind_layers_equal_the_numpy_models(uses_native, adapter, monkeypatch):
+    """Layers one by one, as a GPU has them by default; and in a loop, with an adapter, here of zeros."""
+    monkeypatch.setenv("JAXPAGED_NATIVE", str(int(uses_native)))
+    model, behind, positions = tiny.load(FLOAT32), (0, 2), np.arange(9, dtype=np.int32)
+    [token_ids] = tiny.prompts([9])
+    batch = batch_of(np.array([3, 1, 2], np.int32), positions, 9, 4)
+    if adapter is not None:
+        lora.make_room(model, NAMES, num_adapters=1, rank=1)
+        batch = dataclasses.replace(batch, adapters=np.full(1, adapter, np.int32))
+
+    @jax.jit
+    def run(model, batch):
+        return model.tapped(
+            jnp.asarray(token_ids), jnp.asarray(positions), model.create_cache(4, 4), batch, behind
+        )
+
+    _, found, _ = run(model, batch)
+    oracle = draft_head.taps(tiny.CONFIG, tiny.reference_weights(), token_ids, behind)
+    np.testing.assert_allclose(np.stack(found), oracle, atol=TOLERANCE, rtol=TOLERANCE)
 
 
 def test_an_mtp_layer_equals_the_numpy_layer(tmp_path):

@@ -2,25 +2,20 @@
 
 import dataclasses
 from collections.abc import Collection, Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from flax import nnx
 
 from jaxpaged.checks import InputError, check, is_int, shown
 from jaxpaged.models import loading
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.drafting.description import DraftHead
-from jaxpaged.models.drafting.head import Head
+from jaxpaged.models.drafting.stored import StoredHead
 from jaxpaged.models.families import llama
 from jaxpaged.models.fields import Fields
 from jaxpaged.models.files import hf, safetensors_files
-from jaxpaged.models.load_as import LoadAs
 from jaxpaged.models.names import Names, Tensors, without_prefix
-from jaxpaged.models.quantised.codes import Quantisation
 from jaxpaged.models.quantised.on_load import on_load
-from jaxpaged.models.weights import AbstractWeights, StoredWeights
 
 LAYER = "layers.{layer}"
 OFFSETS = "d2t"  # of each of the head's choices: the model's token, less the choice's number
@@ -48,59 +43,7 @@ DEFAULTS = {"max_position_embeddings": 2048}
 NEUTRAL = {"fc_norm": False, "parallel_drafting": False, "use_aux_hidden_state": True}
 
 
-@dataclasses.dataclass(frozen=True)
-class Eagle3:
-    """A head on disk: its config read and checked, its weights not loaded yet."""
-
-    path: Path
-    config: ModelConfig
-    tensors: Tensors
-    quantization: str | None
-
-    def load(self, load_as: LoadAs) -> Head:
-        """Load the head in this form. Raises `InputError` if the weights are not the config's."""
-        try:
-            weights = StoredWeights(self.config, NAMES, self.tensors, load_as, self._quantisation)
-            return Head(weights, self._targets())
-        except InputError as error:
-            raise InputError(f"model={str(self.path)!r}: {error}") from error
-
-    def abstract(self, load_as: LoadAs) -> Head:
-        """Describe the head in this form by shapes for arrays; no weight is read."""
-
-        def make() -> Head:
-            targets = np.zeros(self._num_choices, np.int32) if OFFSETS in self.tensors else None
-            return Head(AbstractWeights(self.config, load_as, NAMES, self._quantisation), targets)
-
-        head: Head = nnx.eval_shape(make)
-        return head
-
-    @property
-    def _quantisation(self) -> Quantisation | None:
-        return on_load(self.quantization)
-
-    @property
-    def _num_choices(self) -> int:
-        assert self.config.draft_head is not None
-        return self.config.draft_head.num_choices
-
-    def _targets(self) -> np.ndarray | None:
-        """Return the model's tokens that the head chooses from; None: all, in their order."""
-        if OFFSETS not in self.tensors:
-            return None
-        offsets, count = np.asarray(self.tensors[OFFSETS]), self._num_choices
-        is_one_each = offsets.shape == (count,) and offsets.dtype.kind == "i"
-        what = f"{offsets.dtype.name}{list(offsets.shape)}"
-        check(f"weight {OFFSETS!r}", what, f"integers, one for each of {count} choices", is_one_each)
-        targets = offsets + np.arange(count)
-        is_known = bool(targets.min() >= 0 and targets.max() < self.config.vocab_size)
-        is_known = is_known and len(np.unique(targets)) == count
-        rule = f"offsets to different tokens below {self.config.vocab_size}"
-        check(f"weight {OFFSETS!r}", what, rule, is_known)
-        return targets
-
-
-def open_head(name: str, served: ModelConfig, quantization: str | None = None) -> Eagle3:
+def open_head(name: str, served: ModelConfig, quantization: str | None = None) -> StoredHead:
     """Find a head for the served model: a directory, or a hub id. Raises `InputError`."""
     path = loading.resolve(name)
     check("model", name, "the directory or the hub id of an EAGLE-3 head", path.is_dir())
@@ -110,9 +53,10 @@ def open_head(name: str, served: ModelConfig, quantization: str | None = None) -
     tensors = without_prefix(NAMES, safetensors_files.load(path))
     try:
         config = described(said, tensors, served)
+        targets = targets_of(config, tensors)
     except InputError as error:
         raise InputError(f"model={str(path)!r}: {error}") from error
-    return Eagle3(path, config, tensors, quantization)
+    return StoredHead(path, config, NAMES, tensors, quantization, targets)
 
 
 def described(said: Mapping[str, Any], names: Collection[str], served: ModelConfig) -> ModelConfig:
@@ -131,11 +75,11 @@ def described(said: Mapping[str, Any], names: Collection[str], served: ModelConf
     layers = config.num_layers
     check("model config: num_hidden_layers", layers, "1 for a head that drafts", layers == 1)
     given, own = f.size("target_hidden_size", config.hidden_size), served.hidden_size
-    is_shared = "embed_tokens.weight" not in names or "lm_head.weight" not in names
-    what = "hidden_size" if given == config.hidden_size or is_shared else "target_hidden_size"
+    what = "hidden_size" if f.get("target_hidden_size") is None else "target_hidden_size"
     rule = f"{own}, the served model's"
-    ok = given == own and (config.hidden_size == own or not is_shared)
-    check(f"model config: {what}", given if given != own else config.hidden_size, rule, ok)
+    check(f"model config: {what}", given, rule, given == own)
+    if "embed_tokens.weight" not in names or "lm_head.weight" not in names:  # it shares the served model's
+        check("model config: hidden_size", config.hidden_size, rule, config.hidden_size == own)
     vocab_size = config.vocab_size
     rule = f"{served.vocab_size}, the served model's"
     check("model config: vocab_size", vocab_size, rule, vocab_size == served.vocab_size)
@@ -160,6 +104,23 @@ def described(said: Mapping[str, Any], names: Collection[str], served: ModelConf
     return dataclasses.replace(config, draft_head=head, eos_token_ids=(), tie_word_embeddings=False)
 
 
+def targets_of(config: ModelConfig, tensors: Tensors) -> np.ndarray | None:
+    """Return the model's tokens that a head chooses from; None: all, in their order. Raises `InputError`."""
+    if OFFSETS not in tensors:
+        return None
+    assert config.draft_head is not None
+    offsets, count = np.asarray(tensors[OFFSETS]), config.draft_head.num_choices
+    is_one_each = offsets.shape == (count,) and offsets.dtype.kind == "i"
+    what = f"{offsets.dtype.name}{list(offsets.shape)}"
+    check(f"weight {OFFSETS!r}", what, f"integers, one for each of {count} choices", is_one_each)
+    targets = offsets + np.arange(count)
+    is_known = bool(targets.min() >= 0 and targets.max() < config.vocab_size)
+    is_known = is_known and len(np.unique(targets)) == count
+    rule = f"offsets to different tokens below {config.vocab_size}"
+    check(f"weight {OFFSETS!r}", what, rule, is_known)
+    return targets
+
+
 def _spread(said: Mapping[str, Any]) -> dict[str, Any]:
     """Return a config with the fields of its parts: of the layer in the form of `speculators`, of EAGLE's."""
     if (kind := said.get("speculators_model_type")) is not None:
@@ -181,5 +142,5 @@ def _behind(f: Fields, num_layers: int) -> tuple[int, ...]:
     found = f.get(TAPS) or [2, num_layers // 2, num_layers - 3]
     is_some = isinstance(found, list) and all(is_int(each) and 0 <= each <= num_layers for each in found)
     rule = f"a list of different ints in [0, {num_layers}], numbers of the served model's layers"
-    check(f"model config: {TAPS}", found, rule, is_some and len({*found}) == len(found) > 0)
+    check(f"model config: {TAPS}", found, rule, is_some and len({*found}) == len(found))
     return tuple(sorted(found))

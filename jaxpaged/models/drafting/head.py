@@ -28,7 +28,7 @@ class Head(nnx.Module):
     def __init__(self, weights: Weights, targets: np.ndarray | None = None) -> None:
         c, form = weights.config, weights.form
         assert c.draft_head is not None
-        self.config, self.kind, self.dtype, self.form = c, c.draft_head, weights.dtype, form
+        self.config, self.kind, self.dtype = c, c.draft_head, weights.dtype
         together = form.own == "native"  # a packed weight becomes a stack of one array
 
         def product(role: str) -> layers.Linear | None:

@@ -2,50 +2,22 @@
 
 import dataclasses
 
-from flax import nnx
-
 from jaxpaged.checks import InputError, check
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.drafting.description import DraftHead
-from jaxpaged.models.drafting.head import Head
+from jaxpaged.models.drafting.stored import StoredHead
 from jaxpaged.models.families import family_of, llama
 from jaxpaged.models.files import hf
-from jaxpaged.models.load_as import LoadAs
 from jaxpaged.models.loading import Checkpoint
 from jaxpaged.models.names import Names
 from jaxpaged.models.quantised.on_load import on_load
-from jaxpaged.models.weights import AbstractWeights, StoredWeights, check_names
+from jaxpaged.models.weights import check_names
 
 # Families whose published files have such a layer, by `model_type`.
 FAMILIES = ("glm4_moe",)
 
 
-@dataclasses.dataclass(frozen=True)
-class MtpLayer:
-    """A layer in a model's files: its description, its weights not loaded yet."""
-
-    checkpoint: Checkpoint
-    config: ModelConfig
-    names: Names
-    quantization: str | None
-
-    def load(self, load_as: LoadAs) -> Head:
-        """Load the layer in this form. Raises `InputError` if the weights are not the model's."""
-        try:
-            tensors = self.checkpoint.load_weights()
-            quantisation = on_load(self.quantization)
-            return Head(StoredWeights(self.config, self.names, tensors, load_as, quantisation))
-        except InputError as error:
-            raise InputError(f"model={str(self.checkpoint.path)!r}: {error}") from error
-
-    def abstract(self, load_as: LoadAs) -> Head:
-        """Describe the layer in this form by shapes for arrays; no weight is read."""
-        weights = self.config, load_as, self.names, on_load(self.quantization)
-        head: Head = nnx.eval_shape(lambda: Head(AbstractWeights(*weights)))
-        return head
-
-
-def open_layer(checkpoint: Checkpoint, quantization: str | None = None) -> MtpLayer:
+def open_layer(checkpoint: Checkpoint, quantization: str | None = None) -> StoredHead:
     """Find the MTP layer in a model's files. Raises `InputError`."""
     path, rule = checkpoint.path, f"one of {', '.join(map(repr, FAMILIES))}, whose files have an MTP layer"
     kind = family_of(hf.read_object(path / "config.json")).model_type if path.is_dir() else path.suffix
@@ -58,10 +30,11 @@ def open_layer(checkpoint: Checkpoint, quantization: str | None = None) -> MtpLa
     config = described(checkpoint.config)
     names = names_behind(checkpoint.names, checkpoint.config.num_layers)
     try:
-        check_names(config, names, checkpoint.load_weights())
+        tensors = checkpoint.load_weights()
+        check_names(config, names, tensors)
     except InputError as error:
         raise InputError(f"method='mtp' is not for this model: {error}") from error
-    return MtpLayer(checkpoint, config, names, quantization)
+    return StoredHead(path, config, names, tensors, quantization)
 
 
 def described(served: ModelConfig) -> ModelConfig:
