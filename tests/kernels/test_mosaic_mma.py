@@ -4,7 +4,8 @@ The interpreter has no rule for `mma`: `primitives.rule` is one, acc + a @ b. Th
 `test_fragments_multiply_as_documented`: the registers that Mosaic's layouts give to each thread are those
 that PTX names for mma.m16n8k16. All else of the kernel is run as it is.
 
-An mma reads its operands in a way that the race detector sees. It knows tcgen05 and tensor memory.
+An mma reads its operands in a way that the race detector sees. The interpreter knows tcgen05 and tensor
+memory.
 
 Unproven without a chip: that a GPU's sums are those of the rule, and the order of a warpgroup's four warps,
 which the interpreter takes for one thread.
