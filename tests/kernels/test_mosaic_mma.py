@@ -24,7 +24,7 @@ from pallas_kernels import support
 from pallas_kernels.gpu import targets, tuning
 from tests.kernels.checks import assert_close
 from tests.kernels.interpreter import fresh_interpreter, races_found
-from tests.kernels.primitives import interpretable, rule
+from tests.kernels.primitives import assert_used, interpretable, rule
 from tests.kernels.test_mosaic_interpreter import ALONE, interpret
 from tests.kernels.test_mosaic_tiles import launch
 from tests.marks import slow_and_nightly
@@ -113,8 +113,7 @@ def test_decode_by_mma_equals_the_oracle_without_a_race(
 ) -> None:
     with interpretable("12.0") as used:
         got = interpret(c, "decode")
-    assert used["mma"]
-    assert not used["copy"]
+    assert_used(used, "12.0")
     assert_close(c, got)
     assert not races_found(capsys)
 
@@ -146,9 +145,7 @@ def test_prompts_without_wgmma_equal_the_oracle_without_a_race(
 ) -> None:
     with interpretable(capability) as used:
         got = launch(c)
-    assert bool(used["mma"]) == (capability != "10.0")
-    assert bool(used["copy"]) == capability.startswith("8")
-    assert not used["wrong phase"]
+    assert_used(used, capability, multiply="tcgen05" if capability == "10.0" else "mma.sync")
     assert_close(c, got)
     assert not races_found(capsys)
 
