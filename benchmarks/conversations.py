@@ -23,16 +23,19 @@ import numpy as np
 from absl import app, flags
 
 from benchmarks import record
-from benchmarks.tiers import ONE_TOKEN, drop_cache
-from jaxpaged import LLM
+from jaxpaged import LLM, SamplingParams
+from jaxpaged.handover.exchange import block_bytes
 
-# The model, its dtype and the folder are flags of `benchmarks.tiers`.
+_MODEL = flags.DEFINE_string("model", "smollm2", "As for LLM.")
+_DTYPE = flags.DEFINE_string("dtype", "auto", "As for LLM.")
+_FOLDER = flags.DEFINE_string("folder", None, "Where the files are; default: a temporary folder.")
 _CONVERSATIONS = flags.DEFINE_integer("conversations", 6, "How many.", lower_bound=2)
 _TURNS = flags.DEFINE_integer("turns", 4, "Of each.", lower_bound=2)
 _TOKENS = flags.DEFINE_integer("turn_tokens", 256, "New ones of each turn.", lower_bound=32)
 _WAYS = flags.DEFINE_list("ways", ["computing", "device", "host", "disk"], "Of these four.")
 _WRITE = flags.DEFINE_string("write", None, "A file for the prompts, instead of measuring.")
 BLOCK_SIZE = 16
+ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0)
 
 
 def turns() -> list[list[list[int]]]:
@@ -58,7 +61,7 @@ def measure(way: str, folder: Path) -> dict[str, Any]:
     """Return what one way of answering took."""
     its, gib = sizes(), 0.0
     options: dict[str, Any] = {
-        "dtype": flags.FLAGS.dtype,
+        "dtype": _DTYPE.value,
         "max_num_seqs": 4,
         "max_model_len": its["longest"] + 32,
         "block_size": BLOCK_SIZE,
@@ -70,12 +73,11 @@ def measure(way: str, folder: Path) -> dict[str, Any]:
         more: dict[str, Any] = {"kv_offloading_size": gib / 2} if way in ("host", "disk") else {}
         if way == "disk":
             more |= {"kv_offloading_backend": f"disk:{folder}", "kv_offloading_disk_size": 2 * gib}
-        return LLM(flags.FLAGS.model, **options, **more)
+        return LLM(_MODEL.value, **options, **more)
 
     if way in ("host", "disk"):
-        plain = LLM(flags.FLAGS.model, **options)
-        num_bytes = sum(x.nbytes for x in plain.engine._driver.state.kv_cache.blocks.values())
-        gib = num_bytes / options["num_blocks"] / BLOCK_SIZE * its["total"] / 2**30
+        plain = LLM(_MODEL.value, **options)
+        gib = block_bytes(plain.engine._driver.state.kv_cache) / BLOCK_SIZE * its["total"] / 2**30
         plain.engine.close()
     llm, seconds = make(), {"before": list[float](), "after": list[float]()}
     fetched: dict[str, dict[str, int]] = {"before": {}, "after": {}}
@@ -86,7 +88,7 @@ def measure(way: str, folder: Path) -> dict[str, Any]:
         when = "after" if turn == len(made) - 1 else "before"
         if when == "after":
             llm.engine.close()
-            drop_cache(folder)
+            record.drop_cache(folder)
             llm = make()
             llm.generate([warm], ONE_TOKEN, use_tqdm=False)
         for prompt in prompts:
@@ -102,7 +104,7 @@ def measure(way: str, folder: Path) -> dict[str, Any]:
     llm.engine.close()
     return {
         "way": way,
-        "model": flags.FLAGS.model,
+        "model": _MODEL.value,
         "tokens": its,
         "first_token_ms": {when: spread(each) for when, each in seconds.items()},
         "prompt_tokens": {
@@ -128,7 +130,7 @@ def main(argv: list[str]) -> None:
         return
     results = record.Results("conversations")
     for way in _WAYS.value:
-        with tempfile.TemporaryDirectory(dir=flags.FLAGS.folder) as folder:
+        with tempfile.TemporaryDirectory(dir=_FOLDER.value) as folder:
             results.put(measure(way, Path(folder) / "kept"))
 
 

@@ -171,6 +171,15 @@ def resident_bytes(process: int | str = "self") -> int:
     return 1024 * int(status.split("VmRSS:")[1].split()[0])
 
 
+def drop_cache(folder: Path) -> None:
+    """Write the *.safetensors of a folder to the disk, and have the system forget its cache of them."""
+    os.sync()
+    for path in folder.rglob("*.safetensors"):
+        descriptor = os.open(path, os.O_RDONLY)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+
+
 def _output(*command: str) -> str:
     """Return what a command prints; "" if it cannot be run or fails."""
     try:

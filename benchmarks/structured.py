@@ -22,7 +22,7 @@ from typing import Any
 
 from absl import app, flags
 
-from benchmarks.record import ROOT, Results, start
+from benchmarks.record import ROOT, Results, start, times_of
 from benchmarks.workloads import schema_of_object
 from jaxpaged import LLM, SamplingParams, StructuredOutputsParams
 
@@ -90,9 +90,9 @@ def time_peer(results: Results, schemas: list[dict[str, Any]]) -> None:
 def main(argv: list[str]) -> None:
     start(argv)
     rows, tokens = ROWS.value, TOKENS.value
-    results = Results("structured", OUT.value, rows=rows, tokens=tokens, dtype=DTYPE.value)
     slots, drafts = SLOTS.value or rows, json.loads(DRAFTS.value or "null")
-    results.context |= {"slots": slots, "drafts": drafts, "compact": COMPACT.value}
+    settings = {"dtype": DTYPE.value, "slots": slots, "drafts": drafts, "compact": COMPACT.value}
+    results = Results("structured", OUT.value, rows=rows, tokens=tokens, **settings)
     options: dict[str, Any] = {"max_num_seqs": slots, "dtype": DTYPE.value, "max_model_len": 512}
     room: dict[str, Any] = {"structured_outputs_mib": 64}
     without = LLM("smollm2", **options, **(room if drafts else {}))
@@ -128,15 +128,14 @@ def main(argv: list[str]) -> None:
     for _ in range(ROUNDS.value):
         for name, each in ways.items():
             took[name].append(seconds(*each))
-    base = took["no grammars"]
+    times = times_of(took, "no grammars")
     for name, its in took.items():
-        ratio = statistics.median(a / b for a, b in zip(its, base, strict=True))
         results.put(
             {
                 "what": f"decode step, {name}",
                 "ms": round(1000 * statistics.median(its) / (tokens - 1), 2),
                 "least ms": round(1000 * min(its) / (tokens - 1), 2),
-                "beside no grammars": round(ratio, 3),
+                "beside no grammars": times[name],
             }
         )
 

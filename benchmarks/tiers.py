@@ -6,7 +6,6 @@ that hold one, so that each comes from below the device. Standard output is a JS
 milliseconds of each way and the least, and the tokens that each tier gave.
 """
 
-import os
 import statistics
 import sys
 import tempfile
@@ -19,6 +18,7 @@ from absl import app, flags
 
 from benchmarks import record
 from jaxpaged import LLM, SamplingParams
+from jaxpaged.handover.exchange import block_bytes
 
 _MODEL = flags.DEFINE_string("model", "smollm2", "As for LLM.")
 _DTYPE = flags.DEFINE_string("dtype", "auto", "As for LLM.")
@@ -26,15 +26,6 @@ _TOKENS = flags.DEFINE_integer("tokens", 2000, "Of a prompt.", lower_bound=32)
 _ROUNDS = flags.DEFINE_integer("rounds", 5, "Turns of each way.", lower_bound=1)
 _FOLDER = flags.DEFINE_string("folder", None, "Where the files are; default: a temporary folder.")
 ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0)
-
-
-def drop_cache(folder: Path) -> None:
-    """Write all files of a folder to the disk, and let the system forget what it has of them in memory."""
-    os.sync()
-    for path in folder.rglob("*.safetensors"):
-        descriptor = os.open(path, os.O_RDONLY)
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(descriptor)
 
 
 def measure(folder: Path) -> dict[str, Any]:
@@ -60,9 +51,7 @@ def measure(folder: Path) -> dict[str, Any]:
             told[way] = {"hit": answer.num_cached_tokens, "fetched": dict(answer.metrics.num_fetched_tokens)}
 
     plain = LLM(_MODEL.value, **options)
-    bytes_per_token = sum(x.nbytes for x in plain.engine._driver.state.kv_cache.blocks.values()) / (
-        options["num_blocks"] * block_size
-    )
+    bytes_per_token = block_bytes(plain.engine._driver.state.kv_cache) / block_size
     one_prompt_gib = 1.1 * bytes_per_token * _TOKENS.value / 2**30
     host = LLM(_MODEL.value, kv_offloading_size=3 * one_prompt_gib, **options)
     disk = LLM(
@@ -83,7 +72,7 @@ def measure(folder: Path) -> dict[str, Any]:
         ask("device", plain, prompt)
         ask("host", host, prompt)
         time.sleep(1.5)  # until the writer has nothing left
-        drop_cache(folder)
+        record.drop_cache(folder)
         ask("disk", disk, prompts[turn % 2])
     for llm in (plain, host, disk):
         llm.engine.close()

@@ -128,10 +128,9 @@ def schema_of_object(number: int, kinds: Sequence[dict[str, Any]]) -> dict[str, 
 def drafted(kind: str, count: int) -> Workload:
     """Return so many chats with SmolLM2: edits of code ("copy") or open questions ("chat"), 96 new tokens."""
     from benchmarks.texts import QUESTIONS, edits
-    from jaxpaged.models import loading
-    from jaxpaged.models.loading import SMOLLM2
+    from jaxpaged.models.loading import SMOLLM2, open_checkpoint
 
-    tokenizer = loading.open_checkpoint(SMOLLM2).tokenizer
+    tokenizer = open_checkpoint(SMOLLM2).tokenizer
     assert tokenizer is not None
     prompts = edits() if kind == "copy" else QUESTIONS
     template = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"

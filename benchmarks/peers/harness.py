@@ -65,6 +65,8 @@ class Options:
 
 # From requests to the tokens generated for each: exactly max_tokens of them, greedy, in the requests' order.
 Generate = Callable[[list[Request]], list[list[int]]]
+# Likewise to all answers of each, sampled.
+Sample = Callable[[list[Request]], list[list[list[int]]]]
 
 
 def start(description: str, flags: dict[str, str] | None = None) -> Options:
@@ -132,12 +134,7 @@ def measure(
         reset()
         before = counts() if counts else (0, 0)
         token_ids, seconds = _timed(generate, options.requests)
-        record = {
-            "peer": peer,
-            "version": version,
-            "dtype": options.dtype,
-            "workload": options.workload,
-            "repeat": repeat,
+        measured: dict[str, Any] = {
             "seconds": round(seconds, 4),
             "prompt_tokens": sum(len(request.prompt_token_ids) for request in options.requests),
             "output_tokens": num_output_tokens,
@@ -145,17 +142,17 @@ def measure(
             "output_tokens_per_s": round(num_output_tokens / seconds, 2),
         }
         if counts:
-            record["drafted"], record["accepted"] = (a - b for a, b in zip(counts(), before, strict=True))
+            measured["drafted"], measured["accepted"] = (a - b for a, b in zip(counts(), before, strict=True))
         if repeat == 0:
-            record["token_ids"] = token_ids
-        print(json.dumps(record), file=options.results, flush=True)
+            measured["token_ids"] = token_ids
+        _put(peer, version, options, repeat, measured)
 
 
 def measure_rollouts(
     peer: str,
     version: str,
     options: Options,
-    generate: Callable[[list[Request]], list[list[list[int]]]],
+    sample: Sample,
     new_weights: Callable[[float], Any],
     update: Callable[[Any], object],
 ) -> None:
@@ -168,11 +165,11 @@ def measure_rollouts(
     Raises: RuntimeError if an update has no effect, or an answer has not exactly the tokens asked for.
     """
     few = [replace(request, num_answers=1) for request in options.requests[:1]]
-    first = generate(few)
+    first = sample(few)
     update(new_weights(2.0))
-    changed = generate(few)
+    changed = sample(few)
     update(new_weights(1.0))
-    if changed == first or generate(few) != first:
+    if changed == first or sample(few) != first:
         raise RuntimeError("new weights must change an answer, and the old ones bring it back")
     want = [[request.max_tokens] * request.num_answers for request in options.requests]
     for repeat in range(-1, options.repeats):
@@ -183,7 +180,7 @@ def measure_rollouts(
             update_seconds = time.perf_counter() - begin
         del given
         begin = time.perf_counter()
-        answers = generate(options.requests)
+        answers = sample(options.requests)
         seconds = time.perf_counter() - begin
         got = [list(map(len, each)) for each in answers]
         if got != want:
@@ -191,19 +188,42 @@ def measure_rollouts(
         if repeat < 0:
             continue
         num_answers = sum(map(len, got))
-        record = {
-            "peer": peer,
-            "version": version,
-            "dtype": options.dtype,
-            "workload": options.workload,
-            "repeat": repeat,
+        measured = {
             "update_seconds": round(update_seconds, 4),
             "update_bytes": memory[-1] - memory[0],
             "seconds": round(seconds, 4),
             "answers": num_answers,
             "rollouts_per_s": round(num_answers / (seconds + update_seconds), 3),
         }
-        print(json.dumps(record), file=options.results, flush=True)
+        _put(peer, version, options, repeat, measured)
+
+
+def sampler(llm: Any, sampling_params: Callable[..., Any]) -> Sample:
+    """Return the function by which an engine with vLLM's interface samples answers, with log-probabilities.
+
+    Args:
+        llm: of `vllm.LLM`'s interface.
+        sampling_params: the `SamplingParams` of the same library.
+    """
+
+    def params(request: Request, seed: int) -> Any:
+        return sampling_params(
+            n=request.num_answers,
+            temperature=1.0,
+            seed=seed,
+            max_tokens=request.max_tokens,
+            ignore_eos=True,
+            detokenize=False,
+            logprobs=0,
+        )
+
+    def sample(requests: list[Request]) -> list[list[list[int]]]:
+        prompts = [{"prompt_token_ids": request.prompt_token_ids} for request in requests]
+        asked = [params(request, seed) for seed, request in enumerate(requests)]
+        outputs = llm.generate(prompts, asked, use_tqdm=False)
+        return [[list(answer.token_ids) for answer in output.outputs] for output in outputs]
+
+    return sample
 
 
 @contextlib.contextmanager
@@ -227,6 +247,12 @@ def most_memory() -> Iterator[list[int]]:
         done.set()
         watcher.join()
         most.append(max(most[-1], resident()))
+
+
+def _put(peer: str, version: str, options: Options, repeat: int, measured: dict[str, Any]) -> None:
+    """Write the line of a repeat."""
+    about = {"peer": peer, "version": version, "dtype": options.dtype, "workload": options.workload}
+    print(json.dumps(about | {"repeat": repeat} | measured), file=options.results, flush=True)
 
 
 def _timed(generate: Generate, requests: list[Request]) -> tuple[list[list[int]], float]:

@@ -26,24 +26,8 @@ def main() -> None:
         max_num_seqs=options.max_num_seqs,
         enable_prefix_caching=True,
     )
+    sample = harness.sampler(llm, vllm.SamplingParams)
     weights = load_file(options.model / "model.safetensors")
-
-    def params(request: harness.Request, seed: int) -> vllm.SamplingParams:
-        return vllm.SamplingParams(
-            n=request.num_answers,
-            temperature=1.0,
-            seed=seed,
-            max_tokens=request.max_tokens,
-            ignore_eos=True,
-            detokenize=False,
-            logprobs=0,
-        )
-
-    def generate(requests: list[harness.Request]) -> list[list[list[int]]]:
-        prompts = [{"prompt_token_ids": request.prompt_token_ids} for request in requests]
-        asked = [params(request, seed) for seed, request in enumerate(requests)]
-        outputs = llm.generate(prompts, asked, use_tqdm=False)
-        return [[list(answer.token_ids) for answer in output.outputs] for output in outputs]
 
     def new_weights(factor: float) -> list[tuple[str, object]]:
         return [(name, tensor * factor) for name, tensor in weights.items()]
@@ -52,7 +36,7 @@ def main() -> None:
         llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(changed)})
         llm.reset_prefix_cache()
 
-    harness.measure_rollouts("vllm", vllm.__version__, options, generate, new_weights, update)
+    harness.measure_rollouts("vllm", vllm.__version__, options, sample, new_weights, update)
 
 
 if __name__ == "__main__":

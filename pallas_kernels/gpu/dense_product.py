@@ -4,11 +4,11 @@
 
 So a loop over layers, or over experts, copies no weights: XLA's own products take a whole array.
 
-A program has 128 outputs, up to 256 rows and a range of the inputs, and three Pallas threads (warpgroups).
-The producer's warps fetch weights and rows, with 64 inputs, into a ring of slots; two consumers multiply, 64
-outputs each. The product is transposed, so that outputs fill the 64 rows of a wgmma, or of four warps'
-mma.sync where there is none. Its columns, independent of each other, are the rows of x, padded to a multiple
-of 8:
+A program has 128 outputs, up to 256 rows (128 by mma.sync) and a range of the inputs, and three Pallas
+threads (warpgroups). The producer's warps fetch weights and rows, with 64 inputs, into a ring of slots; two
+consumers multiply, 64 outputs each. The product is transposed, so that outputs fill the 64 rows of a wgmma,
+or of four warps' mma.sync where there is none. Its columns, independent of each other, are the rows of x,
+padded to a multiple of 8:
 
     y^T [64, rows] = weights^T [64, inputs] @ x^T [inputs, rows]
 
@@ -26,7 +26,7 @@ Floor: the weights' bytes over 4.8 TB/s for few rows; for many 2 * rows * inputs
     give 48 bytes a cycle and multiprocessor, more than it has, so some 600 TFLOP/s are the most. Clusters,
     whose programs share what they fetch, would halve that.
 
-Not for: float32; sizes that are not multiples of 8 (`why_not`).
+Not for: float32; sizes that are not multiples of 8, or of 64 where there is no TMA (`why_not`).
 """
 
 import dataclasses

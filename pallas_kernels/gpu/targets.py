@@ -36,8 +36,8 @@ class Target:
 
     @property
     def kernel_multiply(self) -> Multiply:
-        """The instruction of products of few rows, and of prompts with longer heads; other prompts have
-        tcgen05.
+        """The instruction of all kernels but that of prompts, which has `multiply` for heads that are short
+        enough (`prompt.program.multiply_of`).
         """
         return "wgmma" if self.multiply == "wgmma" else "mma.sync"
 
@@ -97,7 +97,7 @@ class Card:
     name: str
     capability: str
     num_cores: int  # multiprocessors
-    memory_bytes: int
+    memory_bytes: float
     bandwidth: float  # bytes a second
     flops: float  # a second
     source: str
@@ -114,39 +114,13 @@ class Card:
 
 
 CARDS = (
-    Card("A100 80GB SXM", "8.0", 108, 80_000_000_000, 2.039e12, 312e12, "NVIDIA A100 datasheet"),
-    Card(
-        "L4", "8.9", 58, 24_000_000_000, 0.300e12, 121e12, "NVIDIA L4 datasheet (half of the sparse figure)"
-    ),
-    Card("RTX 4090", "8.9", 128, 24_000_000_000, 1.008e12, 165.2e12, "NVIDIA Ada architecture whitepaper"),
-    Card(
-        "H100 SXM",
-        "9.0",
-        132,
-        80_000_000_000,
-        3.35e12,
-        989e12,
-        "NVIDIA H100 datasheet (half of the sparse figure)",
-    ),
-    Card(
-        "H200 SXM",
-        "9.0",
-        132,
-        141_000_000_000,
-        4.8e12,
-        989e12,
-        "NVIDIA H200 datasheet (half of the sparse figure)",
-    ),
-    Card(
-        "B200",
-        "10.0",
-        148,
-        180_000_000_000,
-        8.0e12,
-        2250e12,
-        "NVIDIA HGX B200 datasheet (half of the sparse figure)",
-    ),
-    Card("RTX 5090", "12.0", 170, 32_000_000_000, 1.792e12, 209.5e12, "NVIDIA RTX Blackwell whitepaper"),
+    Card("A100 80GB SXM", "8.0", 108, 80e9, 2.039e12, 312e12, "NVIDIA A100 datasheet"),
+    Card("L4", "8.9", 58, 24e9, 0.300e12, 121e12, "NVIDIA L4 datasheet (half of the sparse figure)"),
+    Card("RTX 4090", "8.9", 128, 24e9, 1.008e12, 165.2e12, "NVIDIA Ada architecture whitepaper"),
+    Card("H100 SXM", "9.0", 132, 80e9, 3.35e12, 989e12, "NVIDIA H100 datasheet (half of the sparse figure)"),
+    Card("H200 SXM", "9.0", 132, 141e9, 4.8e12, 989e12, "NVIDIA H200 datasheet (half of the sparse figure)"),
+    Card("B200", "10.0", 148, 180e9, 8e12, 2250e12, "NVIDIA HGX B200 datasheet (half of the sparse figure)"),
+    Card("RTX 5090", "12.0", 170, 32e9, 1.792e12, 209.5e12, "NVIDIA RTX Blackwell whitepaper"),
 )
 
 

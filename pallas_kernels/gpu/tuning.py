@@ -68,7 +68,7 @@ def default_config(
     multiprocessor's memory and registers.
 
     Where that is not possible, one program gets the stages that fit: of long heads on GPUs with little
-    shared memory a single one, which another program's multiprocessor fetches while this one multiplies.
+    shared memory a single one, with which it does not fetch while it multiplies.
 
     has_extras: whether there are slopes, sinks or a window.
     target: None stands for `targets.compiled_for`.

@@ -52,6 +52,15 @@ def barrier_here() -> str:
     return f"{frame.f_code.co_name} {name} {traced('array', 0)}"
 
 
+def assert_used(used: Counter[str], capability: str, *, multiply: str = "mma.sync") -> None:
+    """Check that a kernel multiplied, and brought its tiles, by a target's primitives, and waited for the
+    right phases.
+    """
+    assert bool(used["mma"]) == (multiply == "mma.sync")
+    assert bool(used["copy"]) == (targets.TARGETS[capability].fetch == "cp.async")
+    assert not used["wrong phase"]
+
+
 @contextlib.contextmanager
 def interpretable(capability: str) -> Iterator[Counter[str]]:
     """Make kernels traced within for a target that has no wgmma, as the interpreter can run them.

@@ -4,7 +4,8 @@ The interpreter has no rule for `mma`: `primitives.rule` is one, acc + a @ b. Th
 `test_fragments_multiply_as_documented`: the registers that Mosaic's layouts give to each thread are those
 that PTX names for mma.m16n8k16. All else of the kernel is run as it is.
 
-An mma reads its operands in a way that the race detector sees. It knows tcgen05 and tensor memory.
+An mma reads its operands in a way that the race detector sees. The interpreter knows tcgen05 and tensor
+memory.
 
 Unproven without a chip: that a GPU's sums are those of the rule, and the order of a warpgroup's four warps,
 which the interpreter takes for one thread.
@@ -23,7 +24,7 @@ from pallas_kernels import support
 from pallas_kernels.gpu import targets, tuning
 from tests.kernels.checks import assert_close
 from tests.kernels.interpreter import fresh_interpreter, races_found
-from tests.kernels.primitives import interpretable, rule
+from tests.kernels.primitives import assert_used, interpretable, rule
 from tests.kernels.test_mosaic_interpreter import ALONE, interpret
 from tests.kernels.test_mosaic_tiles import launch
 from tests.marks import slow_and_nightly
@@ -112,8 +113,7 @@ def test_decode_by_mma_equals_the_oracle_without_a_race(
 ) -> None:
     with interpretable("12.0") as used:
         got = interpret(c, "decode")
-    assert used["mma"]
-    assert not used["copy"]
+    assert_used(used, "12.0")
     assert_close(c, got)
     assert not races_found(capsys)
 
@@ -145,9 +145,7 @@ def test_prompts_without_wgmma_equal_the_oracle_without_a_race(
 ) -> None:
     with interpretable(capability) as used:
         got = launch(c)
-    assert bool(used["mma"]) == (capability != "10.0")
-    assert bool(used["copy"]) == capability.startswith("8")
-    assert not used["wrong phase"]
+    assert_used(used, capability, multiply="tcgen05" if capability == "10.0" else "mma.sync")
     assert_close(c, got)
     assert not races_found(capsys)
 

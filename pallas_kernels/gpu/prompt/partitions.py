@@ -77,10 +77,8 @@ def plan(
 class Partials(NamedTuple):
     """The partial results of each consumer's rows, in the GPU's memory."""
 
-    out: Any  # [max_items, num_kv_heads, num_chunks, num_warpgroups, rows, head_dim] float32
-    max: (
-        Any  # [max_items, num_kv_heads, num_chunks, num_warpgroups, rows, 8] float32, the same in all columns
-    )
+    out: Any  # [max_items, num_kv_heads, num_chunks, num_warpgroups, warpgroup_rows, head_dim] float32
+    max: Any  # [max_items, num_kv_heads, num_chunks, num_warpgroups, warpgroup_rows, 8] float32, all the same
     sum: Any  # likewise
 
 

@@ -1,9 +1,10 @@
 """A program of the prompt kernel: the problem that it works on, its shared memory, and the keys that it
 reads.
 
-Up to two consumer warpgroups have 64 rows of queries each: row = head * tile_len + token, for example 2 query
-heads of 32 tokens. A producer warpgroup brings them tiles of K and V through a ring (`fetch`,
-`gpu.attention`), over which they take the softmax (`softmax`). K and V of a slot have barriers of their own.
+Up to two consumer warpgroups have 64 rows of queries each, with tensor memory 128: row = head * tile_len +
+token, for example 2 query heads of 32 tokens. A producer warpgroup brings them tiles of K and V through a
+ring (`fetch`, `gpu.attention`), over which they take the softmax (`softmax`). K and V of a slot have barriers
+of their own.
 """
 
 import dataclasses
@@ -166,10 +167,10 @@ def make_problem(
 class Scratch(NamedTuple):
     """Shared memory and barriers of one program."""
 
-    q: Any  # [num_warpgroups, 64, head_dim]; in the end, the output
+    q: Any  # [num_warpgroups, warpgroup_rows, head_dim]; in the end, the output
     ring: Ring
     raw: Ring | None  # of a quantised cache's tiles, as memory has them
-    p: Any  # [num_warpgroups, 64, tile_kv] the weights of one tile; None where they stay in registers
+    p: Any  # [num_warpgroups, warpgroup_rows, tile_kv] a tile's weights; None where they stay in registers
     q_full: Any  # [num_warpgroups], an arrival per head
     turn: Any  # one barrier, by which both consumers take turns, or wait for each other
     k_new: Any  # [16, head_dim] the newest tokens of K, in a cache of 4 bits a number; else None

@@ -1,10 +1,11 @@
 """The consumers of a program of the prompt kernel: the softmax over tiles of K and V as they arrive.
 
-    S [64, tile_kv] = Q @ K^T          O [64, head_dim] += P @ V
+    S [rows, tile_kv] = Q @ K^T          O [rows, head_dim] += P @ V
 
-Two consumers take turns: while one multiplies, the other takes its softmax. P goes to the second product from
-registers, and O is added up in place. Pallas' interpreter can do neither: there (`in_registers` False) P goes
-through shared memory and the product is added afterwards. Nothing else differs.
+A consumer has 64 rows, or 128 with tensor memory. Two consumers take turns: while one multiplies, the other
+takes its softmax. P goes to the second product from registers, and O is added up in place. Pallas'
+interpreter can do neither: there (`in_registers` False) P goes through shared memory and the product is added
+afterwards. Nothing else differs.
 
 A GPU without wgmma multiplies by tcgen05 (`tensor_memory`), or by mma.sync, a part of a product at a time
 (`common.product`). Consumers take no turns then, and wait for each other at the edge alone, where one zeroes
@@ -173,8 +174,8 @@ def _logits(
     *,
     is_edge: bool,
 ) -> tuple[jax.Array, float]:
-    """Return scores and a factor: their product is the logits times log2(e), [64, tile_kv]; -inf where
-    unseen.
+    """Return scores and a factor: their product is the logits times log2(e), [warpgroup_rows, tile_kv]; -inf
+    where unseen.
     """
     factor = p.scale * LOG2E
     if k_scale is not None:
