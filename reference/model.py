@@ -98,8 +98,8 @@ def logits(
 ) -> np.ndarray:
     """Return scores of the token after each of `token_ids`: [num_tokens, vocab_size], in the weights' dtype.
 
-    With a cache, only tokens that it does not have are computed. `routed` takes the experts that each layer's
-    router chooses.
+    With a cache, only tokens that it does not have are computed, and scored. `routed` takes the experts that
+    each layer's router chooses.
     """
     first = cache.num_tokens if cache else 0
     x = embed(config, weights, token_ids, first)

@@ -31,7 +31,7 @@ class Follower:
 
     opens: the token behind which the grammar begins; None: at the answer's beginning.
     is_beam: the answer is a beam's. Its row rests behind every token, for the beams of a search go on
-        together: where nothing is barred it gets a mask of all tokens.
+        together: where nothing is barred, too.
     """
 
     def __init__(self, language: Language, opens: int | None, *, is_beam: bool = False) -> None:
@@ -48,10 +48,10 @@ class Follower:
         return made
 
     def due(self, answer: Sequence[int]) -> tuple[int, np.ndarray | None] | None:
-        """Return the state that the row is to get behind its answer, and the mask, if one is to be written.
+        """Return the state that the row is to get behind its answer, and its mask, None if nothing is barred.
 
-        FREE, without a mask, behind a token that the grammar bars. None: nothing has come since the last
-        time, the grammar has not begun, or the row is free already.
+        FREE behind a token that the grammar bars. None: nothing has come since the last time, the grammar has
+        not begun, or the row is free already.
         """
         was_lost = self._is_lost
         for token in answer[self._num_read :]:
@@ -65,7 +65,7 @@ class Follower:
         if self._place is not None and not self._is_lost:
             found: tuple[int, np.ndarray | None] = (0, self._place.allowed())
         elif self._is_beam:
-            found = 0, np.ones_like(self._language.matcher().allowed())
+            found = 0, None
         elif self._place is None or was_lost:
             return None
         else:
@@ -80,7 +80,7 @@ class Line(NamedTuple):
     row: int
     first: int  # word of the arena at which its grammar begins
     state: int  # of the row from then on
-    allowed: np.ndarray | None  # bool [vocab]; None: none is needed
+    allowed: np.ndarray | None  # bool [vocab]; None: nothing is barred
 
 
 def mask_arrays(
@@ -89,7 +89,7 @@ def mask_arrays(
     """Return at most MASK_LINES lines as `loop.write_masks` takes them: masks, their words, rows and
     states.
     """
-    masks = np.zeros((MASK_LINES, cdiv(vocab_size, 32)), np.uint32)
+    masks = np.full((MASK_LINES, cdiv(vocab_size, 32)), 2**32 - 1, np.uint32)
     firsts = np.zeros(MASK_LINES, np.int32)
     rows = np.full((2, MASK_LINES), num_rows, np.int32)  # beyond all
     for i, line in enumerate(lines):

@@ -106,7 +106,7 @@ def forced_tokens(
     """
     forced = np.full(len(masks), NOT_ALLOWED, np.int32)
     few = masks.sum(axis=1) <= (MOST_BEGINNINGS if raw else 1)
-    few &= ~masks[:, list(eos_ids)].any(axis=1)
+    few &= masks.any(axis=1) & ~masks[:, list(eos_ids)].any(axis=1)
     for line in np.flatnonzero(few).tolist():
         tokens = np.flatnonzero(masks[line]).tolist()
         longest = max(tokens, key=lambda token: len(raw[token])) if raw else tokens[0]

@@ -74,7 +74,7 @@ class GrammarCache:
             tokenizer, vocab_size, eos_ids = self._made_from
             self._tokens = token_bytes(Vocabulary(tokenizer), vocab_size, eos_ids)
         made_from: tuple[object, ...] = ("grammar", files.VERSION, key, self._tokens.digest, self._limits)
-        if recursive.is_installed():  # which a schema that refers to itself depends on
+        if recursive.is_installed():  # on which JSON of any depth depends
             made_from = (*made_from, "llguidance", importlib.metadata.version("llguidance"))
         path = disk_cache.path_of(made_from, SUFFIX)
         if path is not None and (found := self._read(path)) is not None:

@@ -59,7 +59,7 @@ class GrammarRows:
     """Place of each row in its automaton."""
 
     first: Int[Array, " rows"]  # word of the arena at which its automaton begins; 0: it has none
-    state: Int[Array, " rows"]  # state behind its tokens, or FREE, or WAITS
+    state: Int[Array, " rows"]  # state behind its tokens, or FREE, WAITS or RESTS
     opens: Int[Array, " rows"]  # token that ends the waiting
 
 

@@ -54,8 +54,8 @@ def texts(value) -> list[str]:
     return [json.dumps(value, ensure_ascii=False)]
 
 
-def machine(schema):
-    """Return the machine of a schema, None if nothing is valid, and whether it goes `LEVELS` deep."""
+def machine(schema, levels=LEVELS):
+    """Return the machine of a schema, None if nothing is valid, and whether it goes some levels deep."""
     try:
         return byte_machine(schema_node(schema), Limits()), False
     except UnmetError:
@@ -63,7 +63,7 @@ def machine(schema):
     except NotRegularError as problem:
         if not problem.is_recursive:
             raise
-    return byte_machine(schema_node(schema, levels=LEVELS), Limits()), True
+    return byte_machine(schema_node(schema, levels=levels), Limits()), True
 
 
 def is_accepted(made, value) -> bool:

@@ -82,6 +82,16 @@ def test_a_text_is_forced_where_all_tokens_are_beginnings_of_one():
     assert sorted({*only.forced.tolist()}) == [NOT_ALLOWED, 1, 2, 5]  # without bytes, the only tokens
 
 
+def test_nothing_is_forced_where_nothing_may_come():
+    """A vocabulary without an end: behind a whole text no token is left."""
+    steps, accepting = trie([b"abc"])
+    for raw in ((), RAW):
+        automaton = automaton_of(steps, np.arange(len(RAW)), accepting, (), raw=raw)
+        last = automaton.step(automaton.start, RAW.index(b"abc"))
+        assert not automaton.allowed(last).any()
+        assert automaton.forced[automaton.mask_of[last]] == NOT_ALLOWED
+
+
 def test_the_oracle_knows_utf8():
     language = oracle.chars((0x7F, 0x10FFFF))
     for point in (0x7F, 0x80, 0x7FF, 0x800, 0xD7FF, 0xE000, 0xFFFF, 0x10000, 0x10FFFF):

@@ -120,7 +120,7 @@ def test_a_structural_tag_has_the_masks_of_its_automaton(more):
             state = ours.step(state, token)
 
 
-def test_only_what_refers_to_itself_goes_to_llguidance():
+def test_only_what_has_any_depth_goes_to_llguidance():
     assert source(grammar=SUM) is not None
     assert source(json=json.dumps(LISTS)) is not None
     ref = {"$ref": "#/$defs/a"}
