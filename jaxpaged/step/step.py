@@ -92,7 +92,7 @@ def advance(
     state, new, num_accepted = answer(model, state, hidden, slots, due, drafts, config)
     num_new, num_returned = jnp.sum(due), jnp.int32(0)
     if drafts is not None and config.lookup is not None:
-        state, num_returned = speculation.settle(state, num_accepted, drafts, config.lookup)
+        state, num_returned = speculation.settle(state, num_accepted, drafts, due, config.lookup)
         state = past.note_ended(state, due & (state.rows.phase == Phase.FINISHED))
         num_new += jnp.sum(num_accepted)
 
