@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 LONGEST_WAIT = 31
 PARTS = 64  # of a step, in which costs of drafts are counted
-AT_FIRST, MOST_DEBT = PARTS // 2, 64 * PARTS
+AT_FIRST, MOST_SAVED, MOST_DEBT = PARTS // 2, 4 * PARTS, 64 * PARTS
+DEAR = PARTS // 4
 MOST_OCCURRENCES = 32
 
 
@@ -184,8 +185,8 @@ class Credit:
     change: int = 0  # in this step
 
     def settle(self) -> None:
-        """Add the step's change: savings count for no more than a step."""
-        self.parts = max(min(self.parts + self.change, PARTS), -MOST_DEBT)
+        """Add the step's change."""
+        self.parts = max(min(self.parts + self.change, MOST_SAVED), -MOST_DEBT)
         self.change = 0
 
 
@@ -240,11 +241,11 @@ class Drafting:
 
     def affordable(self, num_answered: int) -> int:
         """Return how many drafts more it may make: they may have cost more than they have saved by a part
-        for each token of the answer, and a bit at first where all together have lost no more than that.
+        for each token of the answer, and by half a step and all together's savings where there are some.
         """
         if self.credit.cost is None:
             return self.lookup.most
-        at_first = AT_FIRST if self.credit.parts >= 0 else 0
+        at_first = AT_FIRST + self.credit.parts if self.credit.parts >= 0 else 0
         _, num_drafted, num_right = self.counts
         return (PARTS * num_right + num_answered + at_first) // self.each - num_drafted
 
@@ -257,7 +258,7 @@ class Drafting:
 
     def note(self, num_drafts: int, num_right: int, num_new: int = 0) -> None:
         """Learn from a step's drafts, behind which there are so many new tokens: about twice as many drafts
-        as were right, or a pause.
+        as were right, or one more where they are dear, or a pause.
         """
         self.credit.change += PARTS * num_right + num_new - self.each * num_drafts
         if num_drafts == 0:
@@ -268,6 +269,6 @@ class Drafting:
             self.credit.change -= cost.tile * self.prompt_tiles
         self.has_begun = True
         self.counts = [n + more for n, more in zip(self.counts, (1, num_drafts, num_right), strict=True)]
-        self.most = min(2 * num_right + 1, self.lookup.most)
+        self.most = min((2 if self.each < DEAR else 1) * num_right + 1, self.lookup.most)
         self.misses = 0 if num_right else self.misses + 1
         self.wait = min(2**self.misses - 1, LONGEST_WAIT)

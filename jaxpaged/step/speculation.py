@@ -34,8 +34,9 @@ from jaxpaged.step.state import Counter, DraftRows, EngineState, Phase, Rows
 
 # A row whose drafts fail waits 1, 3, 7, ... steps, and at most so many, before it drafts again.
 LONGEST_WAIT = 31
-# What a row may lose at first, in parts of a step, and what all together may owe at most.
-AT_FIRST, MOST_DEBT = PARTS // 2, 64 * PARTS
+# Parts of a step that a row may lose at first, and that all rows may have saved, and owe, at most.
+AT_FIRST, MOST_SAVED, MOST_DEBT = PARTS // 2, 4 * PARTS, 64 * PARTS
+DEAR = PARTS // 4  # cost of a draft from which on rows are slower to make more
 
 
 @jax.tree_util.register_dataclass
@@ -45,7 +46,8 @@ class Drafts:
 
     num: Int[Array, " rows"]
     first_slot: Int[Array, " rows"]  # decode slot of the row's first draft; the others follow
-    cost: Int[Array, ""]  # of all, in parts of a step
+    each: Int[Array, ""]  # cost of one, in parts of a step
+    cost: Int[Array, ""]  # of all, with what a model that drafts computes of prompts
 
 
 def draft(
@@ -131,7 +133,7 @@ def draft(
         tiles = jnp.where(begins, cdiv(rows.prompt_lens, PREFILL_TILE), 0)
         cost += config.draft_cost.tile * jnp.sum(tiles)
     plan = replace(plan, num_new_tokens=plan.num_new_tokens + num)
-    return state, plan, slots, Drafts(num, first_slot, cost)
+    return state, plan, slots, Drafts(num, first_slot, each, cost)
 
 
 def affordable(
@@ -140,11 +142,11 @@ def affordable(
     """Return how many drafts more each row may make where one costs so much; it may be negative.
 
     What a row's drafts have cost may exceed what the right ones have saved by one part for each token of its
-    answer, and at first by AT_FIRST parts, unless all rows together have lost more than they may: so no
-    answer takes much more time than without drafts, whatever is drafted.
+    answer, by AT_FIRST parts, and by what all rows' drafts have saved of late. If those have lost more than a
+    part for each token, only the first counts. So no answer takes much more time than without drafts.
     """
     _, num_drafted, num_right = jnp.moveaxis(drafting.counts, 1, 0)
-    at_first = jnp.where(credit >= 0, AT_FIRST, 0)
+    at_first = jnp.where(credit >= 0, AT_FIRST + credit, 0)
     return (PARTS * num_right + rows.num_tokens - rows.prompt_lens + at_first) // each - num_drafted
 
 
@@ -219,14 +221,14 @@ def settle(
     state = state.on_tables(block_table.truncate, drafts.num - num_accepted)
     rows = state.rows
     assert rows.drafting is not None
-    drafting = after(rows.drafting, rows.running, drafts.num, num_accepted, lookup)
+    drafting = after(rows.drafting, rows.running, drafts, num_accepted, lookup)
     if isinstance(lookup, ByModel):  # of a row that is to be computed again nothing is left
         left = jnp.minimum(drafting.followed, state.tables.seq_lens)
         is_away = rows.phase == Phase.SWAPPED
         drafting = replace(drafting, followed=jnp.where(is_away, drafting.followed, left))
     if state.credit is not None:
         saved = (PARTS + 1) * jnp.sum(num_accepted) + jnp.sum(due & (rows.beams.width == 0))
-        credit = jnp.clip(state.credit + saved - drafts.cost, -MOST_DEBT, PARTS)
+        credit = jnp.clip(state.credit + saved - drafts.cost, -MOST_DEBT, MOST_SAVED)
         state = replace(state, credit=credit)
     state = replace(state, rows=replace(rows, drafting=drafting)).count(
         {
@@ -243,16 +245,19 @@ def settle(
 def after(
     drafting: DraftRows,
     running: Bool[Array, " rows"],
-    num: Int[Array, " rows"],
+    drafts: Drafts,
     num_accepted: Int[Array, " rows"],
     lookup: AnyLookup,
 ) -> DraftRows:
-    """Return how each row's drafts have done, behind a step with `num` drafts.
+    """Return how each row's drafts have done, behind a step with these.
 
-    A row may draft about twice as many as were right the last time; one whose drafts were all wrong waits.
+    A row may draft about twice as many as were right the last time, or one more where drafts are dear; one
+    whose drafts were all wrong waits.
     """
+    num = drafts.num
     drafted, hits = num > 0, num_accepted > 0
-    most = jnp.where(drafted, jnp.minimum(2 * num_accepted + 1, lookup.most), drafting.most)
+    more = jnp.where(drafts.each < DEAR, 2 * num_accepted, num_accepted) + 1
+    most = jnp.where(drafted, jnp.minimum(more, lookup.most), drafting.most)
     misses = jnp.where(drafted, jnp.where(hits, 0, drafting.misses + 1), drafting.misses)
     longer = jnp.minimum((1 << jnp.minimum(misses, 8)) - 1, LONGEST_WAIT)
     waited = jnp.maximum(drafting.wait - running, 0)

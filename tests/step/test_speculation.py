@@ -111,16 +111,17 @@ def test_a_row_drafts_more_after_hits_and_waits_after_misses():
     for _ in range(300):
         may = oracle.draft([1, 1, 1, 1, 1, 1, 1, 1], 5, 8)
         num, num_right = len(may), int(rng.integers(0, len(may) + 1)) if rng.random() < 0.3 else 0
+        oracle.each = 8 if len(seen) % 2 else 16
+        made = speculation.Drafts(jnp.array([num]), jnp.zeros(1), jnp.int32(oracle.each), jnp.int32(0))
         oracle.note(num, num_right)
-        arrays = (jnp.array([value], jnp.int32) for value in (num, num_right))
-        rows = speculation.after(rows, jnp.ones(1, bool), *arrays, LOOKUP)
+        rows = speculation.after(rows, jnp.ones(1, bool), made, jnp.array([num_right]), LOOKUP)
         mine = [field[0].tolist() for field in jax.tree.leaves(rows)]
         assert mine[:4] == [oracle.most, oracle.misses, oracle.wait, oracle.counts]
         seen.add(oracle.wait)
     assert seen >= {0, 1, 3, 7, 15, reference.LONGEST_WAIT}
 
 
-@pytest.mark.parametrize("parts", [-1, 0])
+@pytest.mark.parametrize("parts", [-1, 0, 77])
 def test_what_a_row_may_draft_follows_from_what_its_drafts_have_cost(parts):
     rng = np.random.default_rng(4)
     rows = empty_rows(50, 8, 97, most_drafts=5)
