@@ -35,6 +35,8 @@ from pallas_kernels.ops import TiledImplementation, choice
 
 # Fraction of the blocks that stays free, as in vLLM, when a request is admitted beside running ones.
 WATERMARK = 0.01
+# Narrower decode passes, as shares of all rows.
+SHARES_OF_WIDTHS = 32, 4
 
 
 def resolve_dtype(config: EngineConfig) -> jnp.dtype:
@@ -244,12 +246,25 @@ class Setup:
             watermark_blocks=int(WATERMARK * num_blocks),
             grouping=self.grouping.of_step,
             reuse_answers=config.reuse_answers,
-            decode_widths=config.decode_widths,
+            decode_widths=self.decode_widths,
             lookup=None if drafts is None else draft_costs.lookup_of(drafts),
             most_drafting=None if drafts is None else draft_costs.most_drafting(drafts),
             draft_cost=self.draft_cost or draft_costs.cost_of(config, self.whole, self.draft),
             logprobs_mode=config.logprobs_mode,
         )
+
+    @property
+    def decode_widths(self) -> tuple[int, ...]:
+        """Rows of narrower decode passes."""
+        if self.config.decode_widths is not None:
+            return self.config.decode_widths
+        form = form_of(self.dtype, self.config.loop_over_layers)
+        # With few numbers in a row, as Gemma 3n's predictions have, XLA's own code has other last bits.
+        is_alike = form.own == "native" and self.attention == "native" and self.whole.altup is None
+        if not (is_alike and form.loops):
+            return ()
+        shares = (self.config.max_num_seqs // share for share in SHARES_OF_WIDTHS)
+        return tuple(rows for rows in shares if rows > 1)
 
     def description(self) -> dict[str, str]:
         """Describe what all processes of an engine must have in common, as texts by their names."""

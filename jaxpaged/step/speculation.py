@@ -97,7 +97,7 @@ def draft(
         elif isinstance(lookup, ByGrammar):
             return num_forced, forced
         else:
-            found, follow = look_up(rows, state.past, lookup)
+            found, follow = look_up(rows, state.past, lookup, may)
         may_have = most
         if by_model:
             may_have = jnp.minimum(most, -((num_taken - num_slots) // num_taken))

@@ -1,7 +1,6 @@
 """One step: schedule, take blocks, run the model, sample, append, publish, free. Pure."""
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import jax
@@ -203,13 +202,15 @@ def forward(
         if slots.offset is not None:
             in_use = slots.offset > 0
             num_slots = jnp.maximum(num_slots, jnp.max(jnp.where(in_use, jnp.arange(in_use.shape[0]) + 1, 0)))
-        widths = (0, *config.decode_widths, config.max_num_seqs)
-        passes: list[Callable[[Carry], Carry]] = [skip]
-        passes += [functools.partial(decode, width=width) for width in widths[1:]]
-        narrowest = jnp.sum(num_slots > jnp.array(widths), dtype=jnp.int32)
-        kv_cache, hidden, prompt_scores, routed = lax.switch(narrowest, passes, carry)
+        # One condition after the other: of several branches that write to the cache XLA makes copies.
+        most = 0
+        for width in (*config.decode_widths, config.max_num_seqs):
+            fits = (num_slots > most) & (num_slots <= width)
+            carry = lax.cond(fits, functools.partial(decode, width=width), skip, carry)
+            most = width
     else:
-        kv_cache, hidden, prompt_scores, routed = lax.cond(jnp.any(decodes), decode, skip, carry)
+        carry = lax.cond(jnp.any(decodes), decode, skip, carry)
+    kv_cache, hidden, prompt_scores, routed = carry
     return replace(state, kv_cache=kv_cache, routed=routed), hidden, prompt_scores
 
 
