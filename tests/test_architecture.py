@@ -80,7 +80,7 @@ ALLOWED = {
     "jaxpaged/checks.py": set(),
     "jaxpaged/status.py": set(),
     "jaxpaged/options.py": {"jaxpaged/checks.py"},
-    "jaxpaged/config_rules.py": {"jaxpaged/checks.py"},
+    "jaxpaged/config_rules.py": {"jaxpaged/checks.py", "jaxpaged/speculation.py"},
     "jaxpaged/config.py": {
         "jaxpaged/checks.py",
         "jaxpaged/config_rules.py",
