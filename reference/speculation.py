@@ -157,7 +157,7 @@ def chosen_by(next_token: Callable[[list[int]], int], tokens: Sequence[int], num
 
 @dataclass(frozen=True)
 class DraftCost:
-    """What drafts cost, in parts of a step of one row.
+    """Cost of drafts, in parts of a step of one row.
 
     row: the slot that verifies a draft.
     passes: what a model that drafts computes for one.

@@ -62,7 +62,7 @@ PARTS = 64  # of a step, in which costs of drafts are counted
 
 @dataclass(frozen=True)
 class DraftCost:
-    """What drafts cost, in parts of a step in which one row decodes."""
+    """Cost of drafts, in parts of a step in which one row decodes."""
 
     row: int  # the slot that verifies a draft
     passes: int = 0  # what a model that drafts computes for one
