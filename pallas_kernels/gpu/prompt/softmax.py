@@ -39,8 +39,10 @@ from pallas_kernels.gpu.prompt.program import (
     Scratch,
 )
 
-# Of V in registers at a time; all outputs where copies are cp.async, for there ptxas then spills less.
+# Of V in registers at a time. Without TMA two consumers share registers equally: with as many columns of V
+# (None: all) ptxas spills nothing of what each version of JAX makes.
 MMA_TOKENS, MMA_OUTPUTS = 16, 16
+SHARED_OUTPUTS = None if jax.__version_info__ >= (0, 12) else 32
 
 
 def load_queries(
@@ -253,7 +255,7 @@ def _add_weighted(
 ) -> jax.Array:
     """Return out + weights @ V, for the V of a tile."""
     if not p.has_wgmma:
-        width = MMA_OUTPUTS if p.has_tma else None
+        width = MMA_OUTPUTS if p.has_tma or p.is_quantised else SHARED_OUTPUTS
         return common.product(weights, v, (WARPGROUP_ROWS, p.head_dim), p.multiply, out, MMA_TOKENS, width)
     if p.in_registers:
 
