@@ -55,10 +55,13 @@ def test_a_head_computes_the_oracles_entries_of_prompts_and_answers():
     [shared] = tiny.prompts([40], seed=4)
     seen = []
     for own in ([1, 2, 3, 4, 5, 6, 7, 8, 9], [1], [60], []):
-        prompt = [*shared, *own]
+        prompt, num_turns = [*shared, *own], 0
         tiny.submit(driver, [prompt], tiny.greedy(45))
         while driver.has_work:
             driver.turn(max_steps=1)
+            num_turns += 1
+            if num_turns % 4:  # what was computed before is there, still
+                continue
             [rows] = np.nonzero(np.asarray(driver.state.rows.running))
             if len(rows) == 0 or driver.state.rows.drafting.followed[rows[0]] == 0:
                 continue
