@@ -339,9 +339,7 @@ def test_every_family_is_packed_as_when_it_is_loaded(name, quantization):
 
 @pytest.mark.parametrize("name", ["gpt_neox", "olmo2"])
 def test_jax_arrays_whose_numbers_lie_otherwise_are_not_shared(name):
-    """In layers one by one an array may be the weight itself, but not where a family's files order it
-    otherwise.
-    """
+    """An array may be a layer's weight as it is, but not where a family's files have another order."""
     said = json.loads((GOLDENS / "families" / name / "config.json").read_text())
     config = from_hf(said)
     names = names_of(said, config)
