@@ -82,7 +82,8 @@ class Driver(Offloading, ArenaWriter, RoutedReader):
         draft: Draft | None = None,
     ) -> None:
         self._processes = processes
-        self.setup = setup = Setup(config, model_config, None if draft is None else draft.config)
+        of_draft = () if draft is None else (draft.config, draft.cost)
+        self.setup = setup = Setup(config, model_config, *of_draft)
         load_model, shapes = drafted.beside(draft, setup, load_model), shapes_beside(draft, setup, shapes)
         if processes is not None:  # before anything heavy
             processes.agree(setup.description())

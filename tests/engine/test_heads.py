@@ -1,5 +1,6 @@
 """Heads that draft, in an engine: what they compute, what is accepted, and what is refused."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -211,6 +212,7 @@ def test_an_mtp_layer_drafts_and_changes_no_answer(tmp_path):
     for drafts in (None, {"method": "mtp", "num_speculative_tokens": 3, "disable_by_batch_size": 4}):
         options = EngineConfig(**tiny.DEFAULTS | {"max_model_len": 100, "speculative_config": drafts})
         draft = draft_of(options, checkpoint)
+        draft = draft and dataclasses.replace(draft, cost=tiny.CHEAP)
         shapes = checkpoint.abstract
         driver = Driver(options, checkpoint.config, checkpoint.model, shapes=shapes, draft=draft)
         for prompt in ([5, 7, 11], [*range(40)]):
