@@ -211,7 +211,7 @@ def test_the_cpu_kernels_have_narrower_passes_by_default(monkeypatch):
     assert widths(max_num_seqs=4) == widths(decode_widths=()) == widths(loop_over_layers=False) == ()
     assert widths(decode_widths=(3,), loop_over_layers=False) == (3,)
     monkeypatch.setenv("JAXPAGED_NATIVE", "0")
-    assert widths() == ()
+    assert widths() == widths(loop_over_layers=True) == ()
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library keeps what it will")

@@ -35,6 +35,21 @@ def test_what_followed_the_longest_end_is_drafted(monkeypatch):
     assert lengths == {0, 1, 2, 3, 4, 5}
 
 
+def test_only_rows_that_are_wanted_are_looked_up():
+    rng = np.random.default_rng(5)
+    rows = empty_rows(20, 40, 97)
+    rows.token_ids[:] = rng.integers(0, 3, (20, 40))
+    rows.num_tokens[:] = rng.integers(1, 41, 20)
+    wanted = rng.random(20) < 0.5
+    on_device = jax.tree.map(jnp.asarray, rows)
+    num, follow = map(np.asarray, followers.look_up(on_device, None, LOOKUP, jnp.asarray(wanted)))
+    lookup = reference.Lookup(*dataclasses.astuple(LOOKUP))
+    for row in np.flatnonzero(wanted):
+        tokens = rows.token_ids[row, : rows.num_tokens[row]].tolist()
+        assert follow[row, : num[row]].tolist() == reference.followers(tokens, lookup)
+    assert num[wanted].max() == LOOKUP.most
+
+
 @pytest.mark.parametrize("chunk", [16, 128])
 def test_what_mostly_followed_the_longest_end_is_drafted(monkeypatch, chunk):
     """Rows of few different tokens; more occurrences than count, in several chunks and in one."""
