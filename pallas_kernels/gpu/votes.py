@@ -8,7 +8,9 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax.experimental.mosaic import gpu as mgpu
 
-ROWS = plgpu.Layout.TCGEN05_TMEM_NATIVE  # a thread has a row, as a lane of tensor memory
+# A thread has a row, as a lane of tensor memory. JAX 0.11 cannot store such rows to shared memory: there four
+# threads share eight.
+ROWS = plgpu.Layout.TCGEN05_TMEM_NATIVE if hasattr(plgpu, "store") else plgpu.Layout.TCGEN05
 VOTE = "{ .reg .pred p; setp.ne.b32 p, $1, 0; vote.sync.any.pred p, p, -1; selp.b32 $0, 1, 0, p; }"
 
 
