@@ -360,7 +360,6 @@ class Setup:
                 block_size=self.config.block_size,
                 group_size=c.num_q_heads // c.num_kv_heads,
                 options=support.Options(scale=1.0, sliding_window=window, kv_layout=self.layout),
-                architecture=choice.architecture(),
             )
         except NotImplementedError as error:
             return str(error)
