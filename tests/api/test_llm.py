@@ -71,7 +71,7 @@ def test_more_prompts_than_rows_come_back_in_order(llm):
 
 
 def test_nobody_reads_an_answer_before_its_end(llm, monkeypatch):
-    """So a run of the loop may be longer than where tokens are read as they come."""
+    """A run of the loop may then be longer than where tokens are read as they come."""
     asked, submit = [], llm.engine.submit_all
 
     def note(requests, sink):
