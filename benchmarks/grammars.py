@@ -22,7 +22,7 @@ import sentencepiece
 from absl import app, flags
 
 from benchmarks.record import ROOT, Results, start
-from jaxpaged.grammar.compile import compile_constraint, nodes_of
+from jaxpaged.grammar.compile import Constraint
 from jaxpaged.grammar.machine import byte_machine
 from jaxpaged.grammar.nodes import GrammarError, Limits
 from jaxpaged.grammar.vocabulary import TokenBytes, token_bytes
@@ -137,7 +137,7 @@ def trained(size: int) -> TokenBytes:
 def machine_seconds(fields: dict[str, Any]) -> float:
     """Return the processor time of a grammar's machine over bytes, of the first node within the limits."""
     begin = time.process_time()
-    for node, _ in nodes_of(fields, Limits()):
+    for node, _ in Constraint(fields, Limits()).nodes():
         try:
             byte_machine(node, Limits())
             break
@@ -165,7 +165,7 @@ def main(argv: list[str]) -> None:
             for _ in range(ROUNDS.value):
                 gc.collect()
                 begin = time.process_time()
-                made = compile_constraint(fields, tokens, Limits())
+                made = Constraint(fields, Limits()).automaton(tokens)
                 took.append(time.process_time() - begin)
             results.put(
                 {

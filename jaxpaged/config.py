@@ -262,14 +262,15 @@ class EngineConfig:
     max_cpu_loras: int | None = option(None, flag=count("adapters kept in host memory (default: all)"))
     # Rows of narrower decode passes, rising, each below max_num_seqs. A step takes the narrowest pass that
     # holds all running rows. A token's last bits may then depend on their number. Each pass is compiled.
-    decode_widths: tuple[int, ...] = option(
-        (),
+    # None: a 32nd and a quarter of max_num_seqs where CPU kernels compute, for which they do not; else none.
+    decode_widths: tuple[int, ...] | None = option(
+        None,
         flag={
             "type": int,
             "nargs": "+",
             "metavar": "ROWS",
             "help": "rows of narrower decode passes. A step takes the narrowest pass that holds all running "
-            "rows. A token's last bits may then depend on their number (default: none)",
+            "rows. A token's last bits may then depend on their number (default: on a CPU a quarter of all)",
         },
     )
     # Address of process 0, "HOST:PORT", where a model's processes meet. Each has equally many of its devices.
@@ -392,7 +393,8 @@ class EngineConfig:
 
     def _check_widths(self) -> None:
         rule = f"ints that rise from 1 to less than max_num_seqs={self.max_num_seqs}, at most {MOST_WIDTHS}"
-        widths = self.decode_widths
+        if (widths := self.decode_widths) is None:
+            return
         check("decode_widths", widths, rule, isinstance(widths, (tuple, list)) and len(widths) <= MOST_WIDTHS)
         widths = tuple(
             checked_int("decode_widths", width, rule, 1, self.max_num_seqs - 1) for width in widths

@@ -6,6 +6,7 @@ and each file tells the key that it was made for (see `is_own`). Where a functio
 since it was imported, the sources do not describe what runs, and nothing is kept or found (see `replaced`).
 """
 
+import contextlib
 import functools
 import hashlib
 import os
@@ -15,6 +16,7 @@ import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -77,6 +79,35 @@ def write_file(path: Path, content: bytes) -> None:
         except BaseException:  # a disk that is full, for one
             Path(whole.name).unlink(missing_ok=True)
             raise
+
+
+@contextlib.contextmanager
+def alone(path: Path) -> Iterator[bool]:
+    """Let one at a time make a thing. Others who would make it wait; they are told so, and then may find it.
+
+    Nobody waits where there are no locks, or no folder that can be written to.
+    """
+    lock, held, has_waited = path.parent / f"{UNFINISHED}{path.stem}.lock", None, False
+    try:
+        import fcntl
+
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        held = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            logging.info("%s is being made by another process: waiting for it", path)
+            fcntl.flock(held, fcntl.LOCK_EX)
+            has_waited = True
+    except (ImportError, OSError):
+        pass
+    try:
+        yield has_waited
+    finally:
+        if held is not None:
+            with contextlib.suppress(OSError):
+                lock.unlink()  # who waits at it has it open
+            os.close(held)
 
 
 def new_folder(beside: Path) -> Path:

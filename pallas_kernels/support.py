@@ -148,7 +148,6 @@ class Served:
     quantised_head_dims: tuple[int, ...] | None  # with a cache of 8 bits a number
     block_sizes: tuple[int, ...] | None
     max_group_size: int | None
-    longest_group_size: int | None = None  # likewise with the longest heads; None: as max_group_size
     scaled_block_sizes: tuple[int, ...] | None = None  # with a scale for each token
     packed_head_dims: tuple[int, ...] | None = None  # with 4 bits a number
     packed_block_sizes: tuple[int, ...] | None = None  # likewise
@@ -201,17 +200,6 @@ SUPPORT: dict[str, Served] = {
     ),
 }
 
-# Before Hopper a program's warpgroups cannot share registers unequally: prompts with an 8-bit cache and long
-# heads have 168 a thread, too few. Where a program has 99 KiB of shared memory, tiles of such heads do not
-# fit beside what is widened, nor those of the longest heads beside queries of more than 8 of them.
-_NARROW = dataclasses.replace(SUPPORT["mosaic_gpu"], quantised_head_dims=(64, 128))
-_SMALL = dataclasses.replace(_NARROW, longest_group_size=8)
-# What "mosaic_gpu" serves on targets, by ptxas's names, where that is less than SUPPORT says.
-LIMITED: dict[str, Served] = {
-    "sm_80": _NARROW,
-    **dict.fromkeys(("sm_86", "sm_89", "sm_120a", "sm_121a"), _SMALL),
-}
-
 
 def listed(name: str, value: object, allowed: tuple[object, ...] | list[str] | None) -> list[str]:
     """Return a complaint about a value that is none of those allowed, or nothing; None allows any."""
@@ -229,16 +217,11 @@ def refuse_unserved(
     block_size: int,
     group_size: int,
     options: Options,
-    architecture: str | None = None,
 ) -> None:
     """Raise NotImplementedError unless the implementation serves the call; name what it does not serve, and
     what does.
-
-    architecture: the GPU's target as ptxas names it, for what its kernels do not serve; None: any.
     """
-    served, where = SUPPORT[implementation], ""
-    if implementation == "mosaic_gpu" and architecture in LIMITED:
-        served, where = LIMITED[architecture], f" on {architecture}"
+    served = SUPPORT[implementation]
     wrong = listed("q.dtype", jnp.dtype(dtype).name, served.dtypes)
     wrong += listed("k_cache.dtype", jnp.dtype(cache_dtype).name, served.cache_dtypes)
     is_quantised = jnp.dtype(cache_dtype).name in QUANTISED_DTYPES
@@ -250,8 +233,6 @@ def refuse_unserved(
     if not served.serves(options.kv_layout):
         wrong += listed("kv_layout", options.kv_layout, served.kv_layouts)
     most = served.max_group_size
-    if served.longest_group_size is not None and head_dim == max(served.head_dims or (0,)):
-        most = served.longest_group_size
     if most is not None and group_size > most:
         wrong.append(f"num_q_heads // num_kv_heads={group_size} (served: up to {most})")
     if options.layer_kind is not None and implementation != "xla":
@@ -259,7 +240,7 @@ def refuse_unserved(
     if wrong:
         others = " or ".join(f"implementation={name!r}" for name in SUPPORT if name != implementation)
         raise NotImplementedError(
-            f"{implementation} paged attention{where} does not serve {'; '.join(wrong)}. Use {others}."
+            f"{implementation} paged attention does not serve {'; '.join(wrong)}. Use {others}."
         )
 
 
@@ -284,11 +265,6 @@ def markdown_table() -> str:
         "cache layout": [join(s.kv_layouts) for s in SUPPORT.values()],
     }
     lines[", ".join(OPTIONAL)] = ["yes"] * len(SUPPORT)
-    where = ", ".join(LIMITED)
-    lines[f"head_dim with an 8-bit cache on {where}"] = ["any", join(_NARROW.quantised_head_dims)]
-    where = ", ".join(name for name, served in LIMITED.items() if served is _SMALL)
-    line = f"query heads per kv head with head_dim {max(_SMALL.head_dims or (0,))} on {where}"
-    lines[line] = ["any", f"1 to {_SMALL.longest_group_size}"]
     rows = [["", *(f"`{name}`" for name in SUPPORT)], ["---"] * (len(SUPPORT) + 1)]
     rows += [[name, *cells] for name, cells in lines.items()]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)

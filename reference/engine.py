@@ -26,6 +26,7 @@ from . import model
 from .beam_search import BeamSearch
 from .engine_blocks import Blocks, cdiv, ids, num_common
 from .engine_state import EngineConfig, Group, NextToken, Phase, Request, Row, Step, draft_for, drafting_of
+from .speculation import Credit
 from .v1.kv_cache_utils import BlockHash
 
 
@@ -64,7 +65,7 @@ class Engine:
         self.rows: list[Row | None] = [None] * config.num_rows
         self.blocks = Blocks(config)
         self.pool, self.host_pool = self.blocks.pool, self.blocks.host_pool
-        self.past = config.new_past()
+        self.past, self.credit = config.new_past(), Credit(config.draft_cost)
         self.last_arrival: int | None = None
 
     # What the host may do between steps.
@@ -97,7 +98,7 @@ class Engine:
                 replace(request, arrival=request.arrival + i),
                 list(request.prompt),
                 lines=self.blocks.no_blocks,
-                drafting=drafting_of(request, config, self.past),
+                drafting=drafting_of(request, config, self.past, self.credit),
             )
             for i, row in enumerate(rows)
         ]
@@ -172,7 +173,8 @@ class Engine:
             elif computed == row.num_tokens:
                 step.new_tokens[row.index] = self._choose(row)
         for row in running:
-            self._settle(row)
+            self._settle(row, len(step.new_tokens.get(row.index, ())))
+        self.credit.settle()
 
         # Computed blocks can be found from now on; finished rows and blocks out of the window are freed.
         computes_prompt = any(row in in_prompt for row in running)
@@ -229,13 +231,13 @@ class Engine:
         row.rests = row.request.rests is not None and row.request.rests(row.tokens)
         return row.tokens[first:]
 
-    def _settle(self, row: Row) -> None:
-        """Give back what was computed behind wrong drafts."""
+    def _settle(self, row: Row, num_new: int) -> None:
+        """Give back what was computed behind wrong drafts, where there are so many new tokens."""
         if row.drafting is None:
             return
         num_drafts, row.drafts = len(row.drafts), []
         num_wrong = max(row.computed - (row.num_tokens - 1), 0) if num_drafts else 0
-        row.drafting.note(num_drafts, num_drafts - num_wrong)
+        row.drafting.note(num_drafts, num_drafts - num_wrong, num_new)
         row.computed -= num_wrong
         for line in row.lines if num_wrong else ():
             left = cdiv(row.computed, self.config.block_size)

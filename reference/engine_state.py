@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from .beam_search import BeamSearch, Hypothesis, LogProbs
-from .speculation import AnyLookup, ByModel, Drafting, Past, SuffixLookup
+from .speculation import AnyLookup, ByModel, Credit, DraftCost, Drafting, Past, SuffixLookup
 from .v1.kv_cache_utils import BlockHash, KVCacheBlock
 
 NextToken = Callable[[list[int]], int]  # the token after these, prompt and answer so far
@@ -69,6 +69,7 @@ class EngineConfig:
     preemption_mode: Literal["recompute", "swap"] = "recompute"
     lookup: AnyLookup | None = None  # how tokens are drafted; None: they are not
     most_drafting: int | None = None  # rows that run while drafts are made; None: any number
+    draft_cost: DraftCost | None = None  # what may be lost by drafts follows from it; None: all
 
     def new_past(self) -> Past:
         """Return room for past answers, where drafts are looked up in them."""
@@ -138,14 +139,14 @@ FinishReason = Literal["stop", "length", "abort"]
 Preemption = Literal["recompute", "swap"]
 
 
-def drafting_of(request: Request, config: EngineConfig, past: Past) -> Drafting | None:
+def drafting_of(request: Request, config: EngineConfig, past: Past, credit: Credit) -> Drafting | None:
     """Return the record of a new row's drafts; None where there are none."""
     lookup = config.lookup
     if lookup is None or request.search is not None:
         return None
     if isinstance(lookup, ByModel) and request.next_draft is not None:
         lookup = replace(lookup, next_token=request.next_draft)
-    return Drafting(lookup, past, request.salt)
+    return Drafting(lookup, past, request.salt, credit, -(-len(request.prompt) // config.tile_len))
 
 
 @dataclass(eq=False)
@@ -253,7 +254,7 @@ def draft_for(running: Sequence[Row], config: EngineConfig) -> None:
         is_at_end = row.forks_from is None and row.computed == row.num_tokens - 1 >= row.prompt_len
         if is_at_end and row.drafting is not None and row.request.rests is None:
             room = row.request.max_num_tokens - row.num_tokens - 1
-            drafts = row.drafting.draft(row.tokens, room, row.prompt_len, row.forced)
+            drafts = row.drafting.draft(row.tokens, room, row.prompt_len, row.forced, len(running))
             row.drafts = drafts[: min(each, slots)]
             slots -= len(row.drafts)
     if by_model and 2 * sum(bool(row.drafts) for row in running) < len(running):

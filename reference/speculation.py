@@ -7,6 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 LONGEST_WAIT = 31
+PARTS = 64  # of a step, in which costs of drafts are counted
+AT_FIRST, MOST_SAVED, MOST_DEBT = PARTS // 2, 4 * PARTS, 64 * PARTS
+DEAR = PARTS // 4
 MOST_OCCURRENCES = 32
 
 
@@ -152,6 +155,41 @@ def chosen_by(next_token: Callable[[list[int]], int], tokens: Sequence[int], num
     return line[len(tokens) :]
 
 
+@dataclass(frozen=True)
+class DraftCost:
+    """Cost of drafts, in parts of a step of one row.
+
+    row: the slot that verifies a draft.
+    passes: what a model that drafts computes for one.
+    tile: and for a tile of a prompt, when it begins with it.
+    """
+
+    row: int
+    passes: int = 0
+    tile: int = 0
+
+    def of(self, num_rows: int) -> int:
+        """Return what one draft costs while so many rows run, in parts of a row's share of the step."""
+        return self.passes + PARTS * self.row * num_rows // (PARTS + self.row * (num_rows - 1))
+
+
+@dataclass
+class Credit:
+    """Record of what the drafts of all sequences have saved, less what they have cost.
+
+    cost: what drafts cost; None: nothing is limited.
+    """
+
+    cost: DraftCost | None = None
+    parts: int = 0
+    change: int = 0  # in this step
+
+    def settle(self) -> None:
+        """Add the step's change."""
+        self.parts = max(min(self.parts + self.change, MOST_SAVED), -MOST_DEBT)
+        self.change = 0
+
+
 @dataclass
 class Drafting:
     """Record of how a sequence's drafts have done: it says how many it may make next."""
@@ -159,49 +197,78 @@ class Drafting:
     lookup: AnyLookup
     past: Past = field(default_factory=lambda: Past(0))  # of all requests
     salt: int = 0
+    credit: Credit = field(default_factory=Credit)  # of all requests
+    prompt_tiles: int = 0
     most: int = field(init=False)  # drafts that it may make at once
     misses: int = 0  # times in turn that no draft was right
     wait: int = 0  # steps until it drafts again
     counts: list[int] = field(default_factory=lambda: [0, 0, 0])  # steps with drafts, drafts, and right ones
     has_begun: bool = False  # whether a model that drafts has computed the sequence
+    each: int = 0  # what a draft of this step costs
 
     def __post_init__(self) -> None:
         self.most = self.lookup.most
 
     def draft(
-        self, tokens: Sequence[int], room: int, prompt_len: int, forced: Sequence[int] = ()
+        self,
+        tokens: Sequence[int],
+        room: int,
+        prompt_len: int,
+        forced: Sequence[int] = (),
+        num_rows: int = 1,
     ) -> list[int]:
         """Return the drafts behind these tokens, at most `room`: one token less than may still come.
 
+        num_rows: how many rows run.
         forced: the tokens that must come next, by a grammar: they are drafted however drafts have done. A
             model that drafts finds them itself.
         """
+        self.each = 0 if self.credit.cost is None else self.credit.cost.of(num_rows)
         if forced and room > 0 and not isinstance(self.lookup, ByModel):
             return list(forced[: min(self.lookup.most, room)])
         if self.wait or isinstance(self.lookup, ByGrammar):
             return []
         if not (self.has_begun or self.is_worth_it(room + 1, prompt_len)):
             return []
+        most = min(self.most, room, self.affordable(len(tokens) - prompt_len))
         if isinstance(self.lookup, ByModel):
             found = chosen_by(self.lookup.next_token, tokens, self.lookup.most)
         elif isinstance(self.lookup, Lookup):
             found = followers(tokens, self.lookup)
         else:
             found = likely_followers(tokens, self.lookup, self.past.of(self.salt))
-        return found[: max(min(self.most, room), 0)]
+        return found[: max(most, 0)]
+
+    def affordable(self, num_answered: int) -> int:
+        """Return how many drafts more it may make: they may have cost more than they have saved by a part
+        for each token of the answer, and by half a step and all together's savings where there are some.
+        """
+        if self.credit.cost is None:
+            return self.lookup.most
+        at_first = AT_FIRST + self.credit.parts if self.credit.parts >= 0 else 0
+        _, num_drafted, num_right = self.counts
+        return (PARTS * num_right + num_answered + at_first) // self.each - num_drafted
 
     def is_worth_it(self, may_come: int, prompt_len: int) -> bool:
         """Return whether a model that drafts begins with a prompt, where so many tokens may still come."""
+        if isinstance(self.lookup, ByModel) and self.credit.cost is not None and self.credit.parts < 0:
+            return False
         most = self.lookup.most_prompt if isinstance(self.lookup, ByModel) else None
         return most is None or prompt_len <= most * may_come
 
-    def note(self, num_drafts: int, num_right: int) -> None:
-        """Learn from a step's drafts: about twice as many as were right, or a pause."""
+    def note(self, num_drafts: int, num_right: int, num_new: int = 0) -> None:
+        """Learn from a step's drafts, behind which there are so many new tokens: about twice as many drafts
+        as were right, or one more where they are dear, or a pause.
+        """
+        self.credit.change += PARTS * num_right + num_new - self.each * num_drafts
         if num_drafts == 0:
             self.wait = max(self.wait - 1, 0)
             return
+        cost = self.credit.cost
+        if cost is not None and isinstance(self.lookup, ByModel) and not self.has_begun:
+            self.credit.change -= cost.tile * self.prompt_tiles
         self.has_begun = True
         self.counts = [n + more for n, more in zip(self.counts, (1, num_drafts, num_right), strict=True)]
-        self.most = min(2 * num_right + 1, self.lookup.most)
+        self.most = min((2 if self.each < DEAR else 1) * num_right + 1, self.lookup.most)
         self.misses = 0 if num_right else self.misses + 1
         self.wait = min(2**self.misses - 1, LONGEST_WAIT)

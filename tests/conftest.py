@@ -62,13 +62,13 @@ def few_mappings():
     """Drop compiled programs when there are many: XLA crashes if it cannot map memory for another.
 
     Programs that took long to compile are read back from the disk. Counting takes up to 40 ms, so only every
-    eighth test does it.
+    sixteenth test does it.
     """
     yield
     import jax  # after the environment is set
 
     mappings = Path("/proc/self/maps")
-    if next(counted) % 8 or not mappings.exists():
+    if next(counted) % 16 or not mappings.exists():
         return
     if mappings.read_bytes().count(b"\n") > MANY_MAPPINGS:
         jax.clear_caches()

@@ -30,6 +30,7 @@ from jaxpaged.models.ropes import Rope
 from jaxpaged.models.weights import StoredWeights, by_role, random_weights
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.status import Status
+from jaxpaged.step.config import DraftCost
 from jaxpaged.step.state import EngineState
 from reference import model as reference_model
 from reference import sampler as reference_sampler
@@ -47,6 +48,8 @@ CONFIG = ModelConfig(
     tie_word_embeddings=True,
 )
 
+# A model that drafts is small, as a rule; here it is as large as the served one, and would not pay.
+CHEAP = DraftCost(row=1, passes=1, tile=1)
 
 # Few and small shapes, for quick compiling.
 DEFAULTS = {

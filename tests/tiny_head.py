@@ -56,7 +56,7 @@ def draft(given: dict[str, np.ndarray] | None = None) -> Draft:
     """Return a head of these tensors, or of random ones."""
     its = given or tensors()
     head = StoredHead(Path("tiny"), config(), eagle3.NAMES, its, targets=eagle3.targets_of(config(), its))
-    return Draft(head.config, head.load, head.abstract)
+    return Draft(head.config, head.load, head.abstract, tiny.CHEAP)
 
 
 def driver(given: dict[str, np.ndarray] | None = None, **options: Any) -> Driver:

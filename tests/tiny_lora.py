@@ -10,6 +10,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from jaxpaged.config import EngineConfig
+from jaxpaged.engine.drafted import Draft
 from jaxpaged.engine.driver import Driver
 from jaxpaged.lora import LoRARequest
 from jaxpaged.models import loading
@@ -110,9 +111,10 @@ def assert_answers_are_the_oracles(
         assert answers[request_id].token_ids == reference_answer(seed, prompt, 8), seed
 
 
-def driver(folder: Path, **options: Any) -> Driver:
+def driver(folder: Path, draft: Draft | None = None, **options: Any) -> Driver:
     """Create a driver like `tiny.driver` with three adapter slots, whose program the server's tests share."""
     file = folder / "tiny.gguf"
     opened = loading.open_checkpoint(file if file.exists() else write_gguf(file))
     config = EngineConfig(**tiny.DEFAULTS | LORA | options)
-    return Driver(config, opened.config, opened.model, adapter_names=opened.module_names)
+    names = opened.module_names
+    return Driver(config, opened.config, opened.model, adapter_names=names, draft=draft)

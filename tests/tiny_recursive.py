@@ -5,7 +5,7 @@ import json
 from typing import Any
 
 from jaxpaged.engine.driver import Driver
-from jaxpaged.grammar.compile import recursive_source
+from jaxpaged.grammar.compile import Constraint
 from jaxpaged.grammar.nodes import Limits
 from jaxpaged.grammar.recursive import Language
 from jaxpaged.grammar.vocabulary import TokenBytes
@@ -104,7 +104,7 @@ TOKENS = TokenBytes(
 
 @functools.cache
 def language(name: str) -> Language:
-    source = recursive_source(CASES[name][0], Limits())
+    source = Constraint(CASES[name][0], Limits()).source()
     assert source is not None
     return Language(source, TOKENS)
 

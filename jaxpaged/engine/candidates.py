@@ -5,17 +5,23 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from jaxpaged.checks import InputError, check, checked_int
+from jaxpaged.config import EngineConfig
 from jaxpaged.engine.request import Request
 from jaxpaged.sampling_params import SamplingParams
 
 
-def check_told(params: SamplingParams, prompt_len: int, vocab_size: int, most: int) -> None:
+def check_told(params: SamplingParams, prompt_len: int, vocab_size: int, config: EngineConfig) -> None:
     """Raise `InputError` if what a request wants told of its prompt is not for it, the model or the engine:
     candidates, or the first token whose experts are told.
     """
-    start, rule = params.routed_experts_prompt_start, f"at most {prompt_len}, the prompt's length"
+    start, rule = (
+        params.routed_experts_prompt_start,
+        "0 without enable_return_routed_experts, the engine's option",
+    )
+    check("routed_experts_prompt_start", start, rule, start == 0 or config.enable_return_routed_experts)
+    rule = f"at most {prompt_len}, the prompt's length"
     check("routed_experts_prompt_start", start, rule, start <= prompt_len)
-    ids = params.prompt_logprob_token_ids
+    ids, most = params.prompt_logprob_token_ids, config.max_prompt_logprob_token_ids
     if ids is None:
         return
     rule = "None without max_prompt_logprob_token_ids, the engine's option"

@@ -173,8 +173,7 @@ class Door:
     ) -> Request:
         """Check a prompt and what is asked for with it. Return the request for its first answer."""
         prompt = self._prompt(self._cut(prompt_token_ids, params))
-        most_told = self.config.max_prompt_logprob_token_ids
-        check_told(params, len(prompt), self.model_config.vocab_size, most_told)
+        check_told(params, len(prompt), self.model_config.vocab_size, self.config)
         max_num_tokens, trace = self.max_model_len, params.trace_decode_token_ids
         for most in (params.max_tokens, None if trace is None else len(trace)):
             if most is not None:

@@ -10,6 +10,7 @@ from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.decoder import Decoder, abstract
 from jaxpaged.models.drafting.head import Head
 from jaxpaged.models.load_as import LoadAs
+from jaxpaged.step.config import DraftCost
 
 type Drafter = Decoder | Head
 
@@ -20,11 +21,13 @@ class Draft:
 
     load: returns it in the form asked for.
     shapes: the same with shapes for arrays.
+    cost: what its drafts cost; None: by its weights.
     """
 
     config: ModelConfig
     load: Callable[[LoadAs], Drafter]
     shapes: Callable[[LoadAs], Drafter] | None = None  # where it is a head, or its weights are quantised
+    cost: DraftCost | None = None
 
 
 def beside(

@@ -82,7 +82,8 @@ class Driver(Offloading, ArenaWriter, RoutedReader):
         draft: Draft | None = None,
     ) -> None:
         self._processes = processes
-        self.setup = setup = Setup(config, model_config, None if draft is None else draft.config)
+        of_draft = () if draft is None else (draft.config, draft.cost)
+        self.setup = setup = Setup(config, model_config, *of_draft)
         load_model, shapes = drafted.beside(draft, setup, load_model), shapes_beside(draft, setup, shapes)
         if processes is not None:  # before anything heavy
             processes.agree(setup.description())
@@ -284,8 +285,9 @@ class Driver(Offloading, ArenaWriter, RoutedReader):
     def _run(self, max_steps: int | None = None) -> Report:
         if max_steps is None:
             pace = self.pace
-            is_brief = self.rows.has_followed or self.is_fetching
-            most = pace.max_steps_while_others_wait if is_brief else pace.max_steps
+            most = pace.max_steps_while_nobody_reads if self.rows.are_read_whole else pace.max_steps
+            if self.rows.has_followed or self.is_fetching:
+                most = pace.max_steps_while_others_wait
             limits = loop.limits(most, pace.max_passes)
         else:
             limits = loop.limits(max_steps)

@@ -78,7 +78,12 @@ def kept(
     program = _loaded.pop(path, None)
     if program is None and path.exists():
         program = _read(path, key, arrays, result)
-    program = _loaded[path] = program or _compile(path, key, lower, options, may_call_back)
+    if program is None:
+        with disk_cache.alone(path) as has_waited:
+            if has_waited and path.exists():
+                program = _read(path, key, arrays, result)
+            program = program or _compile(path, key, lower, options, may_call_back)
+    _loaded[path] = program
     if len(_loaded) > MOST_LOADED:
         del _loaded[next(iter(_loaded))]
     return program

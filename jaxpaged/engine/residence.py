@@ -109,22 +109,34 @@ class Residence:
         check("version", new_version, rule, new_version > self.weight_version)
         if isinstance(weights, nnx.State):
             check("num_processes", self.setup.config.num_processes, "1 for a pytree", self.send_call is None)
-            made = updates.adopted(self.params, weights)
+            adopted = updates.adopted(self.params, weights)
+            deltas = self.stand_down() if KV_CACHE in self.resident else []
+            self._take(adopted)
         else:
             if self._asleep is not None or weights.missing:
                 self.require(WEIGHTS)
-            made = self._made(weights)
-        deltas = self.stand_down() if KV_CACHE in self.resident else []
-        if isinstance(weights, nnx.State) or self.send_call is None:
-            self._take(made)
-        else:
-            self._put_weights({name: np.asarray(array) for name, array in weights.items()})
+            update = self._update(weights)
+            deltas = self.stand_down() if KV_CACHE in self.resident else []
+            if self.send_call is None:
+                self._put(update)
+            else:
+                self._put_weights({name: np.asarray(array) for name, array in weights.items()})
         self.weight_version = new_version
         return deltas
 
-    def _made(self, given: Mapping[str, Any]) -> nnx.State:
+    def _update(self, given: Mapping[str, Any]) -> updates.Update:
         assert self._names is not None
-        return updates.updated(self.setup, self._names, given, self.params)
+        return updates.Update(self.setup, self._names, given)
+
+    def _put(self, update: updates.Update) -> None:
+        """Put in an update that is checked. Should memory not suffice, the weights are away, as after
+        `sleep(2)`: none of an answer comes of a half of them.
+        """
+        params = jax.tree.map(lambda array: array, self.params)
+        shapes = jax.tree.map(updates.shape_of, updates.own_weights(self.params))
+        self.params = updates.with_weights(self.params, shapes)
+        self.resident -= {WEIGHTS}
+        self._take(update.into(params))
 
     def _take(self, params: nnx.State) -> None:
         self.params, self._asleep = params, None
@@ -133,7 +145,7 @@ class Residence:
 
     @CALLS.shared
     def _put_weights(self, arrays: Mapping[str, Any]) -> None:
-        self._take(self._made(arrays))
+        self._put(self._update(arrays))
 
     def sleep(self, level: int) -> list[Delta]:
         """Give back the cache's memory, and that of the weights: 1 keeps them in the host's, 2 nowhere."""
@@ -166,7 +178,7 @@ class Residence:
             keeps = jax.default_backend() == "cpu"
             if level == 1:
                 self._asleep = weights if keeps else jax.device_put(weights, jax.memory.Space.Host)
-            self.params = updates.with_weights(self.params, jax.tree.map(_shape, weights))
+            self.params = updates.with_weights(self.params, jax.tree.map(updates.shape_of, weights))
             gone.add(WEIGHTS)
         elif level == 2:
             self._asleep = None
@@ -187,7 +199,3 @@ class Residence:
             made = start.create_state(self.setup, model, self.cache_size.num_blocks)
             self._state = dataclasses.replace(self._state, kv_cache=made.kv_cache)
             self.resident |= {KV_CACHE}
-
-
-def _shape(array: jax.Array) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)

@@ -64,7 +64,11 @@ class Rest:
         found = weights if isinstance(weights, nnx.State) else self._driver.read_names(named(weights))
 
         def update(driver: Driver) -> tuple[list[Delta], int]:
-            return driver.update_weights(found, version), driver.weight_version
+            try:
+                return driver.update_weights(found, version), driver.weight_version
+            finally:
+                if WEIGHTS not in driver.resident:  # memory did not suffice: nothing runs without weights
+                    self._worker.is_paused = self._worker.is_asleep = True
 
         return self._worker.act(update)
 

@@ -16,6 +16,7 @@ from jaxpaged.config import AUTO, PREFILL_TILE, EngineConfig
 from jaxpaged.contracts import attentions, layer_kinds, samplers
 from jaxpaged.contracts.attentions import Attention
 from jaxpaged.contracts.samplers import Sampler
+from jaxpaged.engine import draft_costs
 from jaxpaged.engine.routed import routed_shape
 from jaxpaged.memory import eviction, kv_cache
 from jaxpaged.memory.cache_specs import FULL, CacheSpec, together
@@ -26,49 +27,16 @@ from jaxpaged.models.layer_form import form_of
 from jaxpaged.models.load_as import LoadAs
 from jaxpaged.models.shards import Shard, Shards
 from jaxpaged.parallel.mesh import mesh_of
-from jaxpaged.speculation import BY_MODEL, DRAFT_MODEL, GRAMMAR, Speculation
-from jaxpaged.step.config import AnyLookup, ByGrammar, ByModel, Lookup, StepConfig, SuffixLookup
+from jaxpaged.speculation import BY_MODEL, DRAFT_MODEL
+from jaxpaged.step.config import DraftCost, StepConfig
 from pallas_kernels import layouts, native, support
 from pallas_kernels.layouts import Layout
 from pallas_kernels.ops import TiledImplementation, choice
 
 # Fraction of the blocks that stays free, as in vLLM, when a request is admitted beside running ones.
 WATERMARK = 0.01
-# Tokens of a prompt that a model computes to draft, for each token that may still come. On a CPU they cost as
-# much as the drafts of one token save, or more.
-MOST_PROMPT_ON_A_CPU = 4
-
-
-def lookup_of(drafts: Speculation) -> AnyLookup:
-    """Return the compiled step's constants for this way of drafting."""
-    most = drafts.num_speculative_tokens
-    if drafts.method == "ngram":
-        assert drafts.prompt_lookup_max is not None
-        assert drafts.prompt_lookup_min is not None
-        return Lookup(most, drafts.prompt_lookup_max, drafts.prompt_lookup_min)
-    if drafts.method in BY_MODEL:  # to a head prompts cost little
-        is_dear = drafts.method == DRAFT_MODEL and jax.default_backend() == "cpu"
-        return ByModel(most, MOST_PROMPT_ON_A_CPU if is_dear else None)
-    if drafts.method == GRAMMAR:
-        return ByGrammar(most)
-    assert drafts.suffix_decoding_max_tree_depth is not None
-    assert drafts.suffix_decoding_max_spec_factor is not None
-    assert drafts.suffix_decoding_min_token_prob is not None
-    return SuffixLookup(
-        most,
-        drafts.suffix_decoding_max_tree_depth,
-        drafts.suffix_decoding_max_spec_factor,
-        drafts.suffix_decoding_min_token_prob,
-        drafts.past_tokens,
-    )
-
-
-def most_drafting(drafts: Speculation) -> int | None:
-    """Return how many answers may run while drafts are made; None: any number."""
-    by_model = drafts.method in BY_MODEL
-    if drafts.disable_by_batch_size is None and by_model and jax.default_backend() == "cpu":
-        return 1  # a CPU's time grows with each slot: beside others the second model costs more than it saves
-    return drafts.disable_by_batch_size
+# Narrower decode passes, as shares of all rows.
+SHARES_OF_WIDTHS = 32, 4
 
 
 def resolve_dtype(config: EngineConfig) -> jnp.dtype:
@@ -89,6 +57,7 @@ class Setup:
     config: EngineConfig
     whole: ModelConfig  # the model; `model_config` describes what one device computes
     draft: ModelConfig | None = None  # the model that drafts
+    draft_cost: DraftCost | None = None  # what its drafts cost; None: by its weights
 
     def __post_init__(self) -> None:
         """Give the model's layers their kinds from outside. Raises `InputError`."""
@@ -277,11 +246,25 @@ class Setup:
             watermark_blocks=int(WATERMARK * num_blocks),
             grouping=self.grouping.of_step,
             reuse_answers=config.reuse_answers,
-            decode_widths=config.decode_widths,
-            lookup=None if drafts is None else lookup_of(drafts),
-            most_drafting=None if drafts is None else most_drafting(drafts),
+            decode_widths=self.decode_widths,
+            lookup=None if drafts is None else draft_costs.lookup_of(drafts),
+            most_drafting=None if drafts is None else draft_costs.most_drafting(drafts),
+            draft_cost=self.draft_cost or draft_costs.cost_of(config, self.whole, self.draft),
             logprobs_mode=config.logprobs_mode,
         )
+
+    @property
+    def decode_widths(self) -> tuple[int, ...]:
+        """Rows of narrower decode passes."""
+        if self.config.decode_widths is not None:
+            return self.config.decode_widths
+        form = form_of(self.dtype, self.config.loop_over_layers)
+        # With few numbers in a row, as Gemma 3n's predictions have, XLA's own code has other last bits.
+        is_alike = form.own == "native" and self.attention == "native" and self.whole.altup is None
+        if not (is_alike and form.loops):
+            return ()
+        shares = (self.config.max_num_seqs // share for share in SHARES_OF_WIDTHS)
+        return tuple(rows for rows in shares if rows > 1)
 
     def description(self) -> dict[str, str]:
         """Describe what all processes of an engine must have in common, as texts by their names."""
@@ -377,7 +360,6 @@ class Setup:
                 block_size=self.config.block_size,
                 group_size=c.num_q_heads // c.num_kv_heads,
                 options=support.Options(scale=1.0, sliding_window=window, kv_layout=self.layout),
-                architecture=choice.architecture(),
             )
         except NotImplementedError as error:
             return str(error)

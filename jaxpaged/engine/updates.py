@@ -1,6 +1,8 @@
 """New weights in the place of old ones: arrays of the same shapes, so no program is compiled for them."""
 
-from collections.abc import Mapping
+import gc
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -18,66 +20,130 @@ from jaxpaged.models.layers import AdapterParam
 from jaxpaged.models.names import Names
 from jaxpaged.models.quantised.codes import QuantisedWeight
 from jaxpaged.models.quantised.on_load import on_load
+from jaxpaged.models.weights import check_numbers
 from jaxpaged.parallel.mesh import joined_by_shard, shards_here
 
 DRAFT = "draft"  # name of a decoder's model that drafts
 HOW = "load the model unquantised, or with quantization='int8', 'int4' or 'fp8', to update it"
 
 
+type Path = tuple[str | int, ...]
+type Pairs = Iterator[tuple[Path, nnx.Variable]]
+
+
+def pairs(state: Mapping[Any, Any], path: Path = ()) -> Pairs:
+    """Yield the variables of a state with their paths.
+
+    Flax's own functions for this leave cycles of references to them, so that arrays stay until Python looks
+    for such cycles.
+    """
+    for key, value in state.items():
+        if isinstance(value, nnx.Variable):
+            yield (*path, key), value
+        else:
+            yield from pairs(value, (*path, key))
+
+
+def _state_of(variables: Iterable[tuple[Path, nnx.Variable]]) -> nnx.State:
+    tree: dict[Any, Any] = {}
+    for (*folders, last), variable in variables:
+        place = tree
+        for folder in folders:
+            place = place.setdefault(folder, {})
+        place[last] = variable
+    return nnx.State(tree)
+
+
 def without_adapters(params: nnx.State) -> nnx.State:
     """Return the model's weights alone, as the loop takes them."""
-    _, weights = nnx.split_state(params, AdapterParam, ...)
-    return weights
+    return _state_of(its for its in pairs(params) if not isinstance(its[1], AdapterParam))
 
 
 def with_weights(params: nnx.State, weights: nnx.State) -> nnx.State:
     """Return parameters with these weights beside their adapters and a model that drafts."""
-    adapters, draft, _ = nnx.split_state(params, AdapterParam, nnx.PathContains(DRAFT), ...)
-    return nnx.merge_state(adapters, draft, weights)
+    kept = (its for its in pairs(params) if isinstance(its[1], AdapterParam) or DRAFT in its[0])
+    return _state_of([*kept, *pairs(weights)])
 
 
 def own_weights(params: nnx.State) -> nnx.State:
     """Return the model's weights without those of a model that drafts for it."""
-    _, _, weights = nnx.split_state(params, AdapterParam, nnx.PathContains(DRAFT), ...)
-    return weights
+    return _state_of(its for its in pairs(params) if _is_own(*its))
+
+
+def _is_own(path: Path, variable: nnx.Variable) -> bool:
+    return not isinstance(variable, AdapterParam) and DRAFT not in path
 
 
 def check_updatable(setup: Setup, params: nnx.State) -> None:
     """Raise `InputError` for a model whose weights are quantised as its file has them."""
     kept = any(
-        isinstance(its.get_value(), QuantisedWeight) for _, its in nnx.to_flat_state(own_weights(params))
+        isinstance(its.get_value(), QuantisedWeight) for path, its in pairs(params) if _is_own(path, its)
     )
     if kept and on_load(setup.config.quantization) is None:
         raise InputError(f"weights that are quantised in the model's file must stay as they are: {HOW}")
 
 
-def updated(setup: Setup, names: Names, given: Mapping[str, Any], params: nnx.State) -> nnx.State:
-    """Return parameters with the arrays given by `changes.Given` in the place of former ones.
+class Update:
+    """An update by names, checked as far as it can be before anything changes."""
 
-    What does not change is shared with `params`, which stay as they are. Shapes in place of arrays stand for
-    weights that are not there: then all must be given. Raises `InputError` if pieces of a quantised weight
-    are missing.
-    """
-    quantisation = on_load(setup.config.quantization)
+    def __init__(self, setup: Setup, names: Names, given: Mapping[str, Any]) -> None:
+        """Take the arrays given by `changes.Given`.
 
-    def changes(number: int) -> dict[Any, Any]:
-        weights = ChangedWeights(setup.whole, names, given, setup.load_as(number), quantisation)
-        flat = nnx.to_flat_state(nnx.state(Decoder(weights)))
-        values = ((path, its.get_value()) for path, its in flat)
-        return {path: value for path, value in values if isinstance(value, Change | StackChange)}
+        Raises `InputError` if pieces of a quantised weight are missing, and for numbers that are not finite,
+        where a shard or a quantisation is made of them.
+        """
+        quantisation = on_load(setup.config.quantization)
+        if quantisation is not None or setup.mesh is not None:
+            for name, array in given.items():
+                check_numbers(name, np.asarray(array))
 
-    mesh = setup.mesh
-    numbers = [0] if mesh is None else shards_here(mesh)
-    each = [changes(number) for number in numbers]
-    made = []
-    for path, variable in nnx.to_flat_state(params):
-        old, new = variable.get_value(), None
-        if path in each[0] and mesh is None:
-            new = _on_device(each[0][path].into(old), old)
-        elif path in each[0]:
-            new = _on_mesh(setup, numbers, [its[path] for its in each], old)
-        made.append((path, variable if new is None else variable.replace(new)))
-    return nnx.from_flat_state(made)
+        def changes(number: int) -> dict[Any, Any]:
+            weights = ChangedWeights(setup.whole, names, given, setup.load_as(number), quantisation)
+            values = ((path, its.get_value()) for path, its in pairs(nnx.state(Decoder(weights))))
+            return {path: value for path, value in values if isinstance(value, Change | StackChange)}
+
+        self._setup = setup
+        self._numbers = [0] if setup.mesh is None else shards_here(setup.mesh)
+        self._each = [changes(number) for number in self._numbers]
+
+    def into(self, params: nnx.State) -> nnx.State:
+        """Put the update into parameters, which are the caller's own, and return them. What does not change
+        is shared. Of what is all new, each old array that nobody else holds is gone before its successor is
+        made.
+
+        Shapes in place of arrays stand for weights that are not there: then all must be given.
+        """
+        has_looked = False
+        for path, variable in pairs(params):
+            if path not in self._each[0]:
+                continue
+            changes = [its[path] for its in self._each]
+            old = variable.get_value()
+            if all(change.is_whole for change in changes):
+                arrays = [
+                    weakref.ref(array) for array in jax.tree.leaves(old) if isinstance(array, jax.Array)
+                ]
+                old = jax.tree.map(shape_of, old)
+                variable.set_value(old)
+                gc.collect(0)  # lets JAX give back the memory of NumPy's arrays that it has taken over
+                if not has_looked and any(array() is not None for array in arrays):
+                    gc.collect()  # others hold them, or cycles of references
+                    has_looked = True
+            new = self._changed(changes, old)
+            del old
+            if new is not None:
+                variable.set_value(new)
+        return params
+
+    def _changed(self, changes: list[Any], old: Any) -> Any:
+        if self._setup.mesh is None:
+            return _on_device(changes[0].into(old), old)
+        return _on_mesh(self._setup, self._numbers, changes, old)
+
+
+def shape_of(array: Any) -> jax.ShapeDtypeStruct:
+    """Return what stands for an array that is not there."""
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
 
 
 def _on_device(new: Any, old: Any) -> Any:

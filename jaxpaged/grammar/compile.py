@@ -1,10 +1,10 @@
-"""Compiler of constraints: each to the tables of its automaton.
+"""Compiler of constraints: each to the tables of its automaton, or to the source of a recursive one.
 
-A constraint is a mapping with the fields of `StructuredOutputsParams`. This runs in a process of its own (see
-`jaxpaged.grammar.worker`), which stops what takes too long.
+This runs in a process of its own (see `jaxpaged.grammar.worker`), which stops what takes too long.
 """
 
 import dataclasses
+import functools
 import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -17,113 +17,138 @@ from jaxpaged.grammar.nodes import Either, GrammarError, Limits, Node, NotRegula
 from jaxpaged.grammar.recursive_schema import schema_source, tag_source
 from jaxpaged.grammar.regex import parse_regex
 from jaxpaged.grammar.schema import Style, read_schema, schema_node
-from jaxpaged.grammar.structural_tag import read_structural_tag
+from jaxpaged.grammar.structural_tag import StructuralTag, read_structural_tag
 from jaxpaged.grammar.tables import token_automaton
 from jaxpaged.grammar.vocabulary import TokenBytes
 
 LEVELS = (4, 3, 2)  # of what is recursive, the first whose automaton is within the limits
 ANY_OBJECT = {"type": "object"}
+TOO_DEEP = "the grammar has names that are too long, or is nested too deep"
 
 
-def compile_constraint(fields: Mapping[str, Any], tokens: TokenBytes, limits: Limits) -> TokenAutomaton:
-    """Return the automaton of a constraint.
+class Constraint:
+    """A constraint, with what is read of its fields: once, though two things may be made of it.
 
-    What is recursive is followed to `max_depth` levels, or to as many of `LEVELS` as are within the limits.
-    Raises `GrammarError`.
+    fields: those of `StructuredOutputsParams`.
     """
-    problem: GrammarError | None = None
-    try:
-        for node, levels in nodes_of(fields, limits):
-            try:
-                made = token_automaton(byte_machine(node, limits), tokens, limits)
-                return dataclasses.replace(made, levels=levels)
-            except GrammarError as error:
-                problem = problem or error
-    except RecursionError:
-        problem = problem or GrammarError("the grammar has names that are too long, or is nested too deep")
-    assert problem is not None
-    raise problem
 
+    def __init__(self, fields: Mapping[str, Any], limits: Limits) -> None:
+        self.fields, self.limits = fields, limits
 
-def recursive_source(fields: Mapping[str, Any], limits: Limits) -> str | None:
-    """Return the source of a constraint that llguidance is to follow; None for one that gets an automaton.
+    def automaton(self, tokens: TokenBytes) -> TokenAutomaton:
+        """Return its automaton.
 
-    A `grammar` goes to llguidance. So does JSON of any depth, of a schema that refers to itself or allows any
-    value, where llguidance is installed and reads the schema as we do, unless `max_depth` is given. Raises
-    `GrammarError` for a `grammar` that cannot go there, and for a schema that cannot be met.
-    """
-    if (grammar := fields.get("grammar")) is not None:
-        _check_length("grammar", grammar, limits)
-        return recursive.lark_source(grammar)
-    if fields.get("max_depth") is not None or not recursive.is_installed():
-        return None
-    if (node_of := _node_of(fields, limits)) is None:
-        return None
-    if (tag := fields.get("structural_tag")) is not None:
-        source = tag_source(read_structural_tag(tag), fields)
-    else:
-        source = schema_source(_schema(fields, limits), fields)
-    try:
-        if source is None or _exact(node_of) is not None:
+        What is recursive is followed to `max_depth` levels, or to as many of `LEVELS` as are within the
+        limits. Raises `GrammarError`.
+        """
+        problem: GrammarError | None = None
+        try:
+            for node, levels in self.nodes():
+                try:
+                    made = token_automaton(byte_machine(node, self.limits), tokens, self.limits)
+                    return dataclasses.replace(made, levels=levels)
+                except GrammarError as error:
+                    problem = problem or error
+        except RecursionError:
+            problem = problem or GrammarError(TOO_DEEP)
+        assert problem is not None
+        raise problem
+
+    def source(self) -> str | None:
+        """Return the source that llguidance is to follow; None for a constraint that gets an automaton.
+
+        A `grammar` goes to llguidance. So does JSON of any depth, of a schema that refers to itself or allows
+        any value, where llguidance is installed and reads the schema as we do, unless `max_depth` is given.
+        Raises `GrammarError` for a `grammar` that cannot go there, and for a schema that cannot be met.
+        """
+        fields = self.fields
+        if (grammar := fields.get("grammar")) is not None:
+            self._check_length("grammar", grammar)
+            return recursive.lark_source(grammar)
+        if fields.get("max_depth") is not None or not recursive.is_installed() or not self._is_of_json:
             return None
-        node_of(1)  # if any value is valid, one is in which nothing comes again
-    except RecursionError:
-        return None  # the automaton has a sentence for it
-    return source
+        if self._tag is not None:
+            source = tag_source(self._tag, fields)
+        else:
+            source = schema_source(self._schema, fields)
+        try:
+            if source is None or self._exact is not None:
+                return None
+            self._node_of(1)  # if any value is valid, one is in which nothing comes again
+        except RecursionError:
+            return None  # the automaton has a sentence for it
+        return source
 
+    def nodes(self) -> Iterator[tuple[Node, int]]:
+        """Yield its texts: exactly, or for what is recursive, to fewer and fewer levels; and to how many, 0
+        where they are exact.
 
-def nodes_of(fields: Mapping[str, Any], limits: Limits) -> Iterator[tuple[Node, int]]:
-    """Yield the texts of a constraint: exactly, or for what is recursive, to fewer and fewer levels; and to
-    how many, 0 where they are exact.
+        Raises `GrammarError`.
+        """
+        fields = self.fields
+        if (regex := fields.get("regex")) is not None:
+            self._check_length("regex", regex)
+            yield parse_regex(regex), 0
+        elif (choice := fields.get("choice")) is not None:
+            self._check_length("choice", "".join(choice))
+            yield Either(tuple(map(text, choice))), 0
+        elif not self._is_of_json:
+            given = shown(fields.get("grammar"))
+            raise NotRegularError(f"structured_outputs.grammar={given} has no automaton")
+        elif self._exact is not None:
+            yield self._exact, 0
+        else:
+            most = fields.get("max_depth")
+            for levels in LEVELS if most is None else (most,):
+                yield self._node_of(levels), levels
 
-    Raises `GrammarError`.
-    """
-    if (regex := fields.get("regex")) is not None:
-        _check_length("regex", regex, limits)
-        yield parse_regex(regex), 0
-    elif (choice := fields.get("choice")) is not None:
-        _check_length("choice", "".join(choice), limits)
-        yield Either(tuple(map(text, choice))), 0
-    elif (node_of := _node_of(fields, limits)) is not None:
-        if (exact := _exact(node_of)) is not None:
-            yield exact, 0
-            return
-        most = fields.get("max_depth")
-        for levels in LEVELS if most is None else (most,):
-            yield node_of(levels), levels
-    else:
-        raise NotRegularError(f"structured_outputs.grammar={shown(fields.get('grammar'))} has no automaton")
+    @property
+    def _is_of_json(self) -> bool:
+        fields = self.fields
+        is_schema = fields.get("json") is not None or bool(fields.get("json_object"))
+        return is_schema or fields.get("structural_tag") is not None
 
+    @functools.cached_property
+    def _node_of(self) -> Callable[[int], Node]:
+        """Return what makes the texts of a constraint of JSON, with values inside values to so many levels.
 
-def _node_of(fields: Mapping[str, Any], limits: Limits) -> Callable[[int], Node] | None:
-    """Return what makes the texts of a constraint of JSON, with values inside values to so many levels.
+        With 0 levels it raises an error where they may be of any depth.
+        """
+        style, tag = _style(self.fields), self._tag
+        if tag is not None:
+            return lambda levels: tag.node(lambda schema: schema_node(schema, style, levels))
+        schema = self._schema
+        return lambda levels: schema_node(schema, style, levels)
 
-    With 0 levels it raises an error where they may be of any depth. None for a constraint of another kind.
-    """
-    style = _style(fields)
-    if (tag := fields.get("structural_tag")) is not None:
-        _check_length("structural_tag", tag, limits)
-        read = read_structural_tag(tag)
-        return lambda levels: read.node(lambda schema: schema_node(schema, style, levels))
-    if fields.get("json") is None and not fields.get("json_object"):
+    @functools.cached_property
+    def _tag(self) -> StructuralTag | None:
+        if (tag := self.fields.get("structural_tag")) is None:
+            return None
+        self._check_length("structural_tag", tag)
+        return read_structural_tag(tag)
+
+    @functools.cached_property
+    def _schema(self) -> Any:
+        schema = self.fields.get("json", ANY_OBJECT)
+        return read_schema(schema if isinstance(schema, str) else json.dumps(schema), self.limits)
+
+    @functools.cached_property
+    def _exact(self) -> Node | None:
+        """All texts of a constraint of JSON; None where they may be of any depth.
+
+        Raises `GrammarError` where there are none.
+        """
+        try:
+            return self._node_of(0)
+        except NotRegularError as problem:
+            if not problem.is_recursive:
+                raise
         return None
-    schema = _schema(fields, limits)
-    return lambda levels: schema_node(schema, style, levels)
 
-
-def _schema(fields: Mapping[str, Any], limits: Limits) -> Any:
-    schema = fields.get("json", ANY_OBJECT)
-    return read_schema(schema if isinstance(schema, str) else json.dumps(schema), limits)
-
-
-def _exact(node_of: Callable[[int], Node]) -> Node | None:
-    """Return all texts; None where they may be of any depth. Raises `GrammarError` where there are none."""
-    try:
-        return node_of(0)
-    except NotRegularError as problem:
-        if not problem.is_recursive:
-            raise
-    return None
+    def _check_length(self, name: str, value: str) -> None:
+        most = self.limits.max_spec_chars
+        if len(value) > most:
+            raise GrammarError(f"{name} has {len(value)} characters, must have at most {most}")
 
 
 def _style(fields: Mapping[str, Any]) -> Style:
@@ -133,8 +158,3 @@ def _style(fields: Mapping[str, Any]) -> Style:
         space=None if space is None else parse_regex(space),
         only_declared=bool(fields.get("disable_additional_properties")),
     )
-
-
-def _check_length(name: str, value: str, limits: Limits) -> None:
-    if len(value) > limits.max_spec_chars:
-        raise GrammarError(f"{name} has {len(value)} characters, must have at most {limits.max_spec_chars}")

@@ -20,7 +20,7 @@ from typing import IO, Any
 
 from jaxpaged.grammar import files
 from jaxpaged.grammar.automaton import TokenAutomaton
-from jaxpaged.grammar.compile import compile_constraint, recursive_source
+from jaxpaged.grammar.compile import Constraint
 from jaxpaged.grammar.nodes import GrammarError, Limits
 from jaxpaged.grammar.recursive import Language
 from jaxpaged.grammar.vocabulary import TokenBytes
@@ -124,18 +124,19 @@ def answers(source: IO[bytes], target: IO[bytes]) -> None:
 
 
 def _answer(fields: Mapping[str, Any], tokens: TokenBytes, limits: Limits) -> bytes:
-    """Return the answer to one constraint: what `recursive_source` says, or an automaton.
+    """Return the answer to one constraint: its source for llguidance, or an automaton.
 
     A schema that llguidance refuses gets an automaton. Raises `GrammarError`.
     """
-    if (source := recursive_source(fields, limits)) is not None:
+    constraint = Constraint(fields, limits)
+    if (source := constraint.source()) is not None:
         try:
             _in_small_stack(lambda: Language(source, tokens).matcher().allowed())
             return SOURCE + source.encode()
         except GrammarError:
             if fields.get("grammar") is not None:
                 raise
-    return AUTOMATON + files.to_bytes(compile_constraint(fields, tokens, limits))
+    return AUTOMATON + files.to_bytes(constraint.automaton(tokens))
 
 
 def _in_small_stack(read: Callable[[], Any]) -> None:

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from jaxpaged.checks import InputError, shown
-from jaxpaged.models.change import Change
+from jaxpaged.models.change import Change, New
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.load_as import LoadAs
 from jaxpaged.models.names import (
@@ -111,38 +111,56 @@ class ChangedWeights(StoredWeights):
             yield self._made(role, shape, segments, layer=layer, expert=expert)
 
     def _made(self, role: str, shape: Shape, segments: tuple[SegmentSpec, ...] | None, **numbers: int) -> Any:
-        source, layer = self._source(role), numbers.get("layer")
-        quantised = segments is not None
+        whole_role, quantised = self._source(role), segments is not None
         nothing = Change(shape, self.dtype, is_quantised=quantised)
-        stored = list(stored_pieces(self._whole, self._names, source, shape, **numbers))
-        name = role_name(source, **numbers)
-        given = self._given.get(name)
-        if given is not None and name not in dict(stored):
-            made = self._formed(role, [np.asarray(given)], segments)
-            return dataclasses.replace(nothing, values=made, source=given)
-        found = [self._piece(name, numbers) for name, _ in stored]
-        if all(piece is None for piece in found):
+        stored = list(stored_pieces(self._whole, self._names, whole_role, shape, **numbers))
+        name = role_name(whole_role, **numbers)
+        if name in self._given and name not in dict(stored):
+            given = self._given[name]
+
+            def form() -> New:
+                return New(self._formed(role, [np.asarray(given)], segments))
+
+            return dataclasses.replace(nothing, make=form, is_whole=True, source=given)
+        there = [name for name, _ in stored if name in self._given]
+        if not there:
             return nothing
-        alone = found[0] if len(found) == 1 else None
+        lacking = [name for name, _ in stored if name not in self._given]
+        if quantised and lacking:
+            raise InputError(
+                f"weight {lacking[0]!r} must come with {there[0]!r}: they are quantised together"
+            )
+        make = functools.partial(self._new, role, stored, None if lacking else segments, numbers)
+        is_as_stored = not lacking and len(stored) == 1 and self._is_as_stored(role, there[0])
+        source = self._given[there[0]] if is_as_stored else None
+        return dataclasses.replace(nothing, make=make, is_whole=not lacking, source=source)
+
+    def _new(
+        self,
+        role: str,
+        stored: list[tuple[str, Shape]],
+        segments: tuple[SegmentSpec, ...] | None,
+        numbers: Mapping[str, int],
+    ) -> New:
+        """Make what is given of a weight's pieces; those that are not given stay as they are."""
+        layer, found = numbers.get("layer"), [self._piece(name, numbers) for name, _ in stored]
         pieces = [
             np.zeros(its, self.dtype) if piece is None else np.asarray(piece)
             for piece, (_, its) in zip(found, stored, strict=True)
         ]
-        complete = all(piece is not None for piece in found)
-        made = self._joined(role, pieces, segments if complete else None, layer)
-        if complete:
-            return dataclasses.replace(nothing, values=made, source=alone)
-        if quantised:
-            lacks, has = (
-                next(name for piece, (name, _) in zip(found, stored, strict=True) if (piece is None) == none)
-                for none in (True, False)
-            )
-            raise InputError(f"weight {lacks!r} must come with {has!r}: they are quantised together")
+        made = self._joined(role, pieces, segments, layer)
+        if all(piece is not None for piece in found):
+            return New(made)
         masks = [
             np.full(its, piece is not None, self.dtype) for piece, (_, its) in zip(found, stored, strict=True)
         ]
         is_new: Any = self._joined(role, masks, None, layer)
-        return dataclasses.replace(nothing, values=made, is_new=is_new)
+        return New(made, is_new)
+
+    def _is_as_stored(self, role: str, name: str) -> bool:
+        """Return whether a weight's numbers are those of this piece, in the same order."""
+        names = self._names
+        return role not in names.forms and names.of_layers is None and name not in self._of_all_experts
 
     def _piece(self, name: str, numbers: Mapping[str, int]) -> Any:
         """Return what is given of a piece, None if nothing; of all experts in one tensor, one's own."""
@@ -201,8 +219,10 @@ def _is_head(said: str, config: ModelConfig, names: Names) -> bool:
 def as_array(name: str, value: Any) -> Any:
     """Return a value as an array of NumPy or JAX, without a copy where there is none to make.
 
-    Raises `InputError` for what is no array.
+    Raises `InputError` for what is no array, and for one that was deleted, as donated ones are.
     """
+    if isinstance(value, jax.Array) and value.is_deleted():
+        raise InputError(f"weight {name!r} is an array that was deleted or donated, must be there")
     if isinstance(value, np.ndarray | jax.Array):
         return value
     if not hasattr(value, "__dlpack__"):

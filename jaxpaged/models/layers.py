@@ -73,7 +73,7 @@ def stacked(weights: Iterable[Any], count: int) -> Any:
     rest = iter(weights)
     for i, weight in enumerate(rest):
         if isinstance(weight, Change):
-            return StackChange(itertools.chain([weight], rest))
+            return StackChange([weight, *rest])
         if isinstance(jax.tree.leaves(weight)[0], jax.core.Tracer):
             return jax.tree.map(lambda *each: jnp.stack(each), weight, *rest)
         if together is None:

@@ -209,7 +209,7 @@ class StoredWeights(Weights):
             cut = None
         if shard is not None:
             for piece in pieces:
-                _check_numbers(role, piece)
+                check_numbers(role, piece)
         whole = _concatenated(pieces)
         if segments is not None and self._quantisation is not None:  # all inputs are needed first
             quantised = self._quantisation.of_numbers(self._source(role), whole, self.dtype, cut)
@@ -226,7 +226,7 @@ class StoredWeights(Weights):
         weight = self._tensors[name]
         check_form(name, weight, shape)
         if self._shard is None:
-            _check_numbers(name, weight)
+            check_numbers(name, weight)
         return weight
 
 
@@ -293,7 +293,7 @@ def check_names(config: ModelConfig, names: Names, found: Iterable[str]) -> None
 
 def _check(name: str, weight: np.ndarray, shape: Shape) -> None:
     check_form(name, weight, shape)
-    _check_numbers(name, weight)
+    check_numbers(name, weight)
 
 
 def check_form(name: str, weight: Any, shape: Shape) -> None:
@@ -307,7 +307,8 @@ def check_form(name: str, weight: Any, shape: Shape) -> None:
         )
 
 
-def _check_numbers(name: str, weight: np.ndarray) -> None:
+def check_numbers(name: str, weight: np.ndarray) -> None:
+    """Refuse an array with a number that is not finite."""
     if not _is_finite(weight):
         raise InputError(f"weight {name!r} has NaN or infinity in it, must be finite")
 

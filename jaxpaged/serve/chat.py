@@ -113,9 +113,7 @@ class ChatWriter(ChunkWriter[ChatRequest]):
             }
             if body.return_token_ids:
                 each["token_ids"] = choice.token_ids
-            if body.return_weight_versions:
-                each["weight_versions"] = run.versions[choice.index].written()
-            written.append(each)
+            written.append(each | self.told_at_end(run, choice.index))
         made = self.chunk(run, written) | {"object": "chat.completion", "usage": run.usage()}
         if body.prompt_logprobs is not None:
             made["prompt_logprobs"] = prompt_logprobs(choices[0].prompt_logprobs)
@@ -152,9 +150,7 @@ class ChatWriter(ChunkWriter[ChatRequest]):
                         "finish_reason": self._reason(choice, bool(its and its.has_calls)) if ends else None,
                     }
                     if ends and is_last:
-                        each["stop_reason"] = choice.stop_reason
-                        if body.return_weight_versions:
-                            each["weight_versions"] = run.versions[choice.index].written()
+                        each |= {"stop_reason": choice.stop_reason} | self.told_at_end(run, choice.index)
                     if ends and body.return_token_ids:
                         each["token_ids"] = choice.token_ids
                     yield self.chunk(run, [each])

@@ -123,6 +123,8 @@ class CompletionWriter(ChunkWriter[CompletionRequest]):
         if body.return_token_ids:
             written["token_ids"] = choice.token_ids
             written["prompt_token_ids"] = prompt_ids if is_first else None
-        if body.return_weight_versions and choice.finish_reason is not None:
-            written["weight_versions"] = [] if self.is_echo_alone else run.versions[choice.index].written()
+        if choice.finish_reason is not None:
+            written |= self.told_at_end(run, choice.index)
+            if self.is_echo_alone and body.return_weight_versions:
+                written["weight_versions"] = []
         return written

@@ -110,6 +110,7 @@ class TextRequest(SamplingRequest):
     return_token_ids: bool | None = False
     return_weight_versions: bool | None = False
     return_tokens_as_token_ids: bool | None = False
+    routed_experts_prompt_start: int = 0
 
     def params(
         self, defaults: SamplingParams, *, max_tokens: int | None, logprobs: int | None, **more: Any
@@ -117,7 +118,7 @@ class TextRequest(SamplingRequest):
         """Return the engine's, as `SamplingRequest.params` does."""
         if self.stream_options is not None and self.stream_options.asks and not self.stream:
             raise InputError("stream_options must be left out unless stream is true")
-        own = {"n": self.n, "prompt_logprobs": self.prompt_logprobs}
+        own = {name: getattr(self, name) for name in ("n", "prompt_logprobs", "routed_experts_prompt_start")}
         return super().params(defaults, max_tokens=max_tokens, logprobs=logprobs, **own | more)
 
     @property

@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
 
+import numpy as np
 from starlette.requests import Request
 
 from jaxpaged.api.async_llm import Admitted, AsyncLLM
@@ -215,6 +216,7 @@ class Run:
         self.num_prompt_tokens = sum(len(each.prompt_token_ids) for each in prompts)
         self.num_completion_tokens = 0
         self.versions: defaultdict[int, VersionSpans] = defaultdict(VersionSpans)  # by choice
+        self.routed_experts: defaultdict[int, list[np.ndarray]] = defaultdict(list)  # likewise, if told
         self._service = service
         self._error: ApiError | None = None
         self._why: str | None = None
@@ -255,6 +257,8 @@ class Run:
                         raise self._error
                     index = i * self.params.n + answer.index
                     self.versions[index].add(answer.weight_versions or ())
+                    if answer.routed_experts is not None:
+                        self.routed_experts[index].append(answer.routed_experts)
                     yield Choice.of(index, output, answer)
         except EngineDeadError as error:
             self._why = "engine_dead"

@@ -57,6 +57,24 @@ class ByGrammar:
 
 type AnyLookup = Lookup | SuffixLookup | ByModel | ByGrammar
 
+PARTS = 64  # of a step, in which costs of drafts are counted
+
+
+@dataclass(frozen=True)
+class DraftCost:
+    """Cost of drafts, in parts of a step in which one row decodes."""
+
+    row: int  # the slot that verifies a draft
+    passes: int = 0  # what a model that drafts computes for one
+    tile: int = 0  # and for a tile of a prompt, when it begins with a row
+
+    def of[T: (int, Array)](self, num_rows: T) -> T:
+        """Return what one draft costs while so many rows decode, in parts of a row's share of the step.
+
+        A right draft saves its row a step, and that is worth less the more rows share the step.
+        """
+        return self.passes + PARTS * self.row * num_rows // (PARTS + self.row * (num_rows - 1))
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepConfig:
@@ -73,6 +91,7 @@ class StepConfig:
     decode_widths: tuple[int, ...] = ()  # rows of narrower decode passes, rising; the widest has max_num_seqs
     lookup: AnyLookup | None = None  # how tokens are drafted; None: they are not
     most_drafting: int | None = None  # rows that run while drafts are made; None: any number
+    draft_cost: DraftCost | None = None  # what may be lost by drafts follows from it; None: all
     logprobs_mode: LogprobsMode = "raw_logprobs"  # see `EngineConfig.logprobs_mode`
 
     def __post_init__(self) -> None:

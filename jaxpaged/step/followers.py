@@ -21,11 +21,36 @@ MOST_OCCURRENCES = 32
 type Found = tuple[Int[Array, " rows"], Int[Array, "rows most"]]
 
 
-def look_up(rows: Rows, past: Past | None, lookup: Lookup | SuffixLookup) -> Found:
-    """Return how many drafts each row may make, at most `lookup.most`, and the drafts."""
-    if isinstance(lookup, Lookup):
-        return followers(rows.token_ids, rows.num_tokens, lookup)
-    return likely_followers(rows.token_ids, rows.num_tokens, lookup, past, rows.salt)
+def look_up(
+    rows: Rows, past: Past | None, lookup: Lookup | SuffixLookup, wanted: Bool[Array, " rows"]
+) -> Found:
+    """Return how many drafts each wanted row may make, at most `lookup.most`, and the drafts.
+
+    A CPU takes one row after the other, so that the time follows the number of those that are wanted.
+    """
+
+    def found(
+        token_ids: Int[Array, "some max_model_len"],
+        num_tokens: Int[Array, " some"],
+        salt: Int[Array, " some"],
+    ) -> Found:
+        if isinstance(lookup, Lookup):
+            return followers(token_ids, num_tokens, lookup)
+        return likely_followers(token_ids, num_tokens, lookup, past, salt)
+
+    def in_turn(*of_rows: Array) -> Found:
+        num_rows = wanted.shape[0]
+        (which,) = jnp.nonzero(wanted, size=num_rows, fill_value=0)
+
+        def one(i: Int[Array, ""], all_: Found) -> Found:
+            num, follow = found(*(lax.dynamic_slice_in_dim(each, which[i], 1) for each in of_rows))
+            return all_[0].at[which[i]].set(num[0]), all_[1].at[which[i]].set(follow[0])
+
+        nothing = jnp.zeros(num_rows, jnp.int32), jnp.zeros((num_rows, lookup.most), jnp.int32)
+        return lax.fori_loop(0, jnp.sum(wanted), one, nothing)
+
+    of_rows = rows.token_ids, rows.num_tokens, rows.salt
+    return lax.platform_dependent(*of_rows, cpu=in_turn, default=found)
 
 
 def followers(
@@ -112,6 +137,10 @@ def likely_followers(
         return lax.cond(jnp.any(newest), search_all, lambda ends: ends, ends)
 
     def with_lengths(position: Int[Array, " chunk"], length: Int[Array, "rows chunk"], ends: Ends) -> Ends:
+        may_count = jnp.any(jnp.max(length, axis=1) >= jnp.maximum(ends[0], 1))
+        return lax.cond(may_count, lambda: with_longest(position, length, ends), lambda: ends)
+
+    def with_longest(position: Int[Array, " chunk"], length: Int[Array, "rows chunk"], ends: Ends) -> Ends:
         best, count, ring = ends
         longest = jnp.maximum(best, jnp.max(length, axis=1))
         count = jnp.where(longest > best, 0, count)

@@ -9,6 +9,8 @@ back.
 Drafts are looked up in the row's own tokens: what followed where its last tokens occurred before (see
 `step.followers`). Or a second model makes them, when the tables have slots for them (see `step.drafting`).
 Text that a row's automaton forces comes before what is looked up.
+
+Wrong drafts cost time. What a row may lose by them has a bound, whatever is drafted: see `affordable`.
 """
 
 from dataclasses import dataclass, replace
@@ -18,18 +20,23 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int, UInt32
 
+from jaxpaged.arithmetic import cdiv
+from jaxpaged.config import PREFILL_TILE
 from jaxpaged.memory import block_table, copy_on_write
 from jaxpaged.memory.entries import dealt, number_through
 from jaxpaged.sampling import is_among
 from jaxpaged.step import automata
 from jaxpaged.step.automata import GrammarRows, by_host, moved
-from jaxpaged.step.config import AnyLookup, ByGrammar, ByModel, StepConfig
+from jaxpaged.step.config import PARTS, AnyLookup, ByGrammar, ByModel, StepConfig
 from jaxpaged.step.followers import look_up
 from jaxpaged.step.plan import DecodeSlots, Plan
 from jaxpaged.step.state import Counter, DraftRows, EngineState, Phase, Rows
 
 # A row whose drafts fail waits 1, 3, 7, ... steps, and at most so many, before it drafts again.
 LONGEST_WAIT = 31
+# Parts of a step that a row may lose at first, and that all rows may have saved, and owe, at most.
+AT_FIRST, MOST_SAVED, MOST_DEBT = PARTS // 2, 4 * PARTS, 64 * PARTS
+DEAR = PARTS // 4  # cost of a draft from which on rows are slower to make more
 
 
 @jax.tree_util.register_dataclass
@@ -39,6 +46,8 @@ class Drafts:
 
     num: Int[Array, " rows"]
     first_slot: Int[Array, " rows"]  # decode slot of the row's first draft; the others follow
+    each: Int[Array, ""]  # cost of one, in parts of a step
+    cost: Int[Array, ""]  # of all, with what a model that drafts computes of prompts
 
 
 def draft(
@@ -74,6 +83,13 @@ def draft(
             its_room = jnp.where(may & has_slots, room, 0)
             num_forced, forced = _forced(rows.grammars, state.arena, its_room, lookup.most)
     may &= (drafting.wait == 0) & (num_forced == 0)
+    most, each = jnp.minimum(drafting.most, room), jnp.int32(0)
+    if config.draft_cost is not None and state.credit is not None:
+        each = config.draft_cost.of(jnp.maximum(num_taken, 1))
+        most = jnp.minimum(most, affordable(rows, drafting, state.credit, each))
+        may &= most > 0
+        if by_model:
+            may &= (drafting.followed > 0) | (state.credit >= 0)
 
     def look() -> tuple[Int[Array, " rows"], Int[Array, "rows most"]]:
         if isinstance(lookup, ByModel):
@@ -81,12 +97,12 @@ def draft(
         elif isinstance(lookup, ByGrammar):
             return num_forced, forced
         else:
-            found, follow = look_up(rows, state.past, lookup)
-        most = jnp.minimum(drafting.most, room)
+            found, follow = look_up(rows, state.past, lookup, may)
+        may_have = most
         if by_model:
-            most = jnp.minimum(most, -((num_taken - num_slots) // num_taken))
+            may_have = jnp.minimum(most, -((num_taken - num_slots) // num_taken))
         drafts = jnp.where(num_forced[:, None] > 0, forced, follow)
-        return jnp.where(may, jnp.minimum(found, most), num_forced), drafts
+        return jnp.where(may, jnp.minimum(found, may_have), num_forced), drafts
 
     wanted, tokens = lax.cond(has_slots & jnp.any(may), look, lambda: (num_forced, forced))
     num = jnp.zeros_like(wanted).at[rows.order].set(dealt(wanted[rows.order], num_slots - num_taken))
@@ -111,7 +127,27 @@ def draft(
         offset=jnp.zeros_like(slots.row).at[slot].set(k + 1, mode="drop"),
     )
     first_slot = num_taken + jnp.cumsum(num, dtype=jnp.int32) - num
-    return state, replace(plan, num_new_tokens=plan.num_new_tokens + num), slots, Drafts(num, first_slot)
+    cost = each * jnp.sum(num)
+    if config.draft_cost is not None and by_model:
+        begins = (num > 0) & (drafting.followed == 0)
+        tiles = jnp.where(begins, cdiv(rows.prompt_lens, PREFILL_TILE), 0)
+        cost += config.draft_cost.tile * jnp.sum(tiles)
+    plan = replace(plan, num_new_tokens=plan.num_new_tokens + num)
+    return state, plan, slots, Drafts(num, first_slot, each, cost)
+
+
+def affordable(
+    rows: Rows, drafting: DraftRows, credit: Int[Array, ""], each: Int[Array, ""]
+) -> Int[Array, " rows"]:
+    """Return how many drafts more each row may make where one costs so much; it may be negative.
+
+    What a row's drafts have cost may exceed what the right ones have saved by one part for each token of its
+    answer, by AT_FIRST parts, and by what all rows' drafts have saved of late. If those have lost more than a
+    part for each token, only the first counts. So no answer takes much more time than without drafts.
+    """
+    _, num_drafted, num_right = jnp.moveaxis(drafting.counts, 1, 0)
+    at_first = jnp.where(credit >= 0, AT_FIRST + credit, 0)
+    return (PARTS * num_right + rows.num_tokens - rows.prompt_lens + at_first) // each - num_drafted
 
 
 def _forced(
@@ -171,21 +207,29 @@ def accepted(
 
 
 def settle(
-    state: EngineState, num_accepted: Int[Array, " rows"], drafts: Drafts, lookup: AnyLookup
+    state: EngineState,
+    num_accepted: Int[Array, " rows"],
+    drafts: Drafts,
+    due: Bool[Array, " rows"],
+    lookup: AnyLookup,
 ) -> tuple[EngineState, Int[Array, ""]]:
     """Give back what was computed behind wrong drafts, and note how each row's drafts have done.
 
-    Returns the state, and how many blocks were given back.
+    due: rows that have got a token. Returns the state, and how many blocks were given back.
     """
     before = state.tables.pool.num_free
     state = state.on_tables(block_table.truncate, drafts.num - num_accepted)
     rows = state.rows
     assert rows.drafting is not None
-    drafting = after(rows.drafting, rows.running, drafts.num, num_accepted, lookup)
+    drafting = after(rows.drafting, rows.running, drafts, num_accepted, lookup)
     if isinstance(lookup, ByModel):  # of a row that is to be computed again nothing is left
         left = jnp.minimum(drafting.followed, state.tables.seq_lens)
         is_away = rows.phase == Phase.SWAPPED
         drafting = replace(drafting, followed=jnp.where(is_away, drafting.followed, left))
+    if state.credit is not None:
+        saved = (PARTS + 1) * jnp.sum(num_accepted) + jnp.sum(due & (rows.beams.width == 0))
+        credit = jnp.clip(state.credit + saved - drafts.cost, -MOST_DEBT, MOST_SAVED)
+        state = replace(state, credit=credit)
     state = replace(state, rows=replace(rows, drafting=drafting)).count(
         {
             Counter.NUM_DRAFTS: jnp.sum(drafts.num > 0),
@@ -201,16 +245,19 @@ def settle(
 def after(
     drafting: DraftRows,
     running: Bool[Array, " rows"],
-    num: Int[Array, " rows"],
+    drafts: Drafts,
     num_accepted: Int[Array, " rows"],
     lookup: AnyLookup,
 ) -> DraftRows:
-    """Return how each row's drafts have done, behind a step with `num` drafts.
+    """Return how each row's drafts have done, behind a step with these.
 
-    A row may draft about twice as many as were right the last time; one whose drafts were all wrong waits.
+    A row may draft about twice as many as were right the last time, or one more where drafts are dear; one
+    whose drafts were all wrong waits.
     """
+    num = drafts.num
     drafted, hits = num > 0, num_accepted > 0
-    most = jnp.where(drafted, jnp.minimum(2 * num_accepted + 1, lookup.most), drafting.most)
+    more = jnp.where(drafts.each < DEAR, 2 * num_accepted, num_accepted) + 1
+    most = jnp.where(drafted, jnp.minimum(more, lookup.most), drafting.most)
     misses = jnp.where(drafted, jnp.where(hits, 0, drafting.misses + 1), drafting.misses)
     longer = jnp.minimum((1 << jnp.minimum(misses, 8)) - 1, LONGEST_WAIT)
     waited = jnp.maximum(drafting.wait - running, 0)

@@ -227,6 +227,7 @@ class EngineState:
     # none yet, for it is not computed.
     routed: UInt[Array, "rows max_model_len num_layers num_chosen"] | None = None
     past: Past | None = None  # answers that drafts are looked up in; None: in none
+    credit: Int[Array, ""] | None = None  # what drafts have saved, in parts of a step; None: there are none
 
     def on_tables[**P](
         self, verb: Callable[Concatenate[BlockTables, P], TableResult], *args: P.args, **options: P.kwargs
@@ -376,6 +377,7 @@ def create_state(
         if routed is None
         else jnp.zeros((tables.max_seqs, max_model_len, *routed.shape), routed.dtype),
         past=no_past(past_tokens) if past_tokens else None,
+        credit=jnp.int32(0) if most_drafts else None,
     )
 
 

@@ -1,7 +1,6 @@
 """One step: schedule, take blocks, run the model, sample, append, publish, free. Pure."""
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import jax
@@ -92,7 +91,7 @@ def advance(
     state, new, num_accepted = answer(model, state, hidden, slots, due, drafts, config)
     num_new, num_returned = jnp.sum(due), jnp.int32(0)
     if drafts is not None and config.lookup is not None:
-        state, num_returned = speculation.settle(state, num_accepted, drafts, config.lookup)
+        state, num_returned = speculation.settle(state, num_accepted, drafts, due, config.lookup)
         state = past.note_ended(state, due & (state.rows.phase == Phase.FINISHED))
         num_new += jnp.sum(num_accepted)
 
@@ -203,13 +202,15 @@ def forward(
         if slots.offset is not None:
             in_use = slots.offset > 0
             num_slots = jnp.maximum(num_slots, jnp.max(jnp.where(in_use, jnp.arange(in_use.shape[0]) + 1, 0)))
-        widths = (0, *config.decode_widths, config.max_num_seqs)
-        passes: list[Callable[[Carry], Carry]] = [skip]
-        passes += [functools.partial(decode, width=width) for width in widths[1:]]
-        narrowest = jnp.sum(num_slots > jnp.array(widths), dtype=jnp.int32)
-        kv_cache, hidden, prompt_scores, routed = lax.switch(narrowest, passes, carry)
+        # One condition after the other: of several branches that write to the cache XLA makes copies.
+        most = 0
+        for width in (*config.decode_widths, config.max_num_seqs):
+            fits = (num_slots > most) & (num_slots <= width)
+            carry = lax.cond(fits, functools.partial(decode, width=width), skip, carry)
+            most = width
     else:
-        kv_cache, hidden, prompt_scores, routed = lax.cond(jnp.any(decodes), decode, skip, carry)
+        carry = lax.cond(jnp.any(decodes), decode, skip, carry)
+    kv_cache, hidden, prompt_scores, routed = carry
     return replace(state, kv_cache=kv_cache, routed=routed), hidden, prompt_scores
 
 

@@ -285,8 +285,7 @@ REQUEST: dict[str, Verdict] = {
     **_only("beam search", "use_beam_search", use="LLM.beam_search, in Python"),
     **_all(
         "it goes with another option, which alone decides",
-        "length_penalty early_stopping routed_experts_prompt_start mm_payload return_mm_kwargs "
-        "return_token_offsets max_tool_calls",
+        "length_penalty early_stopping mm_payload return_mm_kwargs return_token_offsets max_tool_calls",
     ),
     **_all("the server makes its own ids; it takes X-Request-Id", "request_id"),
     **_all(

@@ -204,6 +204,23 @@ def factor_of_output(
     return factor / jnp.where(is_empty, 1.0, total)
 
 
+def widen_slot(
+    p: AttentionProblem, ring: Ring, slot: jax.Array, array: int, target: Any, *newest: Any
+) -> None:
+    """Widen a slot's tile of a quantised cache into float16, both in shared memory.
+
+    array: 0 for K, 1 for V.
+    newest: in a cache of 4 bits a number, the newest tokens of K and their place among the tile's groups.
+    """
+    source, scales = (ring.k, ring.v)[array].at[slot], ring.scales[array]
+    if ring.packed is None:
+        factors = None if scales is None else scales.at[slot]
+        common.widen(source, target, factors, is_interpreted=p.is_interpreted)
+        return
+    scale, zero = (each.at[slot] for each in ring.packed[2 * array : 2 * array + 2])
+    int4_cache.widen(source, scale, zero, target, *(() if array else newest))
+
+
 def token_finder(
     p: AttentionProblem, tables: Any, row: jax.Array, start: jax.Array, end: jax.Array, extras: Extras
 ) -> FindTokens:

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
-from jax.experimental.mosaic.gpu import utils
+from jax.experimental.mosaic.gpu import fragmented_array, utils
 
 from pallas_kernels.gpu import targets
 from pallas_kernels.support import Options
@@ -34,6 +34,7 @@ LOWEST = -1e30
 FLOAT16_MAX = 65504.0
 NUM_WARPS = 4  # in a producer warpgroup
 WGMMA = plgpu.Layout.WGMMA
+LINES = 16  # tokens of a tile that `lines` lays out
 
 
 class Extras(NamedTuple):
@@ -177,34 +178,52 @@ def columns_of(head_dim: int) -> list[int]:
     return [*range(0, head_dim - 63, 64), *([head_dim - 64] if head_dim % 64 else [])]
 
 
+def lines(width: int) -> Any:
+    """Return the register layout of 16 lines of 64 or 32 numbers: a warp has a quarter of each line, a thread
+    four neighbouring numbers.
+
+    Half a warp has eight numbers of each of eight lines, so that its stores to swizzled memory hit different
+    banks.
+    """
+    tiling: Any = ((LINES, 64), (8, 16), (8,), (4,)) if width == 64 else ((LINES, 32), (16, 8), (4,))
+    warps, lanes = (-5, (-3, -4, -2)) if width == 64 else (-4, (-3, -2))
+    tiled = fragmented_array.Tiling(tiling)
+    return plgpu.Layout.TILED(tiled, warp_dims=(warps,), lane_dims=lanes, vector_dim=-1)
+
+
 def widen(source: Any, target: Any, scales: Any = None, *, is_interpreted: bool) -> None:
     """Convert a tile of 8-bit numbers in shared memory to float16 in shared memory.
 
     scales: [rows] float32 in shared memory, a factor for each row; None for none.
     """
-    height = source.shape[0] if scales is None else 64
+    is_short = source.shape[0] % 64 > 0
+    layout = lines(64) if is_short else plgpu.Layout.WGMMA_UPCAST_2X
+    of_wide = lines(64) if is_short else WGMMA
+    height = LINES if is_short else source.shape[0] if scales is None else 64
     for row in range(0, source.shape[0], height):
-        rows = slice(None) if scales is None else pl.ds(row, height)
+        rows = slice(None) if height == source.shape[0] and scales is None else pl.ds(row, height)
         factor = None
         if scales is not None:
-            factor = plgpu.load(scales.at[rows], layout=WGMMA.reduce(1), optimized=False)
+            factor = plgpu.load(scales.at[rows], layout=of_wide.reduce(1), optimized=False)
         for column in columns_of(source.shape[1]):
             piece = (rows, pl.ds(column, 64))
-            x = widened(source.at[piece], is_interpreted=is_interpreted)
+            x = widened(source.at[piece], layout, is_interpreted=is_interpreted)
             if factor is not None:
-                wide = plgpu.layout_cast(x, WGMMA).astype(jnp.float32)
+                wide = plgpu.layout_cast(x, of_wide).astype(jnp.float32)
                 wide = wide * lax.broadcast_in_dim(factor, wide.shape, [0])
                 x = jnp.clip(wide, -FLOAT16_MAX, FLOAT16_MAX).astype(target.dtype)
             target[piece] = x
 
 
-def widened(source: Any, *, is_interpreted: bool) -> jax.Array:
-    """Load 8-bit numbers from shared memory as float16, in the registers in which a wgmma reads them."""
-    x = plgpu.load(source, layout=plgpu.Layout.WGMMA_UPCAST_2X, optimized=False)
+def widened(source: Any, layout: Any = plgpu.Layout.WGMMA_UPCAST_2X, *, is_interpreted: bool) -> jax.Array:
+    """Load 8-bit numbers from shared memory as float16, in the registers in which a wgmma reads them, or
+    another layout.
+    """
+    x = plgpu.load(source, layout=layout, optimized=False)
     if x.dtype == jnp.int8 and not is_interpreted:
-        return _as_float16(x, _halves_of_int8)
+        return _as_float16(x, layout, _halves_of_int8)
     if not is_interpreted and not targets.compiled_for().converts_float8:
-        return _as_float16(x, _halves_of_e5m2 if x.dtype == jnp.float8_e5m2 else _halves_of_e4m3)
+        return _as_float16(x, layout, _halves_of_e5m2 if x.dtype == jnp.float8_e5m2 else _halves_of_e4m3)
     return x.astype(jnp.float16)
 
 
@@ -252,12 +271,11 @@ def _halves_of_e4m3(word: Any) -> Iterator[Any]:
     return (llvm.inline_asm(word.type, [word, utils.c(TIMES_256, word.type)], p, "=r,r,r") for p in made)
 
 
-def _as_float16(x: jax.Array, halves_of: Callable[[Any], Iterator[Any]]) -> jax.Array:
+def _as_float16(x: jax.Array, layout: Any, halves_of: Callable[[Any], Iterator[Any]]) -> jax.Array:
     """Convert 8-bit numbers to float16 exactly, four at a time.
 
     Pallas' interpreter cannot run such code.
     """
-    layout = plgpu.Layout.WGMMA_UPCAST_2X
 
     @plgpu.inline_mgpu(
         arg_types=(layout,),

@@ -15,13 +15,12 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.mosaic.gpu import fragmented_array
 
 from pallas_kernels.gpu import common
 from pallas_kernels.gpu.common import FLOAT16_MAX
 from pallas_kernels.layouts import PackedView
 
-GROUP = 16  # tokens that have K's scales in common
+GROUP = common.LINES  # tokens that have K's scales in common
 THOUSAND = 0x6400  # 1,024 in float16, whose last bit counts ones
 
 
@@ -102,7 +101,7 @@ def widen(codes: Any, scale: Any, zero: Any, target: Any, newest: Any = None, pl
 def _widen(codes: Any, scale: Any, zero: Any, target: Any, *, by_channel: bool) -> None:
     width = codes.shape[1]
     size = piece_width(width)
-    layout = _layout(size)
+    layout = common.lines(size)
     for first in range(0, width, size):
         bits = plgpu.load(codes.at[:, pl.ds(first, size)], layout=layout, optimized=False).astype(jnp.uint16)
         high = lax.shift_right_logical(bits, jnp.full_like(bits, 4))
@@ -123,7 +122,7 @@ def _copy(source: Any, target: Any) -> None:
     size = piece_width(source.shape[1] // 2)
     for first in range(0, source.shape[1], size):
         columns = pl.ds(first, size)
-        target[:, columns] = _as_float16(source.at[:, columns], _layout(size))
+        target[:, columns] = _as_float16(source.at[:, columns], common.lines(size))
 
 
 def _as_float16(ref: Any, layout: Any) -> jax.Array:
@@ -136,16 +135,3 @@ def piece_width(width: int) -> int:
     memory.
     """
     return 64 if width % 64 == 0 else 32
-
-
-def _layout(width: int) -> Any:
-    """Return the register layout of 16 lines of 64 or 32 numbers: a warp has a quarter of each line, a thread
-    four neighbouring numbers.
-
-    Half a warp has eight numbers of each of eight lines, so that its stores to swizzled memory hit different
-    banks.
-    """
-    tiling: Any = ((GROUP, 64), (8, 16), (8,), (4,)) if width == 64 else ((GROUP, 32), (16, 8), (4,))
-    warps, lanes = (-5, (-3, -4, -2)) if width == 64 else (-4, (-3, -2))
-    tiled = fragmented_array.Tiling(tiling)
-    return plgpu.Layout.TILED(tiled, warp_dims=(warps,), lane_dims=lanes, vector_dim=-1)

@@ -103,7 +103,13 @@ class Card:
     memory_bytes: float
     bandwidth: float  # bytes a second
     flops: float  # a second
+    core_flops: int  # of one multiprocessor, in a cycle
     source: str
+
+    @property
+    def clock(self) -> float:
+        """The cycles a second for which the peak is published."""
+        return self.flops / self.num_cores / self.core_flops
 
     def is_of(self, device_kind: str) -> bool:
         """Return whether JAX's name of a device is this card's. A smaller A100 has another bandwidth."""
@@ -117,13 +123,40 @@ class Card:
 
 
 CARDS = (
-    Card("A100 80GB SXM", "8.0", 108, 80e9, 2.039e12, 312e12, "NVIDIA A100 datasheet"),
-    Card("L4", "8.9", 58, 24e9, 0.300e12, 121e12, "NVIDIA L4 datasheet (half of the sparse figure)"),
-    Card("RTX 4090", "8.9", 128, 24e9, 1.008e12, 165.2e12, "NVIDIA Ada architecture whitepaper"),
-    Card("H100 SXM", "9.0", 132, 80e9, 3.35e12, 989e12, "NVIDIA H100 datasheet (half of the sparse figure)"),
-    Card("H200 SXM", "9.0", 132, 141e9, 4.8e12, 989e12, "NVIDIA H200 datasheet (half of the sparse figure)"),
-    Card("B200", "10.0", 148, 180e9, 8e12, 2250e12, "NVIDIA HGX B200 datasheet (half of the sparse figure)"),
-    Card("RTX 5090", "12.0", 170, 32e9, 1.792e12, 209.5e12, "NVIDIA RTX Blackwell whitepaper"),
+    Card("A100 80GB SXM", "8.0", 108, 80e9, 2.039e12, 312e12, 2048, "NVIDIA A100 datasheet"),
+    Card("L4", "8.9", 58, 24e9, 0.300e12, 121e12, 1024, "NVIDIA L4 datasheet (half of the sparse figure)"),
+    Card("RTX 4090", "8.9", 128, 24e9, 1.008e12, 165.2e12, 512, "NVIDIA Ada architecture whitepaper"),
+    Card(
+        "H100 SXM",
+        "9.0",
+        132,
+        80e9,
+        3.35e12,
+        989e12,
+        4096,
+        "NVIDIA H100 datasheet (half of the sparse figure)",
+    ),
+    Card(
+        "H200 SXM",
+        "9.0",
+        132,
+        141e9,
+        4.8e12,
+        989e12,
+        4096,
+        "NVIDIA H200 datasheet (half of the sparse figure)",
+    ),
+    Card(
+        "B200",
+        "10.0",
+        148,
+        180e9,
+        8e12,
+        2250e12,
+        8192,
+        "NVIDIA HGX B200 datasheet (half of the sparse figure)",
+    ),
+    Card("RTX 5090", "12.0", 170, 32e9, 1.792e12, 209.5e12, 512, "NVIDIA RTX Blackwell whitepaper"),
 )
 
 

@@ -1,9 +1,8 @@
 """Tile sizes and pipeline depths of the Mosaic GPU kernels.
 
 `config_for` looks a shape up in `MEASURED`, by (device kind, head_dim, block_size, cache dtype, queries of a
-row that share a kv head), and falls back to `default_config`. Results do not depend on num_stages and
-ctas_per_core; tile_kv changes the order of a sum. `benchmarks/decode_attention.py --sweep` prints entries for
-the table.
+row that share a kv head), and falls back to `default_config`. Results depend on tile_kv alone, which changes
+the order of a sum. `benchmarks/decode_attention.py --sweep` prints entries for the table.
 """
 
 import dataclasses
@@ -26,6 +25,7 @@ class TuningConfig:
     tile_kv: int = 64  # tokens per step, 64 or 128: the rows of a wgmma
     num_stages: int = 3  # tiles of K and V in flight or in use
     ctas_per_core: int = 2  # programs started per multiprocessor
+    num_query_slots: int = 2  # units of work whose queries are there or under way
 
     def __post_init__(self) -> None:
         if self.tile_kv not in (64, 128):
@@ -34,6 +34,8 @@ class TuningConfig:
             raise ValueError(f"{self.num_stages=} must be at least 1")
         if self.ctas_per_core < 1:
             raise ValueError(f"{self.ctas_per_core=} must be at least 1")
+        if self.num_query_slots < 1:
+            raise ValueError(f"{self.num_query_slots=} must be at least 1")
 
 
 # (device kind, head_dim, block_size, cache dtype, queries a row and kv head) -> config; nothing is measured
@@ -68,36 +70,41 @@ def default_config(
     multiprocessor's memory and registers.
 
     Where that is not possible, one program gets the stages that fit: of long heads on GPUs with little
-    shared memory a single one, with which it does not fetch while it multiplies.
+    shared memory a single one, with which it does not fetch while it multiplies. Of many queries with the
+    longest heads it then also has one slot for queries: those of a unit of work come once the unit before has
+    taken its own into registers.
 
     has_extras: whether there are slopes, sinks or a window.
     target: None stands for `targets.compiled_for`.
     """
     target, columns = target or targets.compiled_for(), num_columns(num_queries)
     stage = 2 * 64 * (head_dim * jnp.dtype(cache_dtype).itemsize + (4 if is_scaled else 0))
-    other = _bytes_beside_stages(head_dim, cache_dtype, columns, is_scaled=is_scaled, target=target)
+    slots = next((n for n in (2, 1) if fits(head_dim, cache_dtype, num_queries, target, query_slots=n)), 1)
+    other = _bytes_beside_stages(head_dim, cache_dtype, columns, slots, is_scaled=is_scaled, target=target)
     shared, alone = ((target.core_bytes // n - 1024 - other) // stage for n in (2, 1))
     have_registers = two_have_registers(head_dim, cache_dtype, columns, target, has_extras=has_extras)
     if shared >= 2 and have_registers:
         return TuningConfig(num_stages=min(4, shared))
-    return TuningConfig(num_stages=max(1, min(4, alone)), ctas_per_core=1)
+    return TuningConfig(num_stages=max(1, min(4, alone)), ctas_per_core=1, num_query_slots=slots)
 
 
-def fits(head_dim: int, cache_dtype: jnp.dtype, num_queries: int, target: Target) -> bool:
+def fits(
+    head_dim: int, cache_dtype: jnp.dtype, num_queries: int, target: Target, *, query_slots: int = 1
+) -> bool:
     """Return whether a program with a single stage has the memory on a target."""
     columns, itemsize = num_columns(num_queries), jnp.dtype(cache_dtype).itemsize
-    other = _bytes_beside_stages(head_dim, cache_dtype, columns, is_scaled=True, target=target)
+    other = _bytes_beside_stages(head_dim, cache_dtype, columns, query_slots, is_scaled=True, target=target)
     return other + 2 * 64 * head_dim * itemsize <= target.program_bytes
 
 
 def _bytes_beside_stages(
-    head_dim: int, cache_dtype: jnp.dtype, columns: int, *, is_scaled: bool, target: Target
+    head_dim: int, cache_dtype: jnp.dtype, columns: int, query_slots: int, *, is_scaled: bool, target: Target
 ) -> int:
     """Return a bound of a program's shared memory besides its ring of tiles."""
     widened = 64 * head_dim * 2 if jnp.dtype(cache_dtype).itemsize == 1 else 0
     in_registers = widens_in_registers(head_dim, cache_dtype, is_scaled=is_scaled, target=target)
-    widened *= 1 if in_registers else 2
-    queries, output = 3 * columns * head_dim * 2, columns * head_dim * 2
+    widened *= 1 if in_registers or target.multiply != "wgmma" else 2
+    queries, output = (query_slots + 1) * columns * head_dim * 2, columns * head_dim * 2
     # Each array begins at a multiple of 1,024 bytes; barriers are an array where there is no TMA.
     weights, rounding = columns * 64 * 2, 4096 if target.fetch == "tma" else 5120
     return widened + queries + output + weights + rounding

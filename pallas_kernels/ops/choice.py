@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from pallas_kernels import native
 from pallas_kernels.gpu import targets
 from pallas_kernels.gpu.prompt.program import TILE_LENS
-from pallas_kernels.support import LIMITED, Batch, Options, refuse_unserved
+from pallas_kernels.support import Batch, Options, refuse_unserved
 
 Implementation = Literal["mosaic_gpu", "xla"]
 TiledImplementation = Literal["mosaic_gpu", "native", "xla"]
@@ -17,7 +17,7 @@ ProductImplementation = Literal["mosaic_gpu", "native", "xla"]
 
 def default_implementation() -> Implementation:
     """Return what None stands for: "mosaic_gpu" if the default device is a target of kernels, else "xla"."""
-    return "xla" if architecture() is None else "mosaic_gpu"
+    return "xla" if targets.target_of(jax.devices()[0]) is None else "mosaic_gpu"
 
 
 def default_tiled_implementation(dtype: jnp.dtype, tile_len: int) -> TiledImplementation:
@@ -32,38 +32,23 @@ def for_attention(
 ) -> Implementation:
     """Choose the implementation of an attention call; None stands for the default one.
 
-    XLA is the default for what the kernels do not serve on a target with less memory than Hopper.
-
     Raises: ValueError for an unknown one; NotImplementedError if it does not serve the call.
     """
-    is_default = implementation is None and not interpret
     if implementation is None:
         implementation = "mosaic_gpu" if interpret else default_implementation()
     is_mosaic(implementation, interpret=interpret)
-    pool, target = batch.pool, None if interpret else architecture()
+    pool = batch.pool
     cache, view = pool.sizes, pool.layout.view()
-    try:
-        refuse_unserved(
-            implementation,
-            dtype=batch.q.dtype,
-            cache_dtype=batch.q.dtype if view is None else pool.arrays[view.k.array].dtype,
-            head_dim=cache.head_dim,
-            block_size=cache.block_size,
-            group_size=batch.q.shape[1] // cache.num_kv_heads,
-            options=options,
-            architecture=target,
-        )
-    except NotImplementedError:
-        if is_default and target in LIMITED:
-            return "xla"
-        raise
+    refuse_unserved(
+        implementation,
+        dtype=batch.q.dtype,
+        cache_dtype=batch.q.dtype if view is None else pool.arrays[view.k.array].dtype,
+        head_dim=cache.head_dim,
+        block_size=cache.block_size,
+        group_size=batch.q.shape[1] // cache.num_kv_heads,
+        options=options,
+    )
     return implementation
-
-
-def architecture() -> str | None:
-    """Return the default device's target as ptxas names it; None for a CPU, or an unknown GPU."""
-    target = targets.target_of(jax.devices()[0])
-    return None if target is None else target.architecture
 
 
 def is_mosaic(implementation: Implementation, *, interpret: bool) -> bool:

@@ -74,7 +74,8 @@ def _of_kinds(*kinds: LayerKind, **options: Any) -> Driver:
 _OTHER = dataclasses.replace(
     tiny.CONFIG, hidden_size=16, num_q_heads=2, num_kv_heads=1, layers=tiny.CONFIG.layers[:1]
 )
-ANOTHER = Draft(_OTHER, functools.partial(tiny.load, config=_OTHER))
+ANOTHER = Draft(_OTHER, functools.partial(tiny.load, config=_OTHER), cost=tiny.CHEAP)
+ITSELF = Draft(tiny.CONFIG, tiny.load, cost=tiny.CHEAP)
 BY_MODEL: dict[str, Any] = {
     "speculative_config": {"model": "tiny", "num_speculative_tokens": 3, "disable_by_batch_size": 4}
 }
@@ -84,10 +85,16 @@ SETTINGS: dict[str, Callable[[Path], Driver]] = {
     "one row, one adapter": lambda folder: tiny_lora.driver(
         folder, **TIGHT | {"max_num_seqs": 1, "max_loras": 1, "max_num_batched_tokens": 1 + 64}
     ),
+    "adapters, drafts": lambda folder: tiny_lora.driver(
+        folder, **TIGHT, speculative_config={"prompt_lookup_min": 1}
+    ),
+    "adapters, drafts by a head": lambda folder: tiny_lora.driver(
+        folder, tiny_head.draft(), **TIGHT, **tiny_head.BY_HEAD
+    ),
     "swap": lambda _: tiny.driver(**SWAP),
     "swap, drafts": lambda _: tiny.driver(**SWAP, speculative_config={"prompt_lookup_min": 1}),
     "swap, suffixes": lambda _: tiny.driver(**SWAP, speculative_config={"method": "suffix"}),
-    "swap, drafts by itself": lambda _: tiny.driver(**SWAP, **BY_MODEL, draft=Draft(tiny.CONFIG, tiny.load)),
+    "swap, drafts by itself": lambda _: tiny.driver(**SWAP, **BY_MODEL, draft=ITSELF),
     "swap, drafts by another": lambda _: tiny.driver(**SWAP, **BY_MODEL, draft=ANOTHER),
     "swap, drafts by a head": lambda _: tiny_head.driver(**SWAP),
     "swap, tiers": lambda _: _with_tiers(),
@@ -191,7 +198,7 @@ class Dice:
     def max_steps(self) -> int:
         return self._rng.choice([1, 1, 2, 3, 5, 9, MAX_STEPS])
 
-    max_steps_while_others_wait = max_steps
+    max_steps_while_others_wait = max_steps_while_nobody_reads = max_steps
     seconds_per_pass = None  # was never measured
 
     @property

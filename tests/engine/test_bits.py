@@ -49,12 +49,14 @@ def everything(driver: Driver, prompts: list[list[int]], params: list[SamplingPa
             id="all by XLA, bfloat16, swap, int4",
             marks=NIGHTLY,
         ),
-        pytest.param("bfloat16", tiny.SMALL, "1", id="bfloat16, recompute", marks=NIGHTLY),
+        pytest.param(
+            "bfloat16", tiny.SMALL | {"decode_widths": (2,)}, "1", id="bfloat16, recompute", marks=NIGHTLY
+        ),
         pytest.param(
             "float32",
-            SWAP | {"load_model": tiny.load_quantised},
+            SWAP | {"load_model": tiny.load_quantised, "decode_widths": (1, 2)},
             "1",
-            id="float32, swap, weights of files",
+            id="float32, swap, weights of files, narrower passes",
             marks=SLOW,
         ),
         pytest.param(

@@ -13,10 +13,11 @@ from jaxpaged.engine.drafted import Draft
 from jaxpaged.engine.handle import collect
 from jaxpaged.engine.setup import Setup
 from jaxpaged.models import loading
+from jaxpaged.models.drafting.description import DraftHead
 from jaxpaged.models.families.llama import NAMES
 from jaxpaged.models.weights import by_role
 from jaxpaged.sampling_params import SamplingParams
-from jaxpaged.step.config import ByGrammar
+from jaxpaged.step.config import ByGrammar, DraftCost
 from reference import model as reference_model
 from tests import tiny, tiny_lora
 from tests.engine.fuzz import SETTINGS
@@ -84,6 +85,39 @@ def test_on_a_cpu_a_model_drafts_for_one_answer_at_a_time():
     assert most(method="suffix", disable_by_batch_size=2) == 2
 
 
+def test_what_drafts_cost_follows_from_the_weights_that_a_token_reads():
+    """SmolLM2 as its own draft, and a head for it: a layer of thirty, and scores of all tokens."""
+    served = smollm2(num_layers=30)
+
+    def cost(draft=None, **options):
+        return Setup(EngineConfig(**options), served, draft).step_config(9).draft_cost
+
+    assert cost() is None
+    assert cost(speculative_config={"method": "grammar"}, structured_outputs_mib=1) is None
+    assert cost(speculative_config={}) == DraftCost(8)
+    assert cost(speculative_config={}, quantization="int4") == DraftCost(16)
+    itself = {"model": "x", "quantization": "int4"}
+    assert cost(served, speculative_config=itself) == DraftCost(8, 26, 80)
+    assert cost(served, speculative_config=itself, quantization="int4") == DraftCost(16, 64, 80)
+    alike = {"draft_head": DraftHead(kind="mtp", given_size=576, num_choices=49152, own_lm_head=False)}
+    head = dataclasses.replace(smollm2(num_layers=1), **alike)
+    assert cost(head, speculative_config={"method": "mtp"}) == DraftCost(8, 16, 4)
+
+
+def smollm2(num_layers):
+    """Return a model of SmolLM2's sizes, or its first layers."""
+    return dataclasses.replace(
+        tiny.CONFIG,
+        vocab_size=49152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_q_heads=9,
+        num_kv_heads=3,
+        head_dim=64,
+        layers=tiny.CONFIG.layers[:1] * num_layers,
+    )
+
+
 def test_drafts_of_forced_text_alone_need_room_for_automata():
     drafts = {"speculative_config": {"method": "grammar"}}
     assert setup(None, structured_outputs_mib=1, **drafts).step_config(9).lookup == ByGrammar(7)
@@ -132,7 +166,7 @@ def test_a_row_drafts_on_while_others_fork():
 @pytest.mark.slow
 def test_an_adapter_and_new_weights_change_the_answers_and_not_the_drafts(tmp_path):
     drafts = {"model": "tiny", "num_speculative_tokens": 3}
-    itself = Draft(tiny.CONFIG, tiny.load)
+    itself = Draft(tiny.CONFIG, tiny.load, cost=tiny.CHEAP)
     driver = tiny.driver(**tiny_lora.LORA, speculative_config=drafts, draft=itself)
     [prompt] = tiny.prompts([9], seed=2)
 

@@ -1,5 +1,6 @@
 """Heads that draft, in an engine: what they compute, what is accepted, and what is refused."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -55,10 +56,13 @@ def test_a_head_computes_the_oracles_entries_of_prompts_and_answers():
     [shared] = tiny.prompts([40], seed=4)
     seen = []
     for own in ([1, 2, 3, 4, 5, 6, 7, 8, 9], [1], [60], []):
-        prompt = [*shared, *own]
+        prompt, num_turns = [*shared, *own], 0
         tiny.submit(driver, [prompt], tiny.greedy(45))
         while driver.has_work:
             driver.turn(max_steps=1)
+            num_turns += 1
+            if num_turns % 4:  # what was computed before is there, still
+                continue
             [rows] = np.nonzero(np.asarray(driver.state.rows.running))
             if len(rows) == 0 or driver.state.rows.drafting.followed[rows[0]] == 0:
                 continue
@@ -208,6 +212,7 @@ def test_an_mtp_layer_drafts_and_changes_no_answer(tmp_path):
     for drafts in (None, {"method": "mtp", "num_speculative_tokens": 3, "disable_by_batch_size": 4}):
         options = EngineConfig(**tiny.DEFAULTS | {"max_model_len": 100, "speculative_config": drafts})
         draft = draft_of(options, checkpoint)
+        draft = draft and dataclasses.replace(draft, cost=tiny.CHEAP)
         shapes = checkpoint.abstract
         driver = Driver(options, checkpoint.config, checkpoint.model, shapes=shapes, draft=draft)
         for prompt in ([5, 7, 11], [*range(40)]):

@@ -182,8 +182,9 @@ def test_forks_and_beams_have_the_adapter_of_whom_they_come_from(driver, folder)
     assert score == pytest.approx(chances[np.arange(5), tokens].sum(), abs=1e-3)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_who_gives_way_keeps_its_adapter(folder):
+    """Rows with an adapter that give way are in `tests/learn/test_ratio.py` by day."""
     driver = tiny_lora.driver(folder, **tiny.SMALL)
     asked = list(zip([0, 1, None, 2, 1], tiny.prompts([10, 20, 30, 12, 25]), strict=True))
     ids = submit(driver, folder, asked, greedy(60))

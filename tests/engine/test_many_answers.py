@@ -6,7 +6,9 @@ from jaxpaged.sampling_params import SamplingParams
 from tests import tiny
 
 
-@pytest.mark.parametrize("count", [64, pytest.param(4096, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "count", [64, pytest.param(512, marks=pytest.mark.slow), pytest.param(4096, marks=pytest.mark.nightly)]
+)
 def test_answers_in_turns_hold_the_prompts_blocks_once(count):
     """Four rows take turns. Each answer is the one that its seed gives alone."""
     driver = tiny.driver()

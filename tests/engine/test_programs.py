@@ -3,6 +3,7 @@
 import functools
 import logging
 import os
+import threading
 import time
 
 import jax
@@ -159,6 +160,31 @@ def test_a_folder_that_cannot_be_written_costs_the_program_only(folder, ask, cap
         assert ask()
         assert ask()
     assert f"the program cannot be kept in {folder}" in caplog.text
+
+
+def test_who_asks_while_another_compiles_waits_and_finds_it(folder, monkeypatch):
+    """Engines that start at the same time compile their program once."""
+    monkeypatch.setattr(programs, "_loaded", {})
+    begun, may_go, lowered = threading.Event(), threading.Event(), []
+
+    def lower():
+        lowered.append(threading.current_thread())
+        begun.set()
+        assert may_go.wait(60)
+        return jax.jit(lambda x: {"sum": x + 1}).lower(X)
+
+    def get():
+        return programs.kept(lower, made_from="slow", arrays=(X,), result={"sum": 0})
+
+    both = [tiny.start(get)]
+    assert begun.wait(60)
+    both.append(tiny.start(get))
+    time.sleep(0.3)  # in which the second would begin, too
+    may_go.set()
+    for program in both:
+        np.testing.assert_array_equal(program.result(60)(jnp.asarray(X))["sum"], X + 1)
+    assert len(lowered) == 1
+    assert [path.suffix for path in folder.iterdir()] == [".program"]
 
 
 def test_the_programs_used_longest_ago_go(folder, ask, monkeypatch):

@@ -201,6 +201,19 @@ def test_decode_widths_that_mean_nothing_are_refused(widths):
     assert EngineConfig(max_num_seqs=4, decode_widths=[1, 3]).decode_widths == (1, 3)
 
 
+def test_the_cpu_kernels_have_narrower_passes_by_default(monkeypatch):
+    def widths(config=tiny.CONFIG, **options):
+        return Setup(EngineConfig(**tiny.DEFAULTS | {"max_num_seqs": 64} | options), config).decode_widths
+
+    monkeypatch.setenv("JAXPAGED_NATIVE", "1")
+    assert widths() == (2, 16)
+    assert widths(max_num_seqs=16) == (4,)
+    assert widths(max_num_seqs=4) == widths(decode_widths=()) == widths(loop_over_layers=False) == ()
+    assert widths(decode_widths=(3,), loop_over_layers=False) == (3,)
+    monkeypatch.setenv("JAXPAGED_NATIVE", "0")
+    assert widths() == ()
+
+
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library keeps what it will")
 @pytest.mark.parametrize(("chosen", "is_kept"), [({}, True), ({"MALLOC_MMAP_THRESHOLD_": "1048576"}, False)])
 def test_memory_that_the_loop_frees_is_kept_for_its_next_run(chosen: dict[str, str], is_kept: bool) -> None:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis.internal.conjecture import utils
 from hypothesis_jsonschema import from_schema
 
-from jaxpaged.grammar.compile import compile_constraint, recursive_source
+from jaxpaged.grammar.compile import Constraint
 from jaxpaged.grammar.nodes import Limits
 from jaxpaged.grammar.recursive import Language, is_installed
 from tests.grammar import official, schema_cases
@@ -58,7 +58,7 @@ def test_there_are_many():
 @pytest.mark.parametrize("name", slow_and_nightly(SCHEMAS, SLOW))
 def test_answers_are_valid_and_what_is_valid_may_be_written(name):
     schema = SCHEMAS[name]
-    made = compile_constraint({"json": json.dumps(schema)}, VOCABULARY, Limits())
+    made = Constraint({"json": json.dumps(schema)}, Limits()).automaton(VOCABULARY)
     rng = np.random.default_rng(0)
     answers = [answer for _ in range(4) if (answer := write(made, VOCABULARY, rng)) is not None]
     for answer in answers:
@@ -116,7 +116,7 @@ def test_objects_of_any_depth_may_be_written_as_python_writes_them():
     """The matcher of `json_object` takes each object that hypothesis draws, byte by byte."""
     if not is_installed():
         pytest.skip("needs llguidance")
-    source = recursive_source({"json_object": True}, Limits())
+    source = Constraint({"json_object": True}, Limits()).source()
     language = Language(source, VOCABULARY)
     one = {raw: token for token, raw in enumerate(VOCABULARY.raw)}
     deepest = 0

@@ -7,7 +7,7 @@ import pytest
 
 from jaxpaged.grammar import recursive
 from jaxpaged.grammar.automaton import TokenAutomaton
-from jaxpaged.grammar.compile import compile_constraint, recursive_source
+from jaxpaged.grammar.compile import Constraint
 from jaxpaged.grammar.nodes import GrammarError, Limits
 from jaxpaged.grammar.recursive import Language
 from jaxpaged.grammar.recursive_schema import tag_source
@@ -37,7 +37,7 @@ def test_masks_are_the_oracles_behind_random_answers(name):
 
 
 def source(**fields):
-    return recursive_source(fields, Limits())
+    return Constraint(fields, Limits()).source()
 
 
 def tag(schema, **more):
@@ -104,7 +104,7 @@ def test_a_structural_tag_has_the_masks_of_its_automaton(more):
     value = json.dumps(tag({"type": "boolean"}, **more))
     fields = {"structural_tag": value}
     theirs = Language(tag_source(read_structural_tag(value), fields), VOCABULARY)
-    ours, rng = compile_constraint(fields, VOCABULARY, Limits()), np.random.default_rng(1)
+    ours, rng = Constraint(fields, Limits()).automaton(VOCABULARY), np.random.default_rng(1)
     marks = [token for token, raw in enumerate(VOCABULARY.raw) if raw and raw in b"<a=12>[]null</a>true"]
     for _ in range(30):
         matcher, state = theirs.matcher(), ours.start
@@ -146,7 +146,7 @@ def test_only_what_has_any_depth_goes_to_llguidance():
 def test_without_llguidance_a_schema_goes_some_levels_deep_and_a_grammar_is_refused(monkeypatch):
     monkeypatch.setattr(recursive, "is_installed", lambda: False)
     assert source(json=LISTS) is None
-    made = compile_constraint({"json": LISTS}, VOCABULARY, Limits())
+    made = Constraint({"json": LISTS}, Limits()).automaton(VOCABULARY)
     assert [accepts(made, VOCABULARY, "[" * depth + "]" * depth) for depth in (4, 6)] == [True, False]
     with pytest.raises(GrammarError, match=r"needs llguidance: pip install 'jaxpaged\[structured\]'"):
         source(grammar=SUM)

@@ -9,7 +9,7 @@ import jsonschema
 import numpy as np
 import pytest
 
-from jaxpaged.grammar.compile import compile_constraint, nodes_of
+from jaxpaged.grammar.compile import Constraint
 from jaxpaged.grammar.nodes import GrammarError, Limits, NotRegularError
 from jaxpaged.grammar.regex import parse_regex
 from jaxpaged.grammar.schema import Style, schema_node
@@ -26,7 +26,7 @@ def validator(schema):
 
 
 def compiled(schema, **fields):
-    return compile_constraint({"json": json.dumps(schema), **fields}, VOCABULARY, Limits())
+    return Constraint({"json": json.dumps(schema), **fields}, Limits()).automaton(VOCABULARY)
 
 
 def is_valid(schema, text):
@@ -127,9 +127,10 @@ def test_what_is_recursive_goes_some_levels_deep():
         True,
         False,
     ]
-    [(first, levels), *_] = nodes_of({"json_object": True}, Limits())
+    [(first, levels), *_] = Constraint({"json_object": True}, Limits()).nodes()
     assert levels == 4
-    assert [levels for _, levels in nodes_of({"json_object": True, "max_depth": 7}, Limits())] == [7]
+    given = {"json_object": True, "max_depth": 7}
+    assert [levels for _, levels in Constraint(given, Limits()).nodes()] == [7]
     assert language(first) != language(schema_node({"type": "object"}, Style(is_compact=True), 4))
     assert language(parse_regex("a")) == language(parse_regex("(?:a)"))
 

@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 
-from jaxpaged.grammar.compile import compile_constraint
+from jaxpaged.grammar.compile import Constraint
 from jaxpaged.grammar.nodes import GrammarError, Limits
 from tests.grammar.languages import VOCABULARY, accepts, write
 
@@ -19,7 +19,7 @@ TAG = r"(?:<a=1>(?:1|20)</a>|<a=énull|\[\[\[\[\]\]\])"
 
 
 def compiled(value):
-    return compile_constraint({"structural_tag": json.dumps(value)}, VOCABULARY, Limits())
+    return Constraint({"structural_tag": json.dumps(value)}, Limits()).automaton(VOCABULARY)
 
 
 def triggered(**options):

@@ -16,21 +16,17 @@ from pallas_kernels import native, ops
 from pallas_kernels.layouts import TOKEN_MAJOR, Pool, Sizes
 from pallas_kernels.native import attention, library
 from pallas_kernels.quantised import Quantised
+from tests.marks import slow_and_nightly
 from tests.once import one_at_a_time
 
 DRIVER = Path(__file__).parent / "native_driver.cc"
 CACHE = Path(__file__).parents[2] / ".pytest_cache"
 CROSS_COMPILER = "aarch64-linux-gnu-g++"
 EMULATORS = "qemu-aarch64", "qemu-aarch64-static"
-# Compiling a driver takes 10 to 25 seconds, so every run has that of this processor's fastest target alone.
-FASTEST = library.targets()[:1]
-EACH = [
-    pytest.param(
-        name,
-        marks=() if name in FASTEST else pytest.mark.slow if name == "avx2" else pytest.mark.nightly,
-    )
-    for name in library.TARGETS
-]
+# Compiling a driver takes 10 to 25 seconds. Every run has the kernels as XLA calls them. Slow tests have a
+# driver of this processor's fastest target, too, which fails at memory behind an array, and that of AVX2.
+SLOW = [*library.targets()[:1], "avx2"]
+EACH = slow_and_nightly(library.TARGETS, [name for name in library.TARGETS if name in SLOW])
 
 
 class Kernels(Protocol):

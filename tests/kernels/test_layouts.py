@@ -298,7 +298,7 @@ def test_every_barrier_around_codes_of_four_bits_is_needed(
     tile_len: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The others are of `test_mosaic_interpreter` and `test_mosaic_tiles`. A missing fence only these see."""
-    places = {1: ("_await_packed_tile",), 19: ("widen", "widen_tile")}[tile_len]
+    places = {1: ("_await_tile",), 19: ("widen", "widen_tile")}[tile_len]
     calls, unnoticed = unnoticed_calls(
         lambda: run_interpreted("int4_grouped", tile_len),
         lambda call: call[0] == "barrier_arrive" or call[1] not in places,

@@ -2,6 +2,7 @@
 
 # ruff: noqa: E501  one refusal per line reads best
 
+import dataclasses
 import re
 import types
 from pathlib import Path
@@ -193,8 +194,6 @@ def test_the_table_for_people_has_a_line_for_everything() -> None:
         "type of q", "type of the cache", "head_dim", "head_dim with an 8-bit cache", "block_size", "block_size with a scale a token",
         "head_dim with 4 bits a number", "block_size with 4 bits a number", "query heads per kv head", "cache layout",
         "alibi_slopes, sliding_window, attention_chunk, soft_cap, sinks, block_sparse",
-        "head_dim with an 8-bit cache on sm_80, sm_86, sm_89, sm_120a, sm_121a",
-        "query heads per kv head with head_dim 256 on sm_86, sm_89, sm_120a, sm_121a",
     }  # fmt: skip
 
 
@@ -223,29 +222,24 @@ def test_a_gpus_target_decides_the_default(
     assert choice.default_implementation() == wanted
 
 
-def test_a_target_without_all_kernels_takes_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Groups of at most 8 of the longest heads have one on an RTX 5090; what is asked for by name is refused."""
+@pytest.mark.parametrize("capability", ["8.0", "9.0", "12.0"])
+def test_every_target_serves_what_the_table_says(capability: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it does not say is refused, by default too; without a target XLA is the default."""
 
-    def chosen(implementation: Any = None, **changes: Any) -> str:
+    def chosen(**changes: Any) -> str:
         named, options = inputs(DecodeCase("one", seq_lens=(3,), **changes))
         batch, checked = check_attention(Arrays(**named), options)
-        return choice.for_attention(implementation, batch, checked, interpret=False)
+        return choice.for_attention(None, batch, checked, interpret=False)
 
-    device = types.SimpleNamespace(platform="gpu", compute_capability="12.0")
+    device = types.SimpleNamespace(platform="gpu", compute_capability=capability)
     monkeypatch.setattr(jax, "devices", lambda: [device])
-    wide: dict[str, Any] = {"head_dim": 256, "num_q_heads": 9, "num_kv_heads": 1}
-    assert (chosen(), chosen(head_dim=256), chosen(**wide)) == ("mosaic_gpu", "mosaic_gpu", "xla")
-    assert chosen(dtype="float32") == "xla"
-    with pytest.raises(NotImplementedError, match=r"on sm_120a does not serve .*=9 \(served: up to 8\)"):
-        chosen("mosaic_gpu", **wide)
-    assert choice.default_tiled_implementation(jnp.dtype("bfloat16"), 32) in ("mosaic_gpu", "native")
-    device.compute_capability = "8.0"
-    narrow: dict[str, Any] = {"head_dim": 192, "cache_dtype": "int8"}
-    assert (chosen(), chosen(**wide), chosen(**narrow)) == ("mosaic_gpu", "mosaic_gpu", "xla")
-    with pytest.raises(NotImplementedError, match="on sm_80 does not serve head_dim=192"):
-        chosen("mosaic_gpu", **narrow)
+    assert chosen(head_dim=256, num_q_heads=16, num_kv_heads=1, cache_dtype="int8") == "mosaic_gpu"
+    with pytest.raises(
+        NotImplementedError, match="mosaic_gpu paged attention does not serve q.dtype=float32"
+    ):
+        chosen(dtype="float32")
     device.compute_capability = "7.5"
-    assert chosen() == "xla"
+    assert chosen(dtype="float32") == "xla"
 
 
 def test_without_tma_a_product_has_whole_pieces_of_weights(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,10 +262,16 @@ def test_the_pages_have_the_tables() -> None:
 
 
 def test_a_modelled_step_takes_longer_than_its_floor() -> None:
-    """The partitions of the model are the kernel's own."""
+    """The partitions of the model are the kernel's own, and so are a prompt's programs and tiles."""
     for card in targets.CARDS:
         for shape in cards.SHAPES:
             assert 1 < shape.modelled_s(card) / shape.floor_s(card) < 1.4
+        assert 1 < cards.PROMPT.modelled_s(card) / cards.PROMPT.floor_s(card) < 3
+    assert {cards.PROMPT.problem(card).multiply for card in targets.CARDS} == {"wgmma", "mma.sync", "tcgen05"}
+    alone = dataclasses.replace(targets.CARDS[0], num_cores=4096, flops=312e12 / 108 * 4096)
+    p = cards.PROMPT.problem(alone)  # as many multiprocessors as programs: the longest one's time
+    longest = cards.PROMPT.num_tokens / p.tile_kv * cards.PROMPT.tile_s(alone, p)
+    assert cards.PROMPT.modelled_s(alone) == pytest.approx(longest + cards.START_S + cards.LAUNCH_S)
     assert cards.Decode(1, 1126).partition_tokens() == [512, 512, 102]
     lengths = jnp.array([32768], jnp.int32)
     size = default_partitioning(8, 8).sizes(jnp.zeros_like(lengths), lengths, 32768)

@@ -27,7 +27,8 @@ POOLS = {
     [
         # Each model with one dtype; the other one at night. A dense one is in tests/api/test_scoring.py, too.
         pytest.param("gqa_tied", "bfloat16", marks=pytest.mark.nightly),
-        pytest.param("mistral_window", "float32", marks=pytest.mark.slow),
+        # By day `tests/engine/test_bits.py` has rows with windows that give way.
+        pytest.param("mistral_window", "float32", marks=pytest.mark.nightly),
         pytest.param("families/mixtral", "bfloat16", marks=pytest.mark.slow),
         pytest.param("lora", "float32", marks=pytest.mark.slow),
         pytest.param("gqa_tied", "float32", marks=pytest.mark.nightly),

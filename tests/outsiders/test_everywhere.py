@@ -186,9 +186,12 @@ def somebodys(tmp_path, monkeypatch):
     return importlib.import_module("somebodys_parts")
 
 
-@slow
+@pytest.mark.nightly
 def test_a_kept_program_does_not_answer_for_code_that_was_changed(somebodys, tmp_path, monkeypatch):
-    """A second start finds the program; one with another helper must not, nor what JAX has traced."""
+    """A second start finds the program; one with another helper must not, nor what JAX has traced.
+
+    By day the next test, and that of programs in `test_code_digest.py`, show both without an engine's loop.
+    """
     monkeypatch.setattr(disk_cache, "_folder", tmp_path / "programs")
 
     def start():

@@ -259,10 +259,23 @@ def test_adapters_are_shared_out_as_the_weights_are(tmp_path):
     tiny_lora.assert_answers_are_the_oracles(driver, tmp_path, [5, 33, 12, 20], [0, None, 1, 2])
 
 
+KINDS = LayerKind(), LayerKind(sliding_window=11)
+
+
+def sizes_of(kinds):
+    """Return the tiny model with layers of these kinds, and an engine's options on two devices."""
+    its = {"tensor_parallel_size": 2, **tiny.SWAP, "num_blocks": 1 + 16 + 8 * (len(kinds) > 1)}
+    return tiny.mixed(*kinds), its
+
+
 @pytest.mark.slow
 def test_blocks_come_back_from_host_memory():
-    """A prompt whose blocks the devices have forgotten has the answer of one that was never seen."""
-    driver = tiered(tensor_parallel_size=2, speculative_config={}, **tiny.SWAP)
+    """A prompt whose blocks the devices have forgotten has the answer of one that was never seen.
+
+    Layers are of two kinds, in the program of `test_blocks_go_to_as_many_devices`.
+    """
+    config, its = sizes_of(KINDS)
+    driver = tiered(load_model=functools.partial(tiny.load, config=config), model_config=config, **its)
     [prompt] = tiny.prompts([60])
     first, num_hits, fetched = ask(driver, prompt, SCORED)
     assert (num_hits, fetched) == (0, {})
@@ -275,14 +288,10 @@ def test_blocks_come_back_from_host_memory():
     tiny.assert_nothing_is_held(driver)
 
 
-@pytest.mark.parametrize(
-    "kinds",
-    [pytest.param((LayerKind(),), marks=pytest.mark.nightly), (LayerKind(), LayerKind(sliding_window=11))],
-)
+@pytest.mark.parametrize("kinds", [pytest.param((LayerKind(),), marks=pytest.mark.nightly), KINDS])
 def test_blocks_go_to_as_many_devices(kinds):
     """Blocks go as bytes, and from device to device; nothing is compiled anew. Layers are of these kinds."""
-    config = tiny.mixed(*kinds)
-    its = {"tensor_parallel_size": 2, **tiny.SWAP, "num_blocks": 1 + 16 + 8 * (len(kinds) > 1)}
+    config, its = sizes_of(kinds)
     load = functools.partial(tiny.load, config=config)
     here, there = (tiny.driver(load, config, **its) for _ in range(2))
     [prompt] = tiny.prompts([40])

@@ -2,7 +2,21 @@
 
 import dataclasses
 
-from reference.speculation import MOST_OCCURRENCES, Past, SuffixLookup, likely_followers
+import pytest
+
+from reference.speculation import (
+    AT_FIRST,
+    MOST_OCCURRENCES,
+    MOST_SAVED,
+    PARTS,
+    ByModel,
+    Credit,
+    DraftCost,
+    Drafting,
+    Past,
+    SuffixLookup,
+    likely_followers,
+)
 
 LOOKUP = SuffixLookup(most=4, depth=7, factor=1.0, min_prob=0.1)
 
@@ -59,3 +73,37 @@ def test_the_oldest_tokens_of_past_answers_are_forgotten_and_salts_keep_them_apa
     nothing = Past(0)
     nothing.keep(0, [1])
     assert nothing.answers == []
+
+
+@pytest.mark.parametrize("cost", [DraftCost(1), DraftCost(8), DraftCost(8, 17, 4), DraftCost(16, 64, 80)])
+@pytest.mark.parametrize("length", [8, 64, 300])
+@pytest.mark.parametrize("num_rows", [1, 4, 15])
+def test_drafts_that_are_never_right_cost_little(cost, length, num_rows):
+    """One answer after the other, each at most so much, and all together less than 2%."""
+    credit, spent = Credit(cost), []
+    for _ in range(60):
+        row = Drafting(ByModel(7, lambda _: 0), credit=credit, prompt_tiles=2)
+        before, most = row.counts[1], 0
+        for num in range(1, length):
+            drafts = row.draft([1] * (9 + num), length - num - 1, 9, num_rows=num_rows)
+            row.note(len(drafts), 0, num_new=1)
+            credit.settle()
+            most = max(most, len(drafts))
+        spent.append((row.counts[1] - before) * cost.of(num_rows))
+        assert spent[-1] <= AT_FIRST + MOST_SAVED + length
+        spent[-1] += cost.tile * 2 * row.has_begun
+    assert sum(spent) <= 0.02 * PARTS * 60 * length + MOST_SAVED
+    assert sum(spent) > 0, "all that is tried"
+
+
+def test_drafts_that_are_right_pay_for_more():
+    row = Drafting(ByModel(7, lambda _: 0), credit=Credit(DraftCost(8, 17)))
+    tokens, made = [1], []
+    while len(tokens) < 40:
+        drafts = row.draft(tokens, 99, 1)
+        tokens += [1] * (len(drafts) + 1)
+        row.note(len(drafts), len(drafts), num_new=len(drafts) + 1)
+        row.credit.settle()
+        made.append(len(drafts))
+    assert made[:2] == [1, 2]
+    assert made[-1] == 7

@@ -277,6 +277,7 @@ def test_a_conversation_may_be_of_parts_and_calls_and_goes_on(served):
         ),
         ("completions", {"prompt": "a", "suffix": "b"}, 400, "suffix='b', an option of vLLM's"),
         ("completions", {"prompt": "a", "priority": 3}, 400, "priority=3 must be 0"),
+        ("completions", {"prompt": "a", "routed_experts_prompt_start": 1}, 400, "_start=1 must be 0 with"),
         ("completions", {"prompt": "a", "stream_options": {"include_usage": True}}, 400, "stream_options"),
         ("completions", {"prompt": "\ud800"}, 400, "unicode"),
         ("chat/completions", {"messages": []}, 400, "messages"),

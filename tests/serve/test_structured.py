@@ -9,7 +9,7 @@ import pytest
 
 from jaxpaged import SamplingParams, StructuredOutputsParams
 from jaxpaged.api.async_llm import AsyncLLM
-from jaxpaged.grammar.compile import compile_constraint
+from jaxpaged.grammar.compile import Constraint
 from jaxpaged.grammar.nodes import Limits
 from jaxpaged.serve.parsers import TOOL_PARSERS
 from jaxpaged.serve.structured import strict_calls
@@ -188,7 +188,7 @@ STRICT = [{**tool, "function": {**tool["function"], "strict": True}} for tool in
 def test_calls_of_strict_tools_follow_their_schemas(served):
     def allowed(tools, text, parallel=True):
         asked = strict_calls(TOOL_PARSERS["hermes"], tools, served.llm.tokenizer, parallel=parallel)
-        made = compile_constraint({"structural_tag": asked.structural_tag}, VOCABULARY, Limits())
+        made = Constraint({"structural_tag": asked.structural_tag}, Limits()).automaton(VOCABULARY)
         return accepts(made, VOCABULARY, text)
 
     def call(name, arguments):

@@ -1,10 +1,19 @@
-"""Check of what a state knows of its model that drafts: K and V that it is said to have are there."""
+"""Checks of what a state knows of its drafts: their record, and what a model that drafts has computed."""
 
 import jax
 import numpy as np
 
 from jaxpaged.step.state import EngineState
 from reference import engine_state as reference
+from reference.speculation import Drafting
+
+
+def check_record(state: EngineState, row: int, record: Drafting) -> None:
+    """Check a row's record against the oracle's, and what all rows' drafts have saved."""
+    *mine, _ = (field[row].tolist() for field in jax.tree.leaves(state.rows.drafting))
+    assert mine == [record.most, record.misses, record.wait, record.counts]
+    assert state.credit is not None
+    assert int(state.credit) == record.credit.parts
 
 
 def check_followed(state: EngineState, rows: list[reference.Row | None]) -> int:

@@ -21,7 +21,7 @@ from jaxpaged.memory.policies import LRU, Policy
 from jaxpaged.sampling_state import token_bits
 from jaxpaged.status import Status
 from jaxpaged.step import admission, automata, scheduler
-from jaxpaged.step.config import ByModel, Lookup, StepConfig, SuffixLookup
+from jaxpaged.step.config import ByModel, DraftCost, Lookup, StepConfig, SuffixLookup
 from jaxpaged.step.scheduler import Decision
 from jaxpaged.step.state import (
     Counter,
@@ -41,7 +41,7 @@ from reference import speculation
 from reference.engine import Engine
 from reference.sampler import TokenAutomaton
 from tests.step.automata_of_tests import AUTOMATA, arena, written
-from tests.step.followed import check_followed
+from tests.step.followed import check_followed, check_record
 from tests.step.sum_model import VOCAB, SumDraft, SumHead, SumModel, next_token
 
 VOCAB_ROOM = 97  # of sets of tokens: that of `tests.tiny`, for one state's steps to be another's
@@ -85,6 +85,7 @@ class Setting:
     by_model: bool = False  # whether a second model drafts, or a head
     by_head: bool = False
     most_prompt: int | None = None  # see `ByModel`
+    cost: tuple[int, ...] = ()  # see `DraftCost`; empty: nothing is limited
 
     @property
     def reaches(self) -> tuple[reference.Reach, ...]:
@@ -121,6 +122,7 @@ class Setting:
             if self.by_model
             else self.lookup(Lookup, SuffixLookup),
             most_drafting=self.most_drafting,
+            draft_cost=DraftCost(*self.cost) if self.cost else None,
         )
 
     def lookup(self, by_end: Callable[..., Any], by_suffix: Callable[..., Any]) -> Any:
@@ -165,6 +167,7 @@ class Setting:
                 if self.by_model
                 else self.lookup(speculation.Lookup, speculation.SuffixLookup),
                 most_drafting=self.most_drafting,
+                draft_cost=speculation.DraftCost(*self.cost) if self.cost else None,
             ),
             functools.partial(next_token, self.reaches),
         )
@@ -431,9 +434,7 @@ class LockStep:
                     want = automata.RESTS if row.rests else min(want, 0)
                 assert state.rows.grammars.state[index] == want
             if row.drafting is not None and row.finish_reason is None:
-                mine = [field[index].tolist() for field in jax.tree.leaves(state.rows.drafting)[:4]]
-                its = row.drafting
-                assert mine == [its.most, its.misses, its.wait, its.counts]
+                check_record(state, index, row.drafting)
             reason = FinishReason(state.rows.finish_reason[index]).name.lower()
             assert reason == (row.finish_reason or "none")
             swapped = row.phase is reference.Phase.SWAPPED

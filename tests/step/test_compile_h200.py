@@ -5,6 +5,7 @@ That it is one graph is read from the compiled program; how it runs has not been
 
 import os
 
+import jax
 import pytest
 
 from benchmarks import compile_loop, cuda_compiler
@@ -14,11 +15,14 @@ from tests.once import once
 missing = cuda_compiler.missing_packages()
 pytestmark = pytest.mark.skipif(bool(missing), reason=f"needs the cuda-compile extra: {', '.join(missing)}")
 
-# A case takes 35 s of processor time. JAXPAGED_EXHAUSTIVE=1 compiles all of them.
+# A case takes 35 s of processor time. JAXPAGED_EXHAUSTIVE=1 compiles all of them. The newest JAX compiles
+# some, the oldest those of them that move blocks to the host, and whose layers are in a loop.
 SWAPPED, ADAPTED = Case("mosaic_gpu", 128, 512, 256), Case("mosaic_gpu", 128, num_adapters=4)
 # Layers one by one, and two and four of them in a loop, the four with twice the blocks.
 LOOPED, DEEPER = (Case("mosaic_gpu", 128, 256 * layers, num_layers=layers, loops=True) for layers in (2, 4))
-LEAN = {str(case) for case in (SWAPPED, ADAPTED, LOOPED, DEEPER, Case("xla"))}
+IS_NEWEST = jax.__version_info__ >= (0, 12)
+CHOSEN = (SWAPPED, ADAPTED, LOOPED, DEEPER, Case("xla")) if IS_NEWEST else (SWAPPED, LOOPED)
+LEAN = {str(case) for case in CHOSEN}
 LOOPED_NODES = 18  # of a layer: norms are slices, and turns are counted
 STEP_NODES = 66
 EVERY = {str(case): case for case in compile_loop.cases() if case.capability == Case.capability}
@@ -46,9 +50,12 @@ def test_no_array_of_the_cache_is_copied(reports: dict[str, Report]) -> None:
     """The scratch memory has no room even for K of one layer: products take three quarters of it. With
     twice the blocks the allocator takes a few words more for each, where K and V take 32 KiB.
     """
-    for name in (SWAPPED, ADAPTED, LOOPED, DEEPER):
-        assert reports[str(name)].temp_bytes < 512 * 16 * 2 * 128 * 2
-    assert 0 <= reports[str(DEEPER)].temp_bytes - reports[str(LOOPED)].temp_bytes <= 64 * 512
+    ours = [report for name, report in reports.items() if name.startswith("mosaic_gpu d128")]
+    assert len(ours) >= 2
+    for report in ours:
+        assert report.temp_bytes < 512 * 16 * 2 * 128 * 2
+    if str(DEEPER) in reports:
+        assert 0 <= reports[str(DEEPER)].temp_bytes - reports[str(LOOPED)].temp_bytes <= 64 * 512
 
 
 def test_nothing_is_gathered_in_the_hosts_memory(reports: dict[str, Report]) -> None:
@@ -93,9 +100,11 @@ def test_the_loop_is_one_cuda_graph_on_every_target(capability: str) -> None:
 
 
 def test_a_loop_over_layers_grows_with_no_layer_and_copies_no_weights(reports: dict[str, Report]) -> None:
-    looped, deeper = reports[str(LOOPED)], reports[str(DEEPER)]
-    assert looped.thunks == deeper.thunks
-    assert looped.layer_nodes == deeper.layer_nodes <= LOOPED_NODES
+    looped = reports[str(LOOPED)]
+    if deeper := reports.get(str(DEEPER)):
+        assert looped.thunks == deeper.thunks
+        assert looped.layer_nodes == deeper.layer_nodes
+    assert looped.layer_nodes <= LOOPED_NODES
     assert looped.step_nodes <= STEP_NODES
     # Sums of 64 rows are the largest of them, 384 KiB. A layer has 2.1 MB of weights.
     assert looped.temp_bytes < 0.8e6

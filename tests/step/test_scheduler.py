@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("small_chunks")
 
 SETTINGS = [
     Setting("tight", num_blocks=1 + 17),
-    Setting("drafts", num_blocks=1 + 22, num_host_blocks=1 + 8, has_arena=True, most_drafts=2),
+    Setting("drafts", num_blocks=1 + 22, num_host_blocks=1 + 8, has_arena=True, most_drafts=2, cost=(8,)),
     Setting(
         "drafts, full and windows",
         num_blocks=1 + 26,
@@ -29,6 +29,7 @@ SETTINGS = [
         by_suffix=True,
         past_tokens=40,
         most_drafting=1,
+        cost=(20,),
     ),
     Setting(
         "drafts by a model",
@@ -40,6 +41,7 @@ SETTINGS = [
         most_drafts=3,
         by_model=True,
         most_prompt=3,
+        cost=(1, 1, 3),
     ),
     Setting(
         "drafts by a head",
@@ -50,6 +52,7 @@ SETTINGS = [
         most_drafts=3,
         by_model=True,
         by_head=True,
+        cost=(8, 16, 40),
     ),
     Setting("swap, split", num_blocks=1 + 17, num_host_blocks=1 + 8, policy=LRU_SPLIT, has_arena=True),
     Setting("window", num_blocks=1 + 14, num_tiles=1, specs=(SlidingWindow(10),), num_host_blocks=1 + 6),

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxpaged.step import followers, past, speculation
-from jaxpaged.step.config import Lookup, SuffixLookup
+from jaxpaged.step.config import DraftCost, Lookup, SuffixLookup
 from jaxpaged.step.state import DraftRows, empty_rows, no_past
 from reference import speculation as reference
 from tests.step.lockstep import Event, LockStep, Request
@@ -111,13 +111,36 @@ def test_a_row_drafts_more_after_hits_and_waits_after_misses():
     for _ in range(300):
         may = oracle.draft([1, 1, 1, 1, 1, 1, 1, 1], 5, 8)
         num, num_right = len(may), int(rng.integers(0, len(may) + 1)) if rng.random() < 0.3 else 0
+        oracle.each = 8 if len(seen) % 2 else 16
+        made = speculation.Drafts(jnp.array([num]), jnp.zeros(1), jnp.int32(oracle.each), jnp.int32(0))
         oracle.note(num, num_right)
-        arrays = (jnp.array([value], jnp.int32) for value in (num, num_right))
-        rows = speculation.after(rows, jnp.ones(1, bool), *arrays, LOOKUP)
+        rows = speculation.after(rows, jnp.ones(1, bool), made, jnp.array([num_right]), LOOKUP)
         mine = [field[0].tolist() for field in jax.tree.leaves(rows)]
         assert mine[:4] == [oracle.most, oracle.misses, oracle.wait, oracle.counts]
         seen.add(oracle.wait)
     assert seen >= {0, 1, 3, 7, 15, reference.LONGEST_WAIT}
+
+
+@pytest.mark.parametrize("parts", [-1, 0, 77])
+def test_what_a_row_may_draft_follows_from_what_its_drafts_have_cost(parts):
+    rng = np.random.default_rng(4)
+    rows = empty_rows(50, 8, 97, most_drafts=5)
+    rows.prompt_lens[:] = rng.integers(1, 40, 50)
+    rows.num_tokens[:] = rows.prompt_lens + rng.integers(1, 200, 50)
+    rows.drafting.counts[:, 2] = rng.integers(0, 40, 50)
+    rows.drafting.counts[:, 1] = rows.drafting.counts[:, 2] + rng.integers(0, 40, 50)
+    sizes, seen = (8, 20), set()
+    for num_rows in range(1, 16):
+        each = DraftCost(*sizes).of(num_rows)
+        found = speculation.affordable(rows, rows.drafting, jnp.int32(parts), jnp.int32(each))
+        for row in range(50):
+            credit = reference.Credit(reference.DraftCost(*sizes), parts)
+            oracle = reference.Drafting(reference.Lookup(5, 3, 2), credit=credit)
+            oracle.counts, oracle.each = rows.drafting.counts[row].tolist(), credit.cost.of(num_rows)
+            assert oracle.affordable(int(rows.num_tokens[row] - rows.prompt_lens[row])) == found[row]
+        seen |= {each, *np.sign(found).tolist()}
+    assert seen == {-1, 0, 1, *seen}
+    assert {28, 20 + 64 * 8 * 15 // (64 + 8 * 14)} <= seen
 
 
 @pytest.mark.slow

@@ -236,7 +236,7 @@ def _kernel(
 
             done = lax.fori_loop(0, num_mine, produce, jnp.int32(0))
             p.drain(scratch.ring.k_free, p.num_stages, done)
-            pl.when(warp == 0)(lambda: p.drain(scratch.q_free, program.NUM_QUERY_SLOTS, num_mine))
+            pl.when(warp == 0)(lambda: p.drain(scratch.q_free, p.num_query_slots, num_mine))
 
     @pl.when(thread == 0)
     def _consumer() -> None:

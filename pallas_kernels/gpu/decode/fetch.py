@@ -14,7 +14,7 @@ from jax import lax
 from pallas_kernels.gpu import int4_cache
 from pallas_kernels.gpu.attention import fetch_tile, last_block, token_finder
 from pallas_kernels.gpu.common import Extras
-from pallas_kernels.gpu.decode.program import NUM_QUERY_SLOTS, Problem, Scratch, WorkUnit, group_heads
+from pallas_kernels.gpu.decode.program import Problem, Scratch, WorkUnit, group_heads
 
 
 def produce(
@@ -56,11 +56,11 @@ def produce(
 def _fetch_queries(
     p: Problem, work: WorkUnit, number: jax.Array, gmem: Any, extras: Extras, scratch: Scratch
 ) -> None:
-    slot = lax.rem(number, jnp.int32(NUM_QUERY_SLOTS))
+    slot = lax.rem(number, jnp.int32(p.num_query_slots))
 
-    @pl.when(number >= NUM_QUERY_SLOTS)
+    @pl.when(number >= p.num_query_slots)
     def _wait_for_slot() -> None:
-        p.waiter(NUM_QUERY_SLOTS, number, is_refill=True)(scratch.q_free.at[slot])
+        p.waiter(p.num_query_slots, number, is_refill=True)(scratch.q_free.at[slot])
 
     for token in range(p.query_len):
         heads, columns = group_heads(p, work.kv_head, token)

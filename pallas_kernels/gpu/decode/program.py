@@ -2,7 +2,7 @@
 
 A program has two Pallas threads (warpgroups): the producer brings tiles of K and V through a ring (`fetch`,
 `gpu.attention`), the consumer takes the softmax over them (`softmax`). Both threads number the tiles of the
-whole program from 0. The queries of a unit of work come the same way, in a ring of two slots.
+whole program from 0. The queries of a unit of work come the same way, in a ring of two slots, or one.
 """
 
 import dataclasses
@@ -19,8 +19,6 @@ from pallas_kernels.gpu.attention import AttentionProblem, Ring, problem_fields,
 from pallas_kernels.gpu.tuning import TuningConfig
 from pallas_kernels.support import Arrays, BlockSparse, Options
 
-NUM_QUERY_SLOTS = 2  # units of work whose queries are there or under way
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Problem(AttentionProblem):
@@ -29,6 +27,15 @@ class Problem(AttentionProblem):
     block_sparse: BlockSparse | None
     has_table_rows: bool  # whether items of the plan name the row's row of the block tables
     widens_in_registers: bool  # K of a quantised cache
+    num_query_slots: int  # units of work whose queries are there or under way
+
+    @property
+    def widens_in_turn(self) -> bool:
+        """Whether K and V of a quantised cache are widened into the same memory, V once K is multiplied.
+
+        An mma.sync is done when its warp goes on. A wgmma, which is not, has memory for both.
+        """
+        return self.is_quantised and not self.has_wgmma
 
     @property
     def num_columns(self) -> int:
@@ -76,20 +83,21 @@ def make_problem(
         **Problem.fields_of(target),
         widens_in_registers=not is_interpreted
         and tuning.widens_in_registers(head_dim, arrays.k_cache.dtype, is_scaled=is_scaled, target=target),
+        num_query_slots=config.num_query_slots,
     )
 
 
 class Scratch(NamedTuple):
     """Shared memory and barriers of one program; all live as long as it."""
 
-    q_rows: Any  # [NUM_QUERY_SLOTS, pieces, num_columns, piece_rows] as they come from memory
+    q_rows: Any  # [num_query_slots, pieces, num_columns, piece_rows] as they come from memory
     q: Any  # [num_columns, head_dim] as a wgmma wants it
-    q_full: Any  # [NUM_QUERY_SLOTS], an arrival per copy
-    q_free: Any  # [NUM_QUERY_SLOTS]
+    q_full: Any  # [num_query_slots], an arrival per copy
+    q_free: Any  # [num_query_slots]
     ring: Ring  # with one barrier for K and V
-    k_new: Any  # [NUM_QUERY_SLOTS, 16, head_dim] the newest tokens of K, else None
+    k_new: Any  # [num_query_slots, 16, head_dim] the newest tokens of K, else None
     k16: Any  # [tile_kv, head_dim] float16, the widened tile of K, else None
-    v16: Any  # [tile_kv, head_dim] float16, likewise of V
+    v16: Any  # [tile_kv, head_dim] float16, likewise of V; of each in turn, if `Problem.widens_in_turn`
     p: Any  # [num_columns, tile_kv] the weights of one tile
 
 
@@ -102,17 +110,17 @@ def scratch_types(p: Problem) -> Scratch:
     tiles = plgpu.SMEM((p.num_stages, p.tile_kv, p.line), p.cache_dtype, transforms=p.in_ring)
     k_new = None
     if p.packed is not None:
-        k_new = plgpu.SMEM((NUM_QUERY_SLOTS, int4_cache.GROUP, p.head_dim), p.new_dtype)
+        k_new = plgpu.SMEM((p.num_query_slots, int4_cache.GROUP, p.head_dim), p.new_dtype)
     num_copies = 2 * (p.copies_per_tile + p.scale_copies + p.packed_copies)
     num_query_copies = len(p.pieces) * p.query_len + (p.packed is not None)
     return Scratch(
-        q_rows=plgpu.SMEM((NUM_QUERY_SLOTS, len(p.pieces), p.num_columns, p.piece_rows), p.dtype),
+        q_rows=plgpu.SMEM((p.num_query_slots, len(p.pieces), p.num_columns, p.piece_rows), p.dtype),
         q=plgpu.SMEM((p.num_columns, p.head_dim), p.operand_dtype, transforms=as_operand),
-        q_full=p.barrier(num_query_copies, NUM_QUERY_SLOTS, of_copies=True),
-        q_free=p.barrier(1, NUM_QUERY_SLOTS),
+        q_full=p.barrier(num_query_copies, p.num_query_slots, of_copies=True),
+        q_free=p.barrier(1, p.num_query_slots),
         ring=ring_types(p, tiles, p.num_stages, writers=num_copies, readers=1, by_array=False),
         k_new=k_new,
-        k16=None if p.widens_in_registers else widened,
+        k16=None if p.widens_in_registers or p.widens_in_turn else widened,
         v16=widened,
         p=plgpu.SMEM((p.num_columns, p.tile_kv), p.operand_dtype, transforms=as_operand),
     )

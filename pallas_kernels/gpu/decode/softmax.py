@@ -15,12 +15,14 @@ maxima is NaN. Logits are kept times log2(e): exp2 is the GPU's own.
 
 A quantised cache comes into the ring as it is, and is widened to float16 a tile at a time. V is widened into
 other shared memory; K likewise or, where there are registers for it, on its way into its product. (Pallas'
-interpreter cannot multiply from registers: there K goes the way of V.) The scales of a head are factors of
-the logits and of the output. The scales of each token come with the tiles, and are factors of what is
-widened. A cache of 4 bits a number always goes through shared memory (`int4_cache`); the newest tokens, which
-the row's last block keeps in full, come with the queries.
+interpreter cannot multiply from registers: there K goes the way of V.) For mma.sync K, and then V, is widened
+into the same memory. The scales of a head are factors of the logits and of the output. The scales of each
+token come with the tiles, and are factors of what is widened. A cache of 4 bits a number always goes through
+shared memory (`int4_cache`); the newest tokens, which the row's last block keeps in full, come with the
+queries.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -30,9 +32,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.gpu import common, int4_cache
-from pallas_kernels.gpu.attention import Softmax, factor_of_output, filled, newest_group
+from pallas_kernels.gpu.attention import Softmax, factor_of_output, filled, newest_group, widen_slot
 from pallas_kernels.gpu.common import FLOAT16_MAX, LOG2E, LOWEST, WGMMA, Extras
-from pallas_kernels.gpu.decode.program import NUM_QUERY_SLOTS, Problem, Scratch, WorkUnit, group_heads
+from pallas_kernels.gpu.decode.program import Problem, Scratch, WorkUnit, group_heads
 from pallas_kernels.support import BlockSparse
 
 TURNED = plgpu.Layout.WGMMA_TRANSPOSED
@@ -72,19 +74,21 @@ def consume(
     if extras.alibi_slopes is not None:
         slopes = _per_head_values(p, extras.alibi_slopes, work.kv_head, p.tile_kv) * LOG2E
     first_tile, num_tiles = work.tiles(p)
-    query_slot, newest = lax.rem(number, jnp.int32(NUM_QUERY_SLOTS)), None
+    query_slot, newest = lax.rem(number, jnp.int32(p.num_query_slots)), None
     if p.packed is not None:
         newest = newest_group(p, gmem.block_tables, work.table, work.start, work.end, extras)
 
     def take(i: jax.Array, state: Softmax) -> Softmax:
         slot = lax.rem(done + i, jnp.int32(p.num_stages))
         first_token = (first_tile + i) * p.tile_kv
-        if newest is None:
-            k, v = _await_tile(p, scratch, slot, (done, i))
-        else:
+        new_tokens: tuple[Any, ...] = ()
+        if newest is not None:
             place = newest - (first_tile + i) * (p.tile_kv // int4_cache.GROUP)
-            k, v = _await_packed_tile(p, scratch, slot, (done, i), scratch.k_new.at[query_slot], place)
+            new_tokens = scratch.k_new.at[query_slot], place
+        k, v = _await_tile(p, scratch, slot, (done, i), new_tokens)
         s = _logits(p, work, scratch.q, k, first_token, factor, slopes)
+        if p.widens_in_turn:
+            v = _turn_to_values(p, scratch, slot)
         largest = jnp.maximum(state.max, s.max(axis=0))
         weights = jnp.exp2(s - lax.broadcast_in_dim(largest, s.shape, [1]))
         rescale = jnp.exp2(state.max - largest)
@@ -107,8 +111,8 @@ def consume(
 
 def _load_queries(p: Problem, number: jax.Array, scratch: Scratch) -> None:
     """Move the unit's queries into scratch.q, through registers: TMA cannot tile fewer than eight rows."""
-    slot = lax.rem(number, jnp.int32(NUM_QUERY_SLOTS))
-    p.waiter(NUM_QUERY_SLOTS, number)(scratch.q_full.at[slot])
+    slot = lax.rem(number, jnp.int32(p.num_query_slots))
+    p.waiter(p.num_query_slots, number)(scratch.q_full.at[slot])
     for i, (first, size) in enumerate(p.pieces):
         layout = WGMMA if p.has_tma else TURNED
         q = plgpu.load(scratch.q_rows.at[slot, i].T, layout=layout, optimized=False)
@@ -133,48 +137,43 @@ def _store_turned(p: Problem, target: Any, value: jax.Array) -> None:
 
 
 def _await_tile(
-    p: Problem, scratch: Scratch, slot: jax.Array, number: tuple[jax.Array, ...]
+    p: Problem, scratch: Scratch, slot: jax.Array, number: tuple[jax.Array, ...], newest: tuple[Any, ...]
 ) -> tuple[Any, Any]:
     """Wait for a slot. Return its K and V, [tile_kv, head_dim]; a widened tile frees the slot at once.
 
+    V is None where it is widened after K: by `_turn_to_values`.
+
     number: of the tile, as summands.
+    newest: as `widen_slot` takes them.
     """
     p.waiter(p.num_stages, *number)(scratch.ring.k_full.at[slot])
     if not p.is_quantised:
         return scratch.ring.k.at[slot], scratch.ring.v.at[slot]
-    k, k_scales, v_scales = scratch.k16, None, None
-    if p.scale_copies:
-        k_scales, v_scales = (scales.at[slot] for scales in scratch.ring.scales)
-    common.widen(scratch.ring.v.at[slot], scratch.v16, v_scales, is_interpreted=p.is_interpreted)
+    widen = functools.partial(widen_slot, p, scratch.ring, slot)
+    if p.widens_in_turn:
+        widen(0, scratch.v16, *newest)
+        p.commit_smem()
+        return scratch.v16, None
+    k = scratch.k16
+    if p.packed is not None:
+        widen(0, k, *newest)
+    widen(1, scratch.v16)
     if p.widens_in_registers:  # after V, whose widening then has these registers as well
         k = plgpu.layout_cast(common.widened(scratch.ring.k.at[slot], is_interpreted=p.is_interpreted), WGMMA)
-    else:
-        common.widen(scratch.ring.k.at[slot], scratch.k16, k_scales, is_interpreted=p.is_interpreted)
+    elif p.packed is None:
+        widen(0, k)
     p.commit_smem()
     p.barrier_arrive(scratch.ring.k_free.at[slot])
     return k, scratch.v16
 
 
-def _await_packed_tile(
-    p: Problem,
-    scratch: Scratch,
-    slot: jax.Array,
-    number: tuple[jax.Array, ...],
-    k_new: Any,
-    place: jax.Array,
-) -> tuple[Any, Any]:
-    """Wait for a slot of a cache of 4 bits a number. Return its K and V, widened, which frees the slot.
-
-    number: of the tile, as summands.
-    place: of the newest tokens `k_new`, among the tile's groups.
-    """
-    p.waiter(p.num_stages, *number)(scratch.ring.k_full.at[slot])
-    scales = int4_cache.Scales(*(ring.at[slot] for ring in scratch.ring.packed))
-    int4_cache.widen(scratch.ring.k.at[slot], scales.k_scale, scales.k_zero, scratch.k16, k_new, place)
-    int4_cache.widen(scratch.ring.v.at[slot], scales.v_scale, scales.v_zero, scratch.v16)
+def _turn_to_values(p: Problem, scratch: Scratch, slot: jax.Array) -> Any:
+    """Widen V of a slot into the memory of K, which is multiplied. Return it; the slot is free."""
+    p.commit_smem()  # warps read K by themselves: all must have
+    widen_slot(p, scratch.ring, slot, 1, scratch.v16)
     p.commit_smem()
     p.barrier_arrive(scratch.ring.k_free.at[slot])
-    return scratch.k16, scratch.v16
+    return scratch.v16
 
 
 def _logits(

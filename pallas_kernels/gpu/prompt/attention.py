@@ -231,7 +231,8 @@ def _kernel_of(p: Problem, sizes: tuple[int, int], interpret: Any) -> Callable[.
         num_threads=p.num_threads,
         thread_name="warpgroup",
         scratch_types=[cp_async.memory_of(program.scratch_types(p))],
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        # No maximum or sum goes beyond a warp, for which memory would be kept.
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
         interpret=common.interpret_params(interpret),
     )
 

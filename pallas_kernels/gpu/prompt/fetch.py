@@ -3,9 +3,10 @@
 The producer fetches tiles of K and V by TMA into a ring. A quantised cache comes as it is into a ring of its
 own (`Scratch.raw`). One more warpgroup widens it into the ring that the consumers read, in float16, which
 holds every 8-bit number exactly: K and V are each the second operand of a product, which must lie in shared
-memory. The scale of K is a factor of the logits; the caller multiplies the output by that of V. Scales of
-each token come with the tiles, and are factors of what is widened. A cache of 4 bits a number (`int4_cache`)
-goes the same way; its newest tokens come once, before the tiles.
+memory. With long heads and mma.sync the consumer does, from the producer's ring
+(`Problem.widens_itself`). The scale of K is a factor of the logits; the caller multiplies the output by that
+of V. Scales of each token come with the tiles, and are factors of what is widened. A cache of 4 bits a number
+(`int4_cache`) goes the same way; its newest tokens come once, before the tiles.
 """
 
 from typing import Any
@@ -15,8 +16,8 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.gpu import common, int4_cache
-from pallas_kernels.gpu.attention import fetch_tile, last_block, newest_group, token_finder
+from pallas_kernels.gpu import int4_cache
+from pallas_kernels.gpu.attention import fetch_tile, last_block, newest_group, token_finder, widen_slot
 from pallas_kernels.gpu.common import Extras
 from pallas_kernels.gpu.prompt.program import KeyRange, Problem, Scratch
 
@@ -75,8 +76,8 @@ def widen(p: Problem, keys: KeyRange, gmem: Any, extras: Extras, row: jax.Array,
 
     def widen_tile(i: jax.Array, _: None) -> None:
         slot, raw_slot = lax.rem(i, jnp.int32(p.num_stages)), lax.rem(i, jnp.int32(p.num_raw_stages))
-        for array, ((source, source_full, source_free), scales, (target, full, free)) in enumerate(
-            zip(raw.arrays, raw.scales, ring.arrays, strict=True)
+        for array, ((_, source_full, source_free), (target, full, free)) in enumerate(
+            zip(raw.arrays, ring.arrays, strict=True)
         ):
 
             @pl.when(i >= p.num_stages)
@@ -84,14 +85,10 @@ def widen(p: Problem, keys: KeyRange, gmem: Any, extras: Extras, row: jax.Array,
                 p.waiter(p.num_stages, i, is_refill=True)(free.at[slot])
 
             p.waiter(p.num_raw_stages, i)(source_full.at[raw_slot])
-            if raw.packed is None:
-                factors = None if scales is None else scales.at[raw_slot]
-                common.widen(source.at[raw_slot], target.at[slot], factors, is_interpreted=p.is_interpreted)
-            else:
-                scale, zero = (each.at[raw_slot] for each in raw.packed[2 * array : 2 * array + 2])
-                group = newest - (keys.first + i) * (p.tile_kv // int4_cache.GROUP)
-                new_tokens = () if array else (scratch.k_new, group)
-                int4_cache.widen(source.at[raw_slot], scale, zero, target.at[slot], *new_tokens)
+            new_tokens: tuple[Any, ...] = ()
+            if p.packed is not None:
+                new_tokens = scratch.k_new, newest - (keys.first + i) * (p.tile_kv // int4_cache.GROUP)
+            widen_slot(p, raw, raw_slot, array, target.at[slot], *new_tokens)
             p.commit_smem()
             p.barrier_arrive(full.at[slot])
             p.barrier_arrive(source_free.at[raw_slot])

@@ -26,6 +26,7 @@ from pallas_kernels.support import Arrays, Options
 WARPGROUP_ROWS = 64
 MAX_WARPGROUPS = 2  # consumers of a program
 MMA_COLUMNS = 16  # of an operand of mma.sync: numbers of a query and of K in registers at a time
+LONGEST_HEAD = 256  # for mma.sync the registers of a thread then have room for tiles of 32 tokens
 TILE_LENS = (8, 16, 32, 64)  # other lengths are padded to the next of these
 
 
@@ -91,14 +92,31 @@ class Problem(AttentionProblem):
         return min(1 if needs_more else MAX_WARPGROUPS, -(-self.group_size // self.warpgroup_heads))
 
     @property
+    def widens_itself(self) -> bool:
+        """Whether the consumer widens a quantised cache: K, and then V, into the same memory.
+
+        With long heads mma.sync takes more registers than each of three warpgroups has, and tiles of both
+        take more memory than some GPUs have.
+        """
+        return self.is_quantised and self.multiply == "mma.sync" and self.head_dim > 128
+
+    @property
+    def has_widener(self) -> bool:
+        """Whether a warpgroup widens a quantised cache."""
+        return self.is_quantised and not self.widens_itself
+
+    @property
     def memory_bytes(self) -> int:
         """A bound of a program's shared memory."""
         tokens = 2 * self.tile_kv  # of K and V, of a slot
         queries = self.num_warpgroups * self.warpgroup_rows * self.head_dim * 2
-        ring = self.num_stages * tokens * self.head_dim * 2
-        raw = self.num_raw_stages * tokens * self.line if self.is_quantised else 0
+        if self.widens_itself:
+            ring, raw = self.tile_kv * self.head_dim * 2, self.num_stages * tokens * self.line
+        else:
+            ring = self.num_stages * tokens * self.head_dim * 2
+            raw = self.num_raw_stages * tokens * self.line if self.is_quantised else 0
         # Arrays begin at multiples of 1,024 bytes: scales, barriers, and of 4 bits the newest tokens.
-        small = 2 + (2 if self.scale_copies else 0) + (0 if self.packed is None else 4 + self.head_dim // 32)
+        small = 1 + (2 if self.scale_copies else 0) + (0 if self.packed is None else 4 + self.head_dim // 32)
         return queries + ring + raw + small * 1024
 
     @property
@@ -119,7 +137,7 @@ class Problem(AttentionProblem):
     @property
     def num_threads(self) -> int:
         """The number of warpgroups: the consumers, the producer, who widens, and who starts products."""
-        return self.num_warpgroups + 1 + self.is_quantised + self.has_tensor_memory
+        return self.num_warpgroups + 1 + self.has_widener + self.has_tensor_memory
 
     @property
     def shares_registers(self) -> bool:
@@ -154,13 +172,16 @@ def make_problem(
     is_long = fields["head_dim"] == 256 or (by_mma and fields["head_dim"] > 64)
     # Two stages of the ring, and registers, have room for so many tokens.
     is_narrow = fields["packed"] is not None or (is_quantised and has_slopes) or fields["head_dim"] > 128
+    tile_kv = 64 if is_narrow or by_mma else 128
+    if multiply == "mma.sync" and fields["head_dim"] == LONGEST_HEAD:
+        tile_kv = 32
     p = Problem(
         **fields,
         tile_len=next(length for length in TILE_LENS if length >= query_len),
         query_len=query_len,
         dtype=jnp.dtype(jnp.float16) if is_quantised else arrays.q.dtype,
         has_slopes=has_slopes,
-        tile_kv=64 if is_narrow or by_mma else 128,
+        tile_kv=tile_kv,
         in_registers=(multiply != "wgmma" or not is_interpreted) if in_registers is None else in_registers,
         is_interpreted=is_interpreted,
         **Problem.fields_of(target) | {"multiply": multiply},
@@ -176,7 +197,8 @@ class Scratch(NamedTuple):
 
     q: Any  # [num_warpgroups, warpgroup_rows, head_dim]; in the end, the output
     ring: Ring
-    raw: Ring | None  # of a quantised cache's tiles, as memory has them
+    raw: Ring | None  # of a quantised cache's tiles, as memory has them; None if `ring` has them so
+    wide: Any  # [tile_kv, head_dim] K or V of a tile, widened by the consumer; None if it does not widen
     p: Any  # [num_warpgroups, warpgroup_rows, tile_kv] a tile's weights; None where they stay in registers
     q_full: Any  # [num_warpgroups], an arrival per head
     turn: Any  # one barrier, by which both consumers take turns, or wait for each other
@@ -196,10 +218,14 @@ def scratch_types(p: Problem) -> Scratch:
     readers = 1 if p.has_tensor_memory else p.num_warpgroups
     read: dict[str, Any] = {"readers": readers, "by_tensor_core": p.has_tensor_memory}
     ring = types(tiles, p.num_stages, writers=p.copies_per_tile, **read)
-    raw = k_new = tensors = None
-    if p.is_quantised:
+    raw = wide = k_new = tensors = None
+    num_copies = p.copies_per_tile + p.scale_copies + p.packed_copies
+    if p.widens_itself:
+        in_memory = plgpu.SMEM((p.num_stages, p.tile_kv, p.line), p.cache_dtype)
+        ring = types(in_memory, p.num_stages, writers=num_copies, readers=1)
+        wide = plgpu.SMEM((p.tile_kv, p.head_dim), p.dtype, transforms=p.tiled(p.line))
+    elif p.is_quantised:
         in_memory = plgpu.SMEM((p.num_raw_stages, p.tile_kv, p.line), p.cache_dtype)
-        num_copies = p.copies_per_tile + p.scale_copies + p.packed_copies
         raw = types(in_memory, p.num_raw_stages, writers=num_copies, readers=1)
         ring = types(tiles, p.num_stages, writers=1, of_copies=False, **read)
         ring = ring._replace(scales=(None, None), packed=None)  # they are factors of what is widened
@@ -212,6 +238,7 @@ def scratch_types(p: Problem) -> Scratch:
         q=rows(p.num_warpgroups, p.warpgroup_rows, p.head_dim, p.line),
         ring=ring,
         raw=raw,
+        wide=wide,
         p=None if p.in_registers else rows(p.num_warpgroups, p.warpgroup_rows, p.tile_kv, p.tile_kv),
         q_full=p.barrier(p.warpgroup_heads, p.num_warpgroups),
         turn=p.barrier(MAX_WARPGROUPS),

@@ -9,14 +9,14 @@ afterwards. Nothing else differs.
 
 With tensor memory another warp starts the products, by tcgen05 (`products`), and O stays there. A GPU without
 both wgmma and tcgen05 multiplies by mma.sync, a part of a product at a time (`common.product`). Consumers
-take no turns then, and wait for each other at the edge alone, where one zeroes V for both.
+take no turns then, and wait for each other at the edge alone, where one zeroes V for both. With long heads a
+consumer by mma.sync is alone, and also widens a quantised cache: K, and then V, into the same memory.
 
 Only tiles at the edge of what the queries see are masked: the last ones, and those where a window or a chunk
 begins. There, V outside the tile's tokens is zeroed, for zero times NaN is NaN; of two consumers the first
 zeroes it, before it gives the second its turn.
 """
 
-import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.gpu import common, exponents
-from pallas_kernels.gpu.attention import Softmax, factor_of_output, filled
+from pallas_kernels.gpu.attention import Softmax, factor_of_output, filled, widen_slot
 from pallas_kernels.gpu.common import LOG2E, LOWEST, WGMMA, Extras
 from pallas_kernels.gpu.prompt import products, tensor_memory
 from pallas_kernels.gpu.prompt.program import (
@@ -39,10 +39,11 @@ from pallas_kernels.gpu.prompt.program import (
     Scratch,
 )
 
-# Of V in registers at a time; all outputs where copies are cp.async, for there ptxas then spills less.
+# Of V in registers at a time. Without TMA two consumers share registers equally: with as many columns of V
+# (None: all) ptxas spills nothing of what each version of JAX makes.
 MMA_TOKENS, MMA_OUTPUTS = 16, 16
+SHARED_OUTPUTS = None if jax.__version_info__ >= (0, 12) else 32
 WEIGHED_AT_A_TIME = 64  # tokens, with tensor memory: registers are free once weights are stored
-PER_ROW = WGMMA.reduce(1)  # one number per row of a wgmma's result
 
 
 def load_queries(
@@ -86,24 +87,38 @@ def consume(
         past = jnp.where(i < keys.full_from, 0, keys.full_to - keys.full_from)
         p.waiter(1, i, -past)(scratch.turn)
 
+    def operand(number: int, slot: jax.Array) -> Any:
+        """Return K (0) or V (1) of a slot as its product reads it. If it is widened for that, the slot is
+        free.
+        """
+        tiles, _, free = ring.arrays[number]
+        if scratch.wide is None:
+            return tiles.at[slot]
+        widen_slot(p, ring, slot, number, scratch.wide)
+        p.commit_smem()
+        p.barrier_arrive(free.at[slot])
+        return scratch.wide
+
     def take(i: jax.Array, state: Softmax, *, is_edge: bool) -> Softmax:
         slot = lax.rem(i, jnp.int32(p.num_stages))
         first_token = (keys.first + i) * p.tile_kv
 
-        def wait_for_v() -> None:
+        def wait_for_v() -> Any:
             p.waiter(p.num_stages, i)(ring.v_full.at[slot])
+            v = operand(1, slot)
             if is_edge:
                 is_stale = (first_token < keys.start) | (first_token + p.tile_kv > keys.end)
-                zero = functools.partial(_zero_stale_tokens, p, keys, ring.v.at[slot], first_token)
-                pl.when((warpgroup == 0) & is_stale)(zero)
+                pl.when((warpgroup == 0) & is_stale)(lambda: _zero_stale_tokens(p, keys, v, first_token))
+            return v
 
         if tensors is None:
             p.waiter(p.num_stages, i)(ring.k_full.at[slot])
         else:
             wait_for_v()  # while registers are free
+        k = operand(0, slot)
 
         def scores(acc: Any) -> jax.Array:
-            plgpu.wgmma(acc, scratch.q.at[warpgroup], ring.k.at[slot].T)
+            plgpu.wgmma(acc, scratch.q.at[warpgroup], k.T)
             if takes_turns:
                 give_and_take_turn()
             return acc[...]
@@ -115,10 +130,9 @@ def consume(
             tile = tensor_memory.slot_of(i, warpgroup, p.num_warpgroups)
             s = products.scores(p, tensors, tile)
         else:
-            queries, k = scratch.q.at[warpgroup], ring.k.at[slot].T
-            s = common.product(queries, k, shape, p.multiply, depth=MMA_COLUMNS)
+            s = common.product(scratch.q.at[warpgroup], k.T, shape, p.multiply, depth=MMA_COLUMNS)
             p.commit_smem()  # warps read K by themselves: all must have, before others come
-        if tensors is None:
+        if not (p.widens_itself or p.has_tensor_memory):
             p.barrier_arrive(ring.k_free.at[slot])
         s, factor = _logits(p, keys, s, k_scale, first_token, slopes, is_edge=is_edge)
         maximum = jnp.maximum if tensors is None else products.maximum
@@ -142,7 +156,9 @@ def consume(
             # The compiler must not move this work behind the end of the turn.
             out, total, largest, weights = lax.optimization_barrier((out, total, largest, weights))
         if is_edge or not takes_turns:
-            wait_for_v()
+            v = wait_for_v()
+        else:
+            v = operand(1, slot)
         if is_edge and not takes_turns and p.num_warpgroups == MAX_WARPGROUPS:
             meet(i)
         if takes_turns:
@@ -150,10 +166,11 @@ def consume(
             if not is_edge:
                 plgpu.barrier_wait(ring.v_full.at[slot])
             plgpu.barrier_wait(scratch.turn)
-        out = _add_weighted(p, out, weights, scratch, slot, warpgroup)
+        out = _add_weighted(p, out, weights, v, scratch, warpgroup)
         if p.multiply == "mma.sync":
             p.commit_smem()
-        p.barrier_arrive(ring.v_free.at[slot])
+        if not p.widens_itself:
+            p.barrier_arrive(ring.v_free.at[slot])
         return Softmax(out, largest, total)
 
     if takes_turns:  # the second begins half a turn later
@@ -255,34 +272,36 @@ def _numbers(count: int, layout: Any) -> jax.Array:
 
 def _zero_stale_tokens(p: Problem, keys: KeyRange, v: Any, first_token: jax.Array) -> None:
     """Zero V of a tile's tokens outside the keys that the queries see."""
-    for row in range(0, p.tile_kv, WARPGROUP_ROWS):
-        place = _numbers(WARPGROUP_ROWS, PER_ROW) + (first_token + row)
-        place = lax.broadcast_in_dim(place, (WARPGROUP_ROWS, 64), [0])
+    is_short = p.tile_kv < WARPGROUP_ROWS
+    height, layout = (common.LINES, common.lines(64)) if is_short else (WARPGROUP_ROWS, WGMMA)
+    for row in range(0, p.tile_kv, height):
+        place = _numbers(height, layout.reduce(1)) + (first_token + row)
+        place = lax.broadcast_in_dim(place, (height, 64), [0])
         for column in common.columns_of(p.head_dim):
-            piece = v.at[pl.ds(row, WARPGROUP_ROWS), pl.ds(column, 64)]
-            old = piece[...]
+            piece = v.at[pl.ds(row, height), pl.ds(column, 64)]
+            old = plgpu.load(piece, layout=layout, optimized=False) if is_short else piece[...]
             piece[...] = jnp.where((place >= keys.start) & (place < keys.end), old, jnp.zeros_like(old))
     p.commit_smem()
 
 
 def _add_weighted(
-    p: Problem, out: jax.Array, weights: jax.Array, scratch: Scratch, slot: jax.Array, warpgroup: jax.Array
+    p: Problem, out: jax.Array, weights: jax.Array, v: Any, scratch: Scratch, warpgroup: jax.Array
 ) -> jax.Array:
-    """Return out + weights @ V, for the V of a slot."""
+    """Return out + weights @ V, for the V of a tile."""
     if not p.has_wgmma:
-        v, width = scratch.ring.v.at[slot], MMA_OUTPUTS if p.has_tma else None
+        width = MMA_OUTPUTS if p.has_tma or p.is_quantised else SHARED_OUTPUTS
         return common.product(weights, v, (WARPGROUP_ROWS, p.head_dim), p.multiply, out, MMA_TOKENS, width)
     if p.in_registers:
 
         def add(acc: Any) -> None:
-            plgpu.wgmma(acc, weights, scratch.ring.v.at[slot])
+            plgpu.wgmma(acc, weights, v)
 
         return pl.run_state(add)(plgpu.ACC.init(out))
     scratch.p.at[warpgroup][...] = weights
     plgpu.commit_smem()
 
     def product(acc: Any) -> jax.Array:
-        plgpu.wgmma(acc, scratch.p.at[warpgroup], scratch.ring.v.at[slot])
+        plgpu.wgmma(acc, scratch.p.at[warpgroup], v)
         return acc[...]
 
     return out + pl.run_scoped(product, plgpu.ACC((WARPGROUP_ROWS, p.head_dim), jnp.float32))
