@@ -35,6 +35,6 @@ def test_one_group_of_columns_in_four_is_by_polynomial() -> None:
 
 
 def test_a_share_is_by_polynomial_where_exponents_are_slow() -> None:
-    """On a B200 a quarter or so: 16 exponents a cycle. A B300 has twice as many."""
+    """A B200 computes 16 exponents a cycle, a B300 twice as many."""
     shares = {name: tuning.one_by_polynomial_in(target) for name, target in TARGETS.items()}
     assert {name: share for name, share in shares.items() if share} == {"10.0": 4}
