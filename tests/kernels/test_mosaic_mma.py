@@ -189,7 +189,6 @@ COMPILED = {
         "decode 32/8/128 bs16 bfloat16 float8_e4m3fn",
         "decode 128/8/256 bs8 bfloat16 float8_e4m3fn",
         PROMPT,
-        WIDENED,
         FULL,
         *PRODUCTS,
     ),
@@ -243,11 +242,9 @@ def test_kernels_compile_for_a_target_and_spill_nothing(capability: str) -> None
     target, names = targets.TARGETS[capability], COMPILED[capability]
     reports = compile_report.run(list(names), capability)
     assert {r.program for r in reports} == set(names)
-    # JAX 0.11.2: a frame of 8 bytes, and 32 spilled bytes of prompts on 8.x.
-    bound = 0 if jax.__version_info__ >= (0, 12) else 32
     assert [
-        r for r in reports if r.stack_bytes > 8 or r.spill_bytes > bound * r.program.startswith("tiles")
-    ] == []
+        r for r in reports if r.stack_bytes > 8 or r.spill_bytes
+    ] == []  # JAX 0.11.2 has frames of 8 bytes
     assert [r for r in reports if r.shared_memory_bytes > target.program_bytes] == []
     programs = {str(p): p for p in compile_report.attention_programs()}
     for r in reports:
