@@ -35,10 +35,15 @@ def taken(cache: KVCache) -> tuple[KVCache, Features]:
 
 def read(features: Features, slots: Int[Array, " n"]) -> Float[Array, "n width"]:
     """Return the features of the tokens in these slots."""
-    return features.reshape(-1, features.shape[-1])[slots]
+    return features[_places(features, slots)]
 
 
 def write(features: Features, slots: Int[Array, " n"], new: Float[Array, "n width"]) -> Features:
     """Put features of tokens into their slots; in slot 0, the null block's, nobody looks."""
-    flat = features.reshape(-1, features.shape[-1])
-    return flat.at[slots].set(new.astype(features.dtype)).reshape(features.shape)
+    return features.at[_places(features, slots)].set(new.astype(features.dtype))
+
+
+def _places(features: Features, slots: Int[Array, " n"]) -> tuple[Array | int, ...]:
+    """Return the indices of slots in the array as it is: XLA copies a reshaped one at a condition."""
+    block, offset = slots // features.shape[2], slots % features.shape[2]
+    return (block, 0, offset) if features.shape[1] == 1 else (0, block, offset)

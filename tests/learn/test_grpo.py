@@ -1,4 +1,7 @@
-"""Example that trains: the importance ratio at its first step is 1, and the reward rises."""
+"""Example that trains: the importance ratio at its first step is 1, and the reward rises.
+
+`test_ratio.py` has the ratio in programs that are compiled as users have them.
+"""
 
 import json
 import runpy
@@ -6,8 +9,6 @@ import sys
 
 import numpy as np
 import pytest
-
-pytestmark = pytest.mark.usefixtures("optimized")
 
 
 @pytest.mark.slow

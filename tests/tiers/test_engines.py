@@ -367,6 +367,7 @@ def test_rows_run_while_blocks_come_and_nobody_waits_longer_than_for_computing(c
     assert gate.num_begun == 2 if comes else gate.num_begun <= 1  # what is late is not copied any more
 
 
+@pytest.mark.slow
 def test_nothing_that_moves_blocks_copies_the_cache_and_the_loop_knows_nothing_of_it(monkeypatch):
     """The programs between two runs need memory for a piece, and none that grows with the cache."""
     monkeypatch.setattr(Driver, "compile", lambda self: None)
