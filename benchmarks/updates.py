@@ -59,7 +59,7 @@ def main(argv: list[str]) -> None:
         llm.generate("a", use_tqdm=False)
         one_norm = {"model.norm.weight": arrays["model.norm.weight"]}
         for what, given in (("all, by names", arrays), ("a state", None), ("one norm", one_norm)):
-            # The engine's own are asked for when all else is measured: who holds old arrays keeps their memory.
+            # The engine's own only now: who holds old arrays keeps their memory.
             weights = llm.weights if given is None else given
             each = [measured(llm.update_weights, weights) for _ in range(ROUNDS.value)]
             seconds, taken = zip(*each, strict=True)
