@@ -20,6 +20,7 @@ from pallas_kernels.gpu import targets
 from pallas_kernels.gpu.decode.attention import default_partitioning
 from pallas_kernels.gpu.prompt import program
 from pallas_kernels.gpu.targets import CARDS, Card, Multiply
+from pallas_kernels.gpu.tuning import POLYNOMIAL_INSTRUCTIONS
 from pallas_kernels.ops.ragged import TILE_LEN
 from pallas_kernels.support import Arrays, Options
 
@@ -30,13 +31,13 @@ PROGRAMS = 2  # on each multiprocessor
 IN_FLIGHT = 0.55  # of a multiprocessor's shared memory, in tiles under way
 MERGE_S, MERGED = 0.8e-6, 4  # to merge so many partitions of a row
 LAUNCH_S = 3e-6
-# Of a multiprocessor in a cycle: exponents, bytes of its shared memory, and bytes that it fetches from the
-# GPU's cache (5,120 for an A100's 108).
-EXPONENTS, SHARED_BYTES, FETCHED_BYTES = 16, 128, 47
+# Of a multiprocessor in a cycle: bytes of its shared memory, and bytes that it fetches from the GPU's cache
+# (5,120 for an A100's 108).
+SHARED_BYTES, FETCHED_BYTES = 128, 47
 SCORE_STEPS = 3.5  # of a score besides its exponent: scale and subtract, maximum, sum, half a conversion
 # The share of products and softmax that is hidden behind the other, whichever is shorter. With two consumers
-# half: near what FlashAttention-2 and 3 have published. With tcgen05 one consumer waits for each in turn.
-OVERLAP: dict[Multiply, float] = {"wgmma": 0.5, "mma.sync": 0.5, "tcgen05": 0.0}
+# half: near what FlashAttention-2 and 3 have published. With tcgen05 another warp starts the products.
+OVERLAP: dict[Multiply, float] = {"wgmma": 0.5, "mma.sync": 0.5, "tcgen05": 1.0}
 START_S = 2e-6  # of a program: until its first scores, and from its last sums to its output in memory
 
 
@@ -135,8 +136,11 @@ class Prompt:
         products = 4 * rows * keys * self.head_dim / card.core_flops
         if p.multiply == "mma.sync":
             products = max(products, rows / 16 * tile_bytes / SHARED_BYTES)
-        steps = SCORE_STEPS + self.head_dim / keys  # sums are scaled once a tile
-        softmax = rows * keys * (1 / EXPONENTS + steps / lanes)
+        share = 1 / p.one_by_polynomial_in if p.one_by_polynomial_in else 0
+        steps = SCORE_STEPS + share * POLYNOMIAL_INSTRUCTIONS
+        if not p.has_tensor_memory:  # there sums are seldom scaled, elsewhere once a tile
+            steps += self.head_dim / keys
+        softmax = rows * keys * ((1 - share) / card.target.core_exponents + steps / lanes)
         cycles = max(products, softmax) + (1 - OVERLAP[p.multiply]) * min(products, softmax)
         return max(cycles, tile_bytes / FETCHED_BYTES) / card.clock
 

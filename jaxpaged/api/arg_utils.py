@@ -98,7 +98,7 @@ class EngineArgs(_Fields):
                 default = field.default_factory()
             help_ = f"default: {default}" if field.name in own else argparse.SUPPRESS
             flag = f"--{field.name.replace('_', '-')}"
-            group.add_argument(flag, default=default, help=help_, **_how(field.type, default))
+            group.add_argument(flag, default=default, help=help_, **_how(field.type))
             if field.type is Any:  # where vLLM's is on or off, it has a flag to turn it off
                 off = f"--no-{field.name.replace('_', '-')}"
                 group.add_argument(off, dest=field.name, action="store_false", help=argparse.SUPPRESS)
@@ -125,7 +125,7 @@ else:
         """Options of `AsyncLLM`: those of `EngineArgs`, and vLLM's two about logs, which change nothing."""
 
 
-def _how(hint: Any, default: Any) -> dict[str, Any]:
+def _how(hint: Any) -> dict[str, Any]:
     """Return what argparse needs to read a flag's value."""
     kinds = {each for each in _members(hint) if each is not types.NoneType}
     plain = {each for each in kinds if typing.get_origin(each) is not typing.Literal} or kinds
@@ -135,7 +135,7 @@ def _how(hint: Any, default: Any) -> dict[str, Any]:
         return {"type": _number, "metavar": "N"}
     if hint is Any:
         return {"type": json_or_text, "nargs": "?", "const": True}
-    if isinstance(default, tuple):
+    if any(typing.get_origin(each) is tuple for each in plain):
         return {"type": int, "nargs": "+", "metavar": "N"}
     return {"metavar": "VALUE"}
 

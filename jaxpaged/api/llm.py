@@ -1,5 +1,6 @@
 """LLM: a model to ask. Names and result shapes are vLLM's, so that a user of it changes one import."""
 
+import dataclasses
 import functools
 import itertools
 import queue
@@ -247,7 +248,8 @@ class LLM(LoadedModel):
     ) -> Finished:
         """Queue all requests at once; prompts have their places, and their texts where they came as texts."""
         items: queue.SimpleQueue[Item | None] = queue.SimpleQueue()
-        handles = iter(self.engine.submit_all([r for *_, requests in asked for r in requests], items.put))
+        every = [dataclasses.replace(r, is_read_whole=True) for *_, requests in asked for r in requests]
+        handles = iter(self.engine.submit_all(every, items.put))
         groups = [
             Group(place, text, list(itertools.islice(handles, len(requests))))
             for place, text, requests in asked

@@ -285,8 +285,9 @@ class Driver(Offloading, ArenaWriter, RoutedReader):
     def _run(self, max_steps: int | None = None) -> Report:
         if max_steps is None:
             pace = self.pace
-            is_brief = self.rows.has_followed or self.is_fetching
-            most = pace.max_steps_while_others_wait if is_brief else pace.max_steps
+            most = pace.max_steps_while_nobody_reads if self.rows.are_read_whole else pace.max_steps
+            if self.rows.has_followed or self.is_fetching:
+                most = pace.max_steps_while_others_wait
             limits = loop.limits(most, pace.max_passes)
         else:
             limits = loop.limits(max_steps)

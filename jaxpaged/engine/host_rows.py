@@ -75,6 +75,7 @@ COLUMNS = np.dtype(
         # but it is another stay.
         ("stay", np.int64),
         ("is_followed", np.bool_),  # its grammar, by the host
+        ("is_read_whole", np.bool_),  # neither its reader nor a stop string looks at tokens as they come
     ]
 )
 
@@ -140,6 +141,12 @@ class HostRows:
         """Whether the host follows the grammar of any row."""
         return bool(self._columns["is_followed"].any())
 
+    @property
+    def are_read_whole(self) -> bool:
+        """Whether nobody looks at the tokens of any row before its answer's end."""
+        taken = self._columns[self._columns["arrival"] != 0]
+        return bool(taken["is_read_whole"].all())
+
     def masks_due(self, first_word: Callable[[Request], int]) -> list[Line]:
         """Return the masks that are to be written for rows whose grammars the host follows.
 
@@ -175,7 +182,7 @@ class HostRows:
         wants = request.params.logprobs is not None, request.params.tells_prompt
         self._columns[row] = (
             *(entry.arrival, num_tokens, Phase.WAITING, *wants, is_beam, has_run, no_drafts),
-            *(self._num_stays, follower is not None),
+            *(self._num_stays, follower is not None, request.is_read_whole and not request.params.stop),
         )
 
     def leave(self, row: int) -> None:

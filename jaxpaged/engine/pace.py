@@ -9,6 +9,9 @@ from jaxpaged.step.state import MAX_STEPS
 SECONDS_PER_RUN = 0.1
 # And so long while others wait for its end: rows for the host behind each token, requests for their blocks.
 SECONDS_WHILE_OTHERS_WAIT = 0.02
+# And so long while nobody reads tokens as they come. On a CPU each run takes its temporary memory anew: for
+# one step of 64 rows that is a fourth of its time (LOG.md).
+SECONDS_WHILE_NOBODY_READS = 0.5
 
 
 @dataclasses.dataclass
@@ -32,6 +35,11 @@ class Pace:
     def max_steps_while_others_wait(self) -> int:
         """Steps of the next run, from 1 to MAX_STEPS, while rows or requests wait for its end."""
         return _times(self.seconds_per_step, MAX_STEPS, SECONDS_WHILE_OTHERS_WAIT)
+
+    @property
+    def max_steps_while_nobody_reads(self) -> int:
+        """Steps of the next run, from 1 to MAX_STEPS, while all answers are read when they have ended."""
+        return _times(self.seconds_per_step, MAX_STEPS, SECONDS_WHILE_NOBODY_READS)
 
     @property
     def max_passes(self) -> int:

@@ -151,12 +151,14 @@ def ring_types(
     readers: int,
     by_array: bool,
     of_copies: bool = True,
+    by_tensor_core: bool = False,
 ) -> Ring:
     """Return the types of a `Ring` that copies fill, or a warpgroup (of_copies False), for plgpu.kernel.
 
     tiles: the type of the slots of K, and of V.
     writers, readers: arrivals at a slot's `full` and `free`.
     by_array: whether K and V have barriers of their own.
+    by_tensor_core: whether the readers are products of tcgen05.
     """
     scales = packed = None
     if p.scale_copies:
@@ -164,7 +166,7 @@ def ring_types(
     if p.packed is not None:
         packed = int4_cache.scratch_types(num_stages, p.tile_kv, p.head_dim)
     full = p.barrier(writers, num_stages, of_copies=of_copies)
-    free = p.barrier(readers, num_stages)
+    free = p.barrier(readers, num_stages, of_tensor_core=by_tensor_core)
     of_v = (full, free) if by_array else (None, None)
     return Ring(tiles, tiles, full, of_v[0], free, of_v[1], (scales, scales), packed)
 

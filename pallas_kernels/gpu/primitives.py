@@ -45,10 +45,21 @@ class Primitives:
         """Whether products add up in tensor memory."""
         return self.multiply == "tcgen05"
 
-    def barrier(self, num_arrivals: int, num_barriers: int = 1, *, of_copies: bool = False) -> Any:
-        """Return the type of a ring's barriers; of_copies: whether a warp's copies arrive, not warpgroups."""
+    def barrier(
+        self,
+        num_arrivals: int,
+        num_barriers: int = 1,
+        *,
+        of_copies: bool = False,
+        of_tensor_core: bool = False,
+    ) -> Any:
+        """Return the type of a ring's barriers.
+
+        of_copies, of_tensor_core: whether a warp's copies arrive, or products of tcgen05, not warpgroups.
+        """
         if self.has_tma:
-            return plgpu.Barrier(num_arrivals=num_arrivals, num_barriers=num_barriers)
+            its = {"orders_tensor_core": True} if of_tensor_core else {}
+            return plgpu.Barrier(num_arrivals=num_arrivals, num_barriers=num_barriers, **its)
         threads = cp_async.WARP if of_copies else cp_async.WARPGROUP
         return cp_async.barrier(num_arrivals, num_barriers, threads=threads)
 

@@ -17,7 +17,8 @@ Multiply = Literal["wgmma", "mma.sync", "tcgen05"]  # the fastest that multiplie
 class Target:
     """A compute capability; sizes are bytes of shared memory, threads and registers of one multiprocessor.
 
-    Source of the sizes: the CUDA C++ Programming Guide, technical specifications per compute capability.
+    Source of the sizes: the CUDA C++ Programming Guide, technical specifications per compute capability; of
+    the exponents, its arithmetic instructions; of a B300's, NVIDIA's article on Blackwell Ultra.
     """
 
     architecture: str  # as ptxas names it
@@ -28,6 +29,7 @@ class Target:
     core_bytes: int
     core_threads: int
     core_registers: int = 65536  # of 32 bits
+    core_exponents: int = 16  # a cycle
 
     @property
     def converts_float8(self) -> bool:
@@ -56,8 +58,9 @@ def _target(
     multiply: Multiply,
     kib: int,
     threads: int,
+    **more: int,
 ) -> Target:
-    return Target(architecture, capability, fetch, multiply, kib * 1024, (kib + 1) * 1024, threads)
+    return Target(architecture, capability, fetch, multiply, kib * 1024, (kib + 1) * 1024, threads, **more)
 
 
 TARGETS = {
@@ -68,7 +71,7 @@ TARGETS = {
         _target("sm_89", "8.9", "cp.async", "mma.sync", 99, 1536),
         _target("sm_90a", "9.0", "tma", "wgmma", 227, 2048),
         _target("sm_100a", "10.0", "tma", "tcgen05", 227, 2048),
-        _target("sm_103a", "10.3", "tma", "tcgen05", 227, 2048),
+        _target("sm_103a", "10.3", "tma", "tcgen05", 227, 2048, core_exponents=32),
         _target("sm_120a", "12.0", "tma", "mma.sync", 99, 1536),
         _target("sm_121a", "12.1", "tma", "mma.sync", 99, 1536),
     )

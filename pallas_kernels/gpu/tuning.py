@@ -138,6 +138,25 @@ def widens_in_registers(
     return target.multiply == "wgmma" and is_narrow and not is_scaled and head_dim <= 128
 
 
+# Of a consumer with tensor memory: instructions for each exponent (the row's maximum, the difference to it,
+# the exponent, the sum, half of a conversion), and more of them for one by polynomial.
+INSTRUCTIONS, POLYNOMIAL_INSTRUCTIONS = 4.5, 7
+
+
+def one_by_polynomial_in(target: Target) -> int:
+    """Return of how many exponents of a prompt one is computed by polynomial; 0: none.
+
+    While one tile's softmax is taken, the tensor cores multiply another's. A column of 128 rows takes 128 /
+    core_exponents cycles of the exponent units, and a cycle for each of a warp's instructions on four
+    schedulers: so many by polynomial that both take equally long.
+    """
+    if target.multiply != "tcgen05":
+        return 0
+    by_unit = 128 / target.core_exponents
+    share = (by_unit - INSTRUCTIONS) / (by_unit + POLYNOMIAL_INSTRUCTIONS)
+    return round(1 / share) if share > 0 else 0
+
+
 def num_columns(num_queries: int) -> int:
     """Return the number of queries, padded to what a wgmma takes as columns: a multiple of 8."""
     return -(-num_queries // 8) * 8

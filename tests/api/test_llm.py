@@ -70,6 +70,19 @@ def test_more_prompts_than_rows_come_back_in_order(llm):
     assert [r.outputs[0].token_ids for r in results] == [reference_answer(p) for p in prompts]
 
 
+def test_nobody_reads_an_answer_before_its_end(llm, monkeypatch):
+    """A run of the loop may then be longer than where tokens are read as they come."""
+    asked, submit = [], llm.engine.submit_all
+
+    def note(requests, sink):
+        asked.extend(requests)
+        return submit(requests, sink)
+
+    monkeypatch.setattr(llm.engine, "submit_all", note)
+    llm.generate(["a", "bc"], SamplingParams(n=2, max_tokens=2, temperature=1, seed=3), use_tqdm=False)
+    assert [request.is_read_whole for request in asked] == [True] * 4
+
+
 def test_chat_applies_the_template_to_one_conversation_or_several(llm):
     turn = [{"role": "user", "content": "ab"}]
     [one] = llm.chat(turn, GREEDY, use_tqdm=False)

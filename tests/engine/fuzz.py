@@ -198,7 +198,7 @@ class Dice:
     def max_steps(self) -> int:
         return self._rng.choice([1, 1, 2, 3, 5, 9, MAX_STEPS])
 
-    max_steps_while_others_wait = max_steps
+    max_steps_while_others_wait = max_steps_while_nobody_reads = max_steps
     seconds_per_pass = None  # was never measured
 
     @property

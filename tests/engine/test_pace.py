@@ -1,5 +1,7 @@
 """Length of a run before the host looks again, in steps and not in seconds."""
 
+import dataclasses
+
 import pytest
 
 from jaxpaged.engine.pace import SECONDS_PER_RUN, Pace
@@ -73,6 +75,26 @@ def test_a_run_ends_with_the_step_in_which_so_many_passes_are_made_over_prompts(
         made.append((after.num_steps - before.num_steps, after.num_prompt_passes - before.num_prompt_passes))
     assert [run for run in made if run[1]][1:] == runs
     assert driver.stats.num_new_tokens == 72
+
+
+@pytest.mark.parametrize(
+    ("whole", "stop", "steps"),
+    [((True, True), (), 17), ((True, False), (), 3), ((True, True), ("x",), 3)],
+)
+def test_runs_are_longer_while_nobody_looks_at_tokens_as_they_come(whole, stop, steps):
+    """The host looks for a stop string in each token, so that few are computed behind one."""
+    driver = tiny.driver(**tiny.SMALL)
+    driver.pace = Known(SECOND / 3.5, SECOND / 100)
+    for prompt, is_whole in zip(tiny.prompts([3, 5]), whole, strict=True):
+        [request] = tiny.numbered(driver.door.admit(prompt, tiny.greedy(40)))
+        params = dataclasses.replace(request.params, stop=stop)
+        driver.add(dataclasses.replace(request, params=params, is_read_whole=is_whole))
+    made = []
+    while driver.has_work:
+        before = driver.stats.num_steps
+        driver.turn()
+        made.append(driver.stats.num_steps - before)
+    assert max(made) == steps
 
 
 def test_the_first_run_after_an_idle_time_is_measured_without_it(monkeypatch):

@@ -142,7 +142,7 @@ def several_programs(*, last: bool = True, ordered: bool = True) -> Iterator[Non
 
 SYNCHRONISING: tuple[tuple[Any, str], ...] = (
     *((plgpu, name) for name in ("barrier_wait", "barrier_arrive", "commit_smem", "wait_smem_to_gmem")),
-    (plgpu, "wgmma_wait"),
+    *((plgpu, name) for name in ("wgmma_wait", "commit_tmem", "wait_load_tmem")),
     *((cp_async, name) for name in ("wait", "arrive", "commit")),
 )
 KERNELS = str(Path(cp_async.__file__).parent)

@@ -4,10 +4,10 @@
                 applied to v[t]
 
 with the options of `ops.tiled_paged_attention`. A program computes one tile for up to 128 rows of a kv head's
-group, for example 4 query heads of 32 tokens. Its producer warpgroup brings K and V (`fetch`), one or two
-consumer warpgroups take the softmax over them (`softmax`), and one more widens a quantised cache. The tiles
-of K and V lie on multiples of tile_kv whatever else is computed, so a token's bits do not depend on its
-company.
+group, or 256 with tensor memory: for example 4 query heads of 32 tokens. Its producer warpgroup brings K and
+V (`fetch`), one or two consumer warpgroups take the softmax over them (`softmax`), one more widens a
+quantised cache, and one more starts the products by tcgen05 (`products`). The tiles of K and V lie on
+multiples of tile_kv whatever else is computed, so a token's bits do not depend on its company.
 
 A long context has partitions of 8,192 tokens or more, which follow from the tile's position alone. Each is a
 program's, so that few tiles keep the GPU busy: `partitions`.
@@ -19,7 +19,7 @@ Not for: float32, block sizes under 8, tiles of more than 64 tokens, other head_
 `support.SUPPORT`.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -31,7 +31,7 @@ from jax import lax
 from pallas_kernels.gpu import arrival_counter, common, cp_async, ptxas, targets
 from pallas_kernels.gpu.attention import Softmax
 from pallas_kernels.gpu.partitioning import Partitioning, PartitionList
-from pallas_kernels.gpu.prompt import fetch, partitions, program, softmax
+from pallas_kernels.gpu.prompt import fetch, partitions, products, program, softmax
 from pallas_kernels.gpu.prompt.program import TILE_LENS, Problem
 from pallas_kernels.support import Arrays, Options
 
@@ -92,6 +92,15 @@ def _kernel(
                 row, keys = tile_and_keys()
                 fetch.widen(p, keys, gmem, extras, row, scratch)
 
+        if p.has_tensor_memory:
+
+            @pl.when(warpgroup == p.num_threads - 1)
+            def _multiplier() -> None:
+                if p.shares_registers:
+                    plgpu.set_max_registers(p.registers.multiplier, action="decrease")
+                _, keys = tile_and_keys()
+                plgpu.warp_map(lambda warp: pl.when(warp == 0)(lambda: products.start(p, keys, scratch)))
+
         @pl.when(warpgroup < p.num_warpgroups)
         def _consumer() -> None:
             if p.shares_registers:
@@ -108,8 +117,11 @@ def _kernel(
                 place = out_gmem.at[tile()], kv_head, first_head
                 softmax.store_output(p, pieces, extras, *place, scratch, number)
 
+            def computed_pieces() -> Iterator[tuple[int, Softmax]]:
+                return softmax.pieces(p, state, scratch, number)
+
             if work is None or partials is None:
-                write([(0, state)])
+                write(computed_pieces())
                 return
             computed = partitions.ComputedPartition(work.items, item, partials, (kv_head, chunk, number))
 
@@ -119,7 +131,7 @@ def _kernel(
                 # The queries' memory is free by now.
                 return is_last(counter, scratch.q.at[number], computed.num_partitions, p.tiled(p.line))
 
-            partitions.finish(p, computed, state, write, arrive)
+            partitions.finish(p, computed, state, computed_pieces, write, arrive)
 
     if work is None:
         run()

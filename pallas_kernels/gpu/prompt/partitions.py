@@ -112,20 +112,25 @@ def finish(
     p: Problem,
     computed: ComputedPartition,
     state: Softmax,
+    pieces: Callable[[], Iterable[tuple[int, Softmax]]],
     write: Callable[[Iterable[tuple[int, Softmax]]], None],
     is_last: Callable[[], jax.Array],
 ) -> None:
     """Write the tile's output, in pieces of columns, if all its other partitions have arrived.
 
-    write: takes (first column, softmax) pairs.
+    pieces: of the softmax, as (first column, softmax) pairs.
+    write: takes such pairs.
     is_last: counts the arrival, and returns whether it is the last one.
     """
-    pl.when(computed.num_partitions == 1)(lambda: write([(0, state)]))
+    pl.when(computed.num_partitions == 1)(lambda: write(pieces()))
 
     @pl.when(computed.num_partitions > 1)
     def _store() -> None:
         kept, at = computed.partials, (computed.item, *computed.at)
-        common.store(kept.out.at[at], state.out)
+        for column, piece in pieces():
+            width = piece.out.shape[1]
+            columns = () if width == p.head_dim else (slice(None), pl.ds(column, width))
+            common.store(kept.out.at[(*at, *columns)], piece.out)
         for ref, values in ((kept.max, state.max), (kept.sum, state.sum)):
             common.store(ref.at[at], lax.broadcast_in_dim(values, (p.warpgroup_rows, STATS_WIDTH), [0]))
         pl.when(is_last())(lambda: write(_merged(p, computed)))

@@ -3,8 +3,8 @@ reads.
 
 Up to two consumer warpgroups have 64 rows of queries each, with tensor memory 128: row = head * tile_len +
 token, for example 2 query heads of 32 tokens. A producer warpgroup brings them tiles of K and V through a
-ring (`fetch`, `gpu.attention`), over which they take the softmax (`softmax`). K and V of a slot have barriers
-of their own.
+ring (`fetch`, `gpu.attention`), over which they take the softmax (`softmax`). With tensor memory one more
+starts all products (`products`). K and V of a slot have barriers of their own.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.gpu import common, int4_cache, targets
+from pallas_kernels.gpu import common, int4_cache, targets, tuning, votes
 from pallas_kernels.gpu.attention import AttentionProblem, Ring, problem_fields, ring_types
 from pallas_kernels.gpu.prompt import tensor_memory
 from pallas_kernels.gpu.targets import Multiply, Target
@@ -46,6 +46,7 @@ class Registers(NamedTuple):
     consumer: int
     producer: int
     widener: int
+    multiplier: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,6 +61,7 @@ class Problem(AttentionProblem):
     in_registers: bool  # whether the weights of a tile go from registers into their product
     num_stages: int = 2
     num_raw_stages: int = 2  # the slots of the ring that a quantised cache comes into: as many as fit
+    one_by_polynomial_in: int = 0  # exponents
 
     @property
     def warpgroup_rows(self) -> int:
@@ -69,7 +71,7 @@ class Problem(AttentionProblem):
     @property
     def layout(self) -> Any:
         """The layout of rows in a consumer's registers."""
-        return plgpu.Layout.TCGEN05 if self.has_tensor_memory else common.WGMMA
+        return votes.ROWS if self.has_tensor_memory else common.WGMMA
 
     @property
     def warpgroup_heads(self) -> int:
@@ -83,9 +85,10 @@ class Problem(AttentionProblem):
         needs_more = self.has_slopes or self.soft_cap is not None
         needs_more |= self.head_dim == 256 and (self.is_bounded or self.is_quantised)
         needs_more |= self.is_quantised and self.is_bounded
-        # An mma.sync has its operands in registers, and with tensor memory a thread has a whole row.
-        needs_more |= not self.has_wgmma and (self.is_quantised or self.head_dim > 128)
-        needs_more |= self.has_tensor_memory and self.is_bounded and self.head_dim > 64
+        # An mma.sync has its operands in registers.
+        needs_more |= self.multiply == "mma.sync" and (self.is_quantised or self.head_dim > 128)
+        if self.has_tensor_memory:  # the sums are in no registers
+            needs_more = self.is_quantised or self.has_slopes or self.soft_cap is not None
         return min(1 if needs_more else MAX_WARPGROUPS, -(-self.group_size // self.warpgroup_heads))
 
     @property
@@ -133,21 +136,23 @@ class Problem(AttentionProblem):
 
     @property
     def num_threads(self) -> int:
-        """The number of warpgroups: the consumers, the producer, and the one that widens."""
-        return self.num_warpgroups + 1 + self.has_widener
+        """The number of warpgroups: the consumers, the producer, who widens, and who starts products."""
+        return self.num_warpgroups + 1 + self.has_widener + self.has_tensor_memory
 
     @property
     def shares_registers(self) -> bool:
         """Whether consumers take registers from the others, because an equal share is not enough."""
         if not self.has_tma or (not self.has_wgmma and self.is_interpreted):
             return False
-        return self.in_registers and (self.num_warpgroups == MAX_WARPGROUPS or self.has_widener)
+        return self.in_registers and (self.num_threads > 2)
 
     @property
     def registers(self) -> Registers:
         """The registers of a thread; all warpgroups together have 512 for one thread of each."""
         if self.num_warpgroups < MAX_WARPGROUPS:
-            return Registers(consumer=256, producer=64, widener=128)
+            return Registers(consumer=256, producer=64, widener=128, multiplier=64)
+        if self.has_tensor_memory:
+            return Registers(consumer=224, producer=32, widener=0, multiplier=32)
         return Registers(208, 32, 64) if self.is_quantised else Registers(240, 32, 0)
 
 
@@ -162,11 +167,11 @@ def make_problem(
     query_len, is_quantised = arrays.q.shape[1], arrays.k_cache.dtype.itemsize == 1
     fields = problem_fields(arrays, options)
     has_slopes, is_scaled = options.alibi_slopes is not None, options.token_scales is not None
-    by_mma = target.multiply != "wgmma"
+    multiply = multiply_of(target, fields["head_dim"])
+    by_mma = multiply == "mma.sync"
     is_long = fields["head_dim"] == 256 or (by_mma and fields["head_dim"] > 64)
     # Two stages of the ring, and registers, have room for so many tokens.
     is_narrow = fields["packed"] is not None or (is_quantised and has_slopes) or fields["head_dim"] > 128
-    multiply = multiply_of(target, fields["head_dim"])
     tile_kv = 64 if is_narrow or by_mma else 128
     if multiply == "mma.sync" and fields["head_dim"] == LONGEST_HEAD:
         tile_kv = 32
@@ -177,10 +182,11 @@ def make_problem(
         dtype=jnp.dtype(jnp.float16) if is_quantised else arrays.q.dtype,
         has_slopes=has_slopes,
         tile_kv=tile_kv,
-        in_registers=(by_mma or not is_interpreted) if in_registers is None else in_registers,
+        in_registers=(multiply != "wgmma" or not is_interpreted) if in_registers is None else in_registers,
         is_interpreted=is_interpreted,
         **Problem.fields_of(target) | {"multiply": multiply},
         num_raw_stages=1 if is_long or (is_scaled and fields["head_dim"] == 128) else 2,
+        one_by_polynomial_in=tuning.one_by_polynomial_in(target) if multiply == "tcgen05" else 0,
     )
     # With one slot, K of the next tile comes while V of this one is multiplied, and the other way round.
     return p if p.memory_bytes <= target.program_bytes else dataclasses.replace(p, num_stages=1)
@@ -209,8 +215,10 @@ def scratch_types(p: Problem) -> Scratch:
 
     tiles = rows(p.num_stages, p.tile_kv, p.head_dim, p.line)
     types = functools.partial(ring_types, p, by_array=True)
-    ring = types(tiles, p.num_stages, writers=p.copies_per_tile, readers=p.num_warpgroups)
-    raw = wide = k_new = None
+    readers = 1 if p.has_tensor_memory else p.num_warpgroups
+    read: dict[str, Any] = {"readers": readers, "by_tensor_core": p.has_tensor_memory}
+    ring = types(tiles, p.num_stages, writers=p.copies_per_tile, **read)
+    raw = wide = k_new = tensors = None
     num_copies = p.copies_per_tile + p.scale_copies + p.packed_copies
     if p.widens_itself:
         in_memory = plgpu.SMEM((p.num_stages, p.tile_kv, p.line), p.cache_dtype)
@@ -219,10 +227,13 @@ def scratch_types(p: Problem) -> Scratch:
     elif p.is_quantised:
         in_memory = plgpu.SMEM((p.num_raw_stages, p.tile_kv, p.line), p.cache_dtype)
         raw = types(in_memory, p.num_raw_stages, writers=num_copies, readers=1)
-        ring = types(tiles, p.num_stages, writers=1, readers=p.num_warpgroups, of_copies=False)
+        ring = types(tiles, p.num_stages, writers=1, of_copies=False, **read)
         ring = ring._replace(scales=(None, None), packed=None)  # they are factors of what is widened
     if p.packed is not None:
         k_new = plgpu.SMEM((int4_cache.GROUP, p.head_dim), p.new_dtype)
+    if p.has_tensor_memory:
+        sizes = p.num_warpgroups, p.tile_kv, p.head_dim, p.dtype
+        tensors = tensor_memory.types(*sizes, is_interpreted=p.is_interpreted)
     return Scratch(
         q=rows(p.num_warpgroups, p.warpgroup_rows, p.head_dim, p.line),
         ring=ring,
@@ -233,9 +244,7 @@ def scratch_types(p: Problem) -> Scratch:
         turn=p.barrier(MAX_WARPGROUPS),
         k_new=k_new,
         new_full=None if k_new is None else p.barrier(1, of_copies=True),
-        tensors=tensor_memory.types(p.num_warpgroups, p.tile_kv, p.head_dim, p.dtype)
-        if p.has_tensor_memory
-        else None,
+        tensors=tensors,
     )
 
 

@@ -7,17 +7,17 @@ takes its softmax. P goes to the second product from registers, and O is added u
 interpreter can do neither: there (`in_registers` False) P goes through shared memory and the product is added
 afterwards. Nothing else differs.
 
-A GPU without wgmma multiplies by tcgen05 (`tensor_memory`), or by mma.sync, a part of a product at a time
-(`common.product`). Consumers take no turns then, and wait for each other at the edge alone, where one zeroes
-V for both. With long heads a consumer by mma.sync is alone, and also widens a quantised cache: K, and then V,
-into the same memory.
+With tensor memory another warp starts the products, by tcgen05 (`products`), and O stays there. A GPU without
+both wgmma and tcgen05 multiplies by mma.sync, a part of a product at a time (`common.product`). Consumers
+take no turns then, and wait for each other at the edge alone, where one zeroes V for both. With long heads a
+consumer by mma.sync is alone, and also widens a quantised cache: K, and then V, into the same memory.
 
 Only tiles at the edge of what the queries see are masked: the last ones, and those where a window or a chunk
 begins. There, V outside the tile's tokens is zeroed, for zero times NaN is NaN; of two consumers the first
 zeroes it, before it gives the second its turn.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -26,10 +26,10 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.gpu import common
+from pallas_kernels.gpu import common, exponents
 from pallas_kernels.gpu.attention import Softmax, factor_of_output, filled, widen_slot
 from pallas_kernels.gpu.common import LOG2E, LOWEST, WGMMA, Extras
-from pallas_kernels.gpu.prompt import tensor_memory
+from pallas_kernels.gpu.prompt import products, tensor_memory
 from pallas_kernels.gpu.prompt.program import (
     MAX_WARPGROUPS,
     MMA_COLUMNS,
@@ -43,6 +43,7 @@ from pallas_kernels.gpu.prompt.program import (
 # (None: all) ptxas spills nothing of what each version of JAX makes.
 MMA_TOKENS, MMA_OUTPUTS = 16, 16
 SHARED_OUTPUTS = None if jax.__version_info__ >= (0, 12) else 32
+WEIGHED_AT_A_TIME = 64  # tokens, with tensor memory: registers are free once weights are stored
 
 
 def load_queries(
@@ -66,14 +67,12 @@ def consume(
     scratch: Scratch,
     warpgroup: jax.Array,
 ) -> Softmax:
-    """Compute the softmax of the warpgroup's rows over the tiles of keys.
+    """Compute the softmax of the warpgroup's rows over the tiles of keys, for `pieces`.
 
     first_head: of the warpgroup, among all query heads.
     """
     k_scale = None if extras.k_scale is None else extras.k_scale[kv_head]
-    takes_turns, ring, tensors = p.takes_turns, scratch.ring, None
-    if scratch.tensors is not None:
-        tensors = scratch.tensors.of(warpgroup, p.num_warpgroups)
+    takes_turns, ring, tensors = p.takes_turns, scratch.ring, scratch.tensors
     slopes = None
     if extras.alibi_slopes is not None:
         slopes = _per_row(p, extras.alibi_slopes, first_head) * LOG2E
@@ -103,7 +102,19 @@ def consume(
     def take(i: jax.Array, state: Softmax, *, is_edge: bool) -> Softmax:
         slot = lax.rem(i, jnp.int32(p.num_stages))
         first_token = (keys.first + i) * p.tile_kv
-        p.waiter(p.num_stages, i)(ring.k_full.at[slot])
+
+        def wait_for_v() -> Any:
+            p.waiter(p.num_stages, i)(ring.v_full.at[slot])
+            v = operand(1, slot)
+            if is_edge:
+                is_stale = (first_token < keys.start) | (first_token + p.tile_kv > keys.end)
+                pl.when((warpgroup == 0) & is_stale)(lambda: _zero_stale_tokens(p, keys, v, first_token))
+            return v
+
+        if tensors is None:
+            p.waiter(p.num_stages, i)(ring.k_full.at[slot])
+        else:
+            wait_for_v()  # while registers are free
         k = operand(0, slot)
 
         def scores(acc: Any) -> jax.Array:
@@ -116,15 +127,27 @@ def consume(
         if p.has_wgmma:
             s = pl.run_scoped(scores, plgpu.ACC(shape, jnp.float32))
         elif tensors is not None:
-            s = tensor_memory.scores(tensors, scratch.q.at[warpgroup], k.T)
+            tile = tensor_memory.slot_of(i, warpgroup, p.num_warpgroups)
+            s = products.scores(p, tensors, tile)
         else:
             s = common.product(scratch.q.at[warpgroup], k.T, shape, p.multiply, depth=MMA_COLUMNS)
             p.commit_smem()  # warps read K by themselves: all must have, before others come
-        if not p.widens_itself:
+        if not (p.widens_itself or p.has_tensor_memory):
             p.barrier_arrive(ring.k_free.at[slot])
         s, factor = _logits(p, keys, s, k_scale, first_token, slopes, is_edge=is_edge)
-        largest = jnp.maximum(state.max, s.max(axis=1) * factor)
+        maximum = jnp.maximum if tensors is None else products.maximum
+        largest = maximum(state.max, s.max(axis=1) * factor)
         rescale = jnp.exp2(state.max - largest)
+        if tensors is not None:
+            total = state.sum * rescale
+            for column in range(0, p.tile_kv, WEIGHED_AT_A_TIME):
+                x = s[:, column : column + WEIGHED_AT_A_TIME] * factor
+                x = x - lax.broadcast_in_dim(largest, x.shape, [0])
+                weights = exponents.exp2(x, p.one_by_polynomial_in)
+                total = total + weights.sum(axis=1)
+                products.store_weights(tensors, tile, column, weights.astype(p.dtype))
+            products.hand_over(p, tensors, i, tile, warpgroup, rescale)
+            return Softmax(None, largest, total)
         weights = jnp.exp2(s * factor - lax.broadcast_in_dim(largest, s.shape, [0]))
         total = state.sum * rescale + weights.sum(axis=1)
         out = state.out * lax.broadcast_in_dim(rescale, state.out.shape, [0])
@@ -133,22 +156,17 @@ def consume(
             # The compiler must not move this work behind the end of the turn.
             out, total, largest, weights = lax.optimization_barrier((out, total, largest, weights))
         if is_edge or not takes_turns:
-            p.waiter(p.num_stages, i)(ring.v_full.at[slot])
-        v = operand(1, slot)
-        if is_edge:
-            is_first = (warpgroup == 0) & ((first_token < keys.start) | (first_token + p.tile_kv > keys.end))
-            pl.when(is_first)(lambda: _zero_stale_tokens(p, keys, v, first_token))
-            if not takes_turns and p.num_warpgroups == MAX_WARPGROUPS:
-                meet(i)
+            v = wait_for_v()
+        else:
+            v = operand(1, slot)
+        if is_edge and not takes_turns and p.num_warpgroups == MAX_WARPGROUPS:
+            meet(i)
         if takes_turns:
             plgpu.barrier_arrive(scratch.turn)
             if not is_edge:
                 plgpu.barrier_wait(ring.v_full.at[slot])
             plgpu.barrier_wait(scratch.turn)
-        if tensors is not None:
-            out = tensor_memory.add_product(tensors, out, weights, v)
-        else:
-            out = _add_weighted(p, out, weights, v, scratch, warpgroup)
+        out = _add_weighted(p, out, weights, v, scratch, warpgroup)
         if p.multiply == "mma.sync":
             p.commit_smem()
         if not p.widens_itself:
@@ -158,13 +176,28 @@ def consume(
     if takes_turns:  # the second begins half a turn later
         pl.when(warpgroup == 1)(give_and_take_turn)
     state = nothing(p, p.head_dim)
+    if tensors is not None:
+        state = state._replace(out=None)
     bounds = (jnp.int32(0), keys.full_from, keys.full_to, keys.num_tiles)
     for k, is_edge in enumerate((True, False, True)):
         if k or p.is_bounded:
             state = lax.fori_loop(bounds[k], bounds[k + 1], _with(take, is_edge), state)
     if takes_turns:
         pl.when(warpgroup == 0)(give_and_take_turn)
+    if tensors is not None:
+        products.finish(p, tensors, keys, warpgroup)
     return state
+
+
+def pieces(
+    p: Problem, state: Softmax, scratch: Scratch, warpgroup: jax.Array
+) -> Iterator[tuple[int, Softmax]]:
+    """Yield what `consume` computed: pieces of columns, each with its first."""
+    if scratch.tensors is None:
+        yield 0, state
+        return
+    for column, out in products.sums(p, scratch.tensors, warpgroup):
+        yield column, state._replace(out=out)
 
 
 def _with(take: Callable[..., Softmax], is_edge: bool) -> Callable[[jax.Array, Softmax], Softmax]:
@@ -207,6 +240,7 @@ def _logits(
     if slopes is None and not is_edge:
         return s, factor
     position = keys.position + (_numbers(p.warpgroup_rows, p.layout.reduce(1)) & (p.tile_len - 1))
+
     columns = _numbers(p.tile_kv, p.layout.reduce(0))
     if not p.has_tensor_memory:
         columns = columns + first_token
@@ -313,7 +347,11 @@ def store_output(
     """
     for column, piece in pieces:
         out = _normalised(p, piece, extras, kv_head * p.group_size + first_head)
-        scratch.q.at[warpgroup, :, pl.ds(column, out.shape[1])][...] = out.astype(p.dtype)
+        target = scratch.q.at[warpgroup, :, pl.ds(column, out.shape[1])]
+        if p.has_tensor_memory:
+            common.store(target, out.astype(p.dtype))
+        else:
+            target[...] = out.astype(p.dtype)
     p.commit_smem()
     for h in range(p.warpgroup_heads):
 

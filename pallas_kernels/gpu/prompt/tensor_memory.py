@@ -1,8 +1,7 @@
-"""Products of prompts by tcgen05, on GPUs that have tensor memory.
+"""Tensor memory of a program of the prompt kernel, and the barriers of its products, on GPUs that have it.
 
-A consumer has 128 rows, one in each lane of tensor memory, and columns of its own there: for the scores of a
-tile, for their weights, and for the product with V. It starts a product, waits until that is done, and loads
-the sums; while it takes its softmax, the tensor cores have the other consumer's. A thread has a whole row.
+A consumer has 128 rows, one in each lane. Two tiles of scores are under way: one of each consumer, or two of
+a single one. A tile's weights take the place of its scores, so that 512 columns are enough.
 """
 
 from typing import Any, NamedTuple
@@ -11,62 +10,59 @@ import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
-from jax import lax
 
 ROWS = 128
-MAX_HEAD_DIM = 128  # a thread has as many sums in registers
-LOADED_AT_A_TIME = 8  # columns of a product: more make ptxas spill
+MAX_HEAD_DIM = 128
+SLOTS = 2  # tiles of scores under way
 
 
 class Tensors(NamedTuple):
-    """Tensor memory of a program, and the barriers of its products: side by side, a consumer's columns."""
+    """Tensor memory of a program, and the barriers between who multiplies and the consumers."""
 
-    scores: Any  # [128, num_warpgroups * tile_kv] float32
-    weights: Any  # likewise, in 16 bits
+    tiles: Any  # scores [128, SLOTS * tile_kv] float32; weights in 16 bits, the half of twice as many columns
     sums: Any  # [128, num_warpgroups * head_dim] float32
-    done: Any  # [num_warpgroups]
+    scored: Any  # [SLOTS]: a tile's scores are there
+    weighted: Any  # [SLOTS]: its weights are there, and the sums may be added to
+    added: Any  # [num_warpgroups]: its product with V has been added to the sums
 
-    def of(self, warpgroup: jax.Array, num_warpgroups: int) -> "Tensors":
-        """Return a consumer's own."""
+    def scores(self, slot: Any) -> Any:
+        """Return a slot's scores."""
+        scores, _ = self.tiles
+        width = scores.shape[1] // SLOTS
+        return scores.at[:, pl.ds(slot * width, width)]
 
-        def columns(memory: Any) -> Any:
-            width = memory.shape[1] // num_warpgroups
-            return memory.at[:, pl.ds(warpgroup * width, width)]
+    def weights(self, slot: Any) -> Any:
+        """Return a slot's weights."""
+        _, weights = self.tiles
+        width = weights.shape[1] // SLOTS
+        return weights.at[:, pl.ds(slot * width, width // 2)]
 
-        return Tensors(
-            columns(self.scores), columns(self.weights), columns(self.sums), self.done.at[warpgroup]
-        )
+    def sums_of(self, consumer: Any, head_dim: int) -> Any:
+        """Return a consumer's sums."""
+        return self.sums.at[:, pl.ds(consumer * head_dim, head_dim)]
 
 
-def types(num_warpgroups: int, tile_kv: int, head_dim: int, dtype: Any) -> Tensors:
-    """Return the types of `Tensors`, for plgpu.kernel."""
+def types(num_warpgroups: int, tile_kv: int, head_dim: int, dtype: Any, *, is_interpreted: bool) -> Tensors:
+    """Return the types of `Tensors`, for plgpu.kernel.
+
+    Pallas' interpreter takes memory with two uses as one whole, and sees a race where one slot has scores and
+    the other weights. There the two are apart.
+    """
+    scores = plgpu.TMEM((ROWS, SLOTS * tile_kv), jnp.float32)
+    weights = plgpu.TMEM((ROWS, 2 * SLOTS * tile_kv), dtype, packed=True)
+
+    def barriers(count: int) -> Any:
+        return plgpu.Barrier(num_barriers=count, orders_tensor_core=True)
+
     return Tensors(
-        plgpu.TMEM((ROWS, num_warpgroups * tile_kv), jnp.float32),
-        plgpu.TMEM((ROWS, num_warpgroups * tile_kv), dtype, packed=True),
+        (scores, weights) if is_interpreted else plgpu.RefUnion(scores, weights),
         plgpu.TMEM((ROWS, num_warpgroups * head_dim), jnp.float32),
-        plgpu.Barrier(num_barriers=num_warpgroups, orders_tensor_core=True),
+        barriers(SLOTS),
+        barriers(SLOTS),
+        barriers(num_warpgroups),
     )
 
 
-def scores(its: Tensors, q: Any, k: Any) -> jax.Array:
-    """Compute q @ k for a tile: both are in shared memory, and free afterwards."""
-    plgpu.tcgen05_mma(its.scores, q, k, its.done, accumulate=False)
-    plgpu.barrier_wait(its.done)
-    found: jax.Array = plgpu.async_load_tmem(its.scores)
-    plgpu.wait_load_tmem()  # before the next tile's are written there
-    return found
-
-
-def add_product(its: Tensors, out: jax.Array, weights: jax.Array, v: Any) -> jax.Array:
-    """Compute out + weights @ v: v is in shared memory, and free afterwards."""
-    plgpu.async_store_tmem(its.weights, weights)
-    plgpu.commit_tmem()
-    plgpu.tcgen05_mma(its.sums, its.weights, v, its.done, accumulate=False)
-    plgpu.barrier_wait(its.done)
-    pieces, width = [], out.shape[1]
-    for first in range(0, width, LOADED_AT_A_TIME):
-        columns = slice(first, min(first + LOADED_AT_A_TIME, width))
-        sums = plgpu.async_load_tmem(its.sums.at[:, pl.ds(first, columns.stop - first)])
-        pieces.append(out[:, columns] + sums)
-    plgpu.wait_load_tmem()
-    return lax.concatenate(pieces, 1)
+def slot_of(i: jax.Array, consumer: Any, num_warpgroups: int) -> Any:
+    """Return the slot of a consumer's tile."""
+    return consumer if num_warpgroups == SLOTS else jax.lax.rem(i, jnp.int32(SLOTS))
