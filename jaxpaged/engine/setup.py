@@ -259,8 +259,10 @@ class Setup:
         if self.config.decode_widths is not None:
             return self.config.decode_widths
         form = form_of(self.dtype, self.config.loop_over_layers)
-        # With few numbers in a row, as Gemma 3n's predictions have, XLA's own code has other last bits.
-        is_alike = form.own == "native" and self.attention == "native" and self.whole.altup is None
+        # With few numbers in a row, as Gemma 3n's predictions and inputs of layers may have, XLA's own
+        # code has other last bits.
+        has_few = self.whole.altup is not None or self.whole.layer_inputs is not None
+        is_alike = form.own == "native" and self.attention == "native" and not has_few
         if not (is_alike and form.loops):
             return ()
         shares = (self.config.max_num_seqs // share for share in SHARES_OF_WIDTHS)

@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 
+from jaxpaged import LLM
 from jaxpaged.engine.driver import Driver
 from jaxpaged.engine.request import Delta
 from jaxpaged.models.config import LayerKind
 from jaxpaged.sampling_params import SamplingParams
 from tests import tiny, tiny_lora
+from tests.marks import slow_and_nightly
+from tests.models.test_decoder import FAMILIES, GOLDENS
 
 pytestmark = pytest.mark.usefixtures("optimized")
 SLOW, NIGHTLY = pytest.mark.slow, pytest.mark.nightly
@@ -110,6 +113,29 @@ def test_an_answer_is_the_same_bit_for_bit_in_any_company(dtype, options, use_na
     assert driver.stats.num_hit_tokens > 0
     assert driver.stats.num_preemptions > 0
     tiny.assert_nothing_is_held(driver)
+
+
+# It has few numbers in some rows, so that a narrower pass would have other bits.
+@pytest.mark.parametrize("name", slow_and_nightly(FAMILIES, ["families/gemma4_text"]))
+def test_narrower_passes_of_a_family_have_the_same_bits(name):
+    """By default, alone in an engine of 16 rows, and among ten others."""
+    options = {
+        "max_num_seqs": 16,
+        "num_blocks": 400,
+        "enable_prefix_caching": False,
+        "generation_config": "vllm",
+    }
+    llm = LLM(GOLDENS / name, skip_tokenizer_init=True, **tiny.DEFAULTS | options)
+    prompts = [[3 + token % 58 for token in its] for its in tiny.prompts([40, 9, *[20] * 9])]
+    params = SamplingParams(
+        max_tokens=12, temperature=1, seed=4, logprobs=0, ignore_eos=True, detokenize=False
+    )
+
+    def answers(prompts: list[list[int]]) -> list[Any]:
+        found = [result.outputs[0] for result in llm.generate(prompts, params)]
+        return [(answer.token_ids, answer.cumulative_logprob) for answer in found]
+
+    assert [*answers(prompts[:1]), *answers(prompts[1:2])] == answers(prompts)[:2]
 
 
 @SLOW

@@ -322,7 +322,7 @@ def test_an_attention_that_does_not_serve_the_model_is_refused():
         _ = Setup(EngineConfig(dtype="float16", attention="native"), tiny.CONFIG).attention
 
 
-def test_a_gpu_is_given_the_heads_that_its_kernels_have_memory_for(monkeypatch):
+def test_a_gpu_is_given_the_kernels_for_the_heads_that_they_serve(monkeypatch):
     device = types.SimpleNamespace(platform="gpu", compute_capability="12.0")
     monkeypatch.setattr(jax, "devices", lambda: [device])
     monkeypatch.setattr(native, "serves", lambda *_: False)
@@ -337,10 +337,10 @@ def test_a_gpu_is_given_the_heads_that_its_kernels_have_memory_for(monkeypatch):
         }
         return Setup(EngineConfig(**options), model).attention
 
-    assert (attention(64), attention(256)) == ("mosaic_gpu", "xla")
-    assert attention(256, kv_cache_dtype="auto") == "mosaic_gpu"
-    with pytest.raises(InputError, match="must serve the model: .* on sm_120a does not serve head_dim=256"):
-        attention(256, "mosaic_gpu")
+    assert (attention(64), attention(256), attention(96)) == ("mosaic_gpu", "mosaic_gpu", "xla")
+    assert attention(96, kv_cache_dtype="auto") == "mosaic_gpu"
+    with pytest.raises(InputError, match="must serve the model: .* does not serve head_dim=96"):
+        attention(96, "mosaic_gpu")
 
 
 def test_a_native_target_that_the_processor_is_not_is_refused(monkeypatch):

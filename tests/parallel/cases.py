@@ -38,7 +38,7 @@ from tests.parallel.asks import differing
 from tests.tiers.test_engines import SCORED, ask, tiered, whole
 
 FLOAT32 = jnp.dtype("float32")
-ITSELF = Draft(tiny.CONFIG, tiny.load)
+ITSELF = Draft(tiny.CONFIG, tiny.load, cost=tiny.CHEAP)
 pytestmark = pytest.mark.skipif(len(jax.devices()) < 6, reason="needs the process of test_in_a_process.py")
 
 
