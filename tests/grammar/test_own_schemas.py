@@ -21,6 +21,25 @@ from tests.marks import slow_and_nightly
 
 Validator = jsonschema.Draft202012Validator
 LEVELS = 4  # of values inside values, where they may be of any depth
+# Values at the edges of the kinds of `own_schemas.VALUES`: what is not valid may not be written.
+PROBES = [
+    7,
+    6,
+    -1,
+    101,
+    1899,
+    2101,
+    0.3,
+    999.5,
+    None,
+    True,
+    "",
+    "a",
+    "too long a text",
+    "AB-12",
+    "2026-02-30",
+]
+PROBES += [[], [5], ["a", "a"], [1, True, 2], {}, {"x": 1}, {"x": 1, "y": 2, "z": 3}]
 # One of 18 in `make test-all`: each kind of value once or twice, each place once or more.
 SLOW = [*SCHEMAS][::17]
 
@@ -86,6 +105,8 @@ def assert_all_may_be_written(schema, num_values=12):
         assert official.is_accepted(machine, value), value
 
     check()
+    for value in PROBES:
+        assert validator(schema).is_valid(value) or not official.is_accepted(machine, value), value
 
 
 def older(schema):
