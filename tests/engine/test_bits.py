@@ -118,7 +118,7 @@ def test_an_answer_is_the_same_bit_for_bit_in_any_company(dtype, options, use_na
 # It has few numbers in some rows, so that a narrower pass would have other bits.
 @pytest.mark.parametrize("name", slow_and_nightly(FAMILIES, ["families/gemma4_text"]))
 def test_narrower_passes_of_a_family_have_the_same_bits(name):
-    """By default, alone in an engine of 16 rows, and among ten others."""
+    """An answer alone in an engine of 16 rows is the one among ten others."""
     options = {
         "max_num_seqs": 16,
         "num_blocks": 400,
