@@ -8,12 +8,12 @@ drafts, and with just as many slots as prompts, takes its turns, too: "fitting".
 """
 
 import functools
-import statistics
 from typing import Any
 
 from absl import app, flags
 
-from benchmarks.record import Results, in_turns, spread, start
+from benchmarks.drafted import measured
+from benchmarks.record import Results, start
 from benchmarks.texts import QUESTIONS, edits
 from jaxpaged import LLM, SamplingParams
 
@@ -26,7 +26,9 @@ DRAFT_QUANTIZATION = flags.DEFINE_string("draft_quantization", None, "form of th
 SLOTS = flags.DEFINE_integer("slots", 16, "max_num_seqs")
 ROUNDS = flags.DEFINE_integer("rounds", 3, "counted turns")
 CACHED = flags.DEFINE_integer("cached", 0, "past answers to draft from, for suffix")
-WIDTHS = flags.DEFINE_list("widths", [], "decode_widths of the engine that drafts")
+WIDTHS = flags.DEFINE_list(
+    "widths", [], "decode_widths of the engine that drafts (default: those of the others)"
+)
 DRAFTS = flags.DEFINE_integer("drafts", 7, "most drafts of a request in one step")
 TOKENS = flags.DEFINE_integer("tokens", 96, "new tokens of each prompt")
 DTYPE = flags.DEFINE_string("dtype", "float32", "number format of weights and activations")
@@ -55,7 +57,7 @@ def main(argv: list[str]) -> None:
             "draft": DRAFT.value,
             "draft quantization": DRAFT_QUANTIZATION.value,
         }
-    widths = tuple(map(int, WIDTHS.value))
+    widths = tuple(map(int, WIDTHS.value)) or None
     drafting = LLM(MODEL.value, **sizes, speculative_config=drafts, decode_widths=widths)
     settings |= {"widths": widths} if widths else {}
     results = Results("speculation", OUT.value, **settings)
@@ -69,34 +71,13 @@ def main(argv: list[str]) -> None:
         for batch in map(int, BATCHES.value):
             prompts = every[:batch]
             fitting = LLM(MODEL.value, **sizes | {"max_num_seqs": batch})
-            answers(fitting, prompts)
-            before = drafting.engine.stats
-            assert answers(plain, prompts) == answers(drafting, prompts), "drafts change no answer"
-            after = drafting.engine.stats
             ways = {
                 "without": functools.partial(answers, plain, prompts),
                 "with": functools.partial(answers, drafting, prompts),
                 "fitting": functools.partial(answers, fitting, prompts),
             }
-            seconds = in_turns(ways, ROUNDS.value)
-
-            def times_as_fast(way: str, seconds: dict[str, list[float]] = seconds) -> float:
-                pairs = zip(seconds[way], seconds["with"], strict=True)
-                return round(statistics.median(a / b for a, b in pairs), 2)
-
-            results.put(
-                {
-                    "what": kind,
-                    "prompts": batch,
-                    "tokens": batch * TOKENS.value,
-                    "steps": after.num_steps - before.num_steps,
-                    "drafted": after.num_draft_tokens - before.num_draft_tokens,
-                    "accepted": after.num_accepted_tokens - before.num_accepted_tokens,
-                    **{f"s {name}": spread(its) for name, its in seconds.items()},
-                    "times as fast": times_as_fast("without"),
-                    "times as fast as fitting": times_as_fast("fitting"),
-                }
-            )
+            asked = {"what": kind, "prompts": batch, "tokens": batch * TOKENS.value}
+            results.put(asked | measured(drafting, ways, ROUNDS.value))
 
 
 if __name__ == "__main__":

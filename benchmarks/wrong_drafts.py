@@ -9,7 +9,6 @@ be the same.
 
 import functools
 import json
-import statistics
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,8 @@ from typing import Any
 from absl import app, flags
 from safetensors.numpy import save_file
 
-from benchmarks.record import Results, in_turns, spread, start
+from benchmarks.drafted import measured
+from benchmarks.record import Results, start
 from benchmarks.texts import QUESTIONS
 from jaxpaged import LLM, SamplingParams
 from jaxpaged.models import loading
@@ -107,26 +107,12 @@ def main(argv: list[str]) -> None:
                 drafts |= {"disable_by_batch_size": SLOTS.value}
             plain, drafting = LLM(model, **sizes), LLM(model, **sizes, speculative_config=drafts)
             for num in map(int, BATCHES.value):
-                before = drafting.engine.stats
-                assert answers(plain, num) == answers(drafting, num), "drafts change no answer"
                 ways = {
                     "without": functools.partial(answers, plain, num),
                     "with": functools.partial(answers, drafting, num),
                 }
-                seconds = in_turns(ways, ROUNDS.value)
-                after = drafting.engine.stats
-                pairs = zip(seconds["without"], seconds["with"], strict=True)
-                results.put(
-                    {
-                        "method": method,
-                        "prompts": num,
-                        "tokens": num * TOKENS.value,
-                        "drafted": after.num_draft_tokens - before.num_draft_tokens,
-                        "accepted": after.num_accepted_tokens - before.num_accepted_tokens,
-                        **{f"s {name}": spread(its) for name, its in seconds.items()},
-                        "times as fast": round(statistics.median(a / b for a, b in pairs), 3),
-                    }
-                )
+                asked = {"method": method, "prompts": num, "tokens": num * TOKENS.value}
+                results.put(asked | measured(drafting, ways, ROUNDS.value))
 
 
 if __name__ == "__main__":

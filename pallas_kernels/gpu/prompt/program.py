@@ -144,7 +144,7 @@ class Problem(AttentionProblem):
         """Whether consumers take registers from the others, because an equal share is not enough."""
         if not self.has_tma or (not self.has_wgmma and self.is_interpreted):
             return False
-        return self.in_registers and (self.num_threads > 2)
+        return self.in_registers and self.num_threads > 2
 
     @property
     def registers(self) -> Registers:
