@@ -3,6 +3,7 @@
 import dataclasses
 import json
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
@@ -222,3 +223,15 @@ def test_an_mtp_layer_drafts_and_changes_no_answer(tmp_path):
         assert (driver.stats.num_draft_tokens > 10) == (drafts is not None)
         tiny.assert_nothing_is_held(driver)
     assert told[:2] == told[2:]
+
+
+@pytest.mark.parametrize("leading", [(6, 1), (1, 6)])
+def test_features_lie_at_the_slots_of_their_tokens(leading):
+    """Of blocks by themselves, and of blocks within one array of all layers."""
+    slots = jnp.array([9, 22, 4])
+    new = jnp.arange(9, dtype=jnp.float32).reshape(3, 3) + 1
+    made = features.write(jnp.zeros((*leading, 4, 3)), slots, new)
+    want = np.zeros((24, 3))
+    want[slots] = new
+    np.testing.assert_array_equal(made.reshape(24, 3), want)
+    np.testing.assert_array_equal(features.read(made, slots), new)
