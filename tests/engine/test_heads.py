@@ -227,7 +227,7 @@ def test_an_mtp_layer_drafts_and_changes_no_answer(tmp_path):
 
 @pytest.mark.parametrize("leading", [(6, 1), (1, 6)])
 def test_features_lie_at_the_slots_of_their_tokens(leading):
-    """Of blocks by themselves, and of blocks within one array of all layers."""
+    """Blocks lie by themselves, or within one array of all layers."""
     slots = jnp.array([9, 22, 4])
     new = jnp.arange(9, dtype=jnp.float32).reshape(3, 3) + 1
     made = features.write(jnp.zeros((*leading, 4, 3)), slots, new)
