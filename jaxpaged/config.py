@@ -271,7 +271,7 @@ class EngineConfig:
             "nargs": "+",
             "metavar": "ROWS",
             "help": "rows of narrower decode passes. A step takes the narrowest pass that holds all running "
-            "rows. A token's last bits may then depend on their number (default: on a CPU a quarter and a half)",
+            "rows. A token's last bits may then depend on their number (default: on a CPU a quarter, a half)",
         },
     )
     # Address of process 0, "HOST:PORT", where a model's processes meet. Each has equally many of its devices.
