@@ -35,6 +35,7 @@ _WRITE = flags.DEFINE_boolean("write", False, "Write the table beside this file.
 
 # Seconds of processor time per program. They take one or two; layout inference that runs away takes for ever.
 COMPILE_LIMIT_S = 60
+SPILLS = r"stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
 TABLE = Path(__file__).with_suffix(".md")
 TARGETS_TABLE = Path(__file__).with_name("compile_report_targets.md")
 LAYERS = 2  # of a stack
@@ -400,7 +401,8 @@ def _read_dump(program: Program | Product, folder: Path, temp_bytes: int, second
         (resources,) = folder.glob(f"{name}_*.resources.txt")
         ptxas, ptx = file.read_text(), file.with_suffix(".ptx").read_text()
         registers = int(_only(r"Used (\d+) registers", ptxas))
-        spills = sum(int(n) for n in re.findall(r"(\d+) bytes spill", ptxas))
+        # A warning before says the spills again.
+        spills = sum(sum(map(int, its)) for its in re.findall(SPILLS, ptxas))
         stack = int(_only(r"(\d+) bytes stack frame", ptxas))
         memory = int(_only(r"smem_scratch_bytes=(\d+)", resources.read_text()))
         threads = int(_only(r"\.(?:reqntid|maxntid) (\d+)", ptx))

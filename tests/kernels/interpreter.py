@@ -8,6 +8,8 @@ that no run shows.
 
 import contextlib
 import faulthandler
+import os
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -72,6 +74,31 @@ def fresh_interpreter() -> Iterator[None]:
     gpu_callbacks.reset_gpu_interpret_mode_state()
     yield
     gpu_callbacks.reset_gpu_interpret_mode_state()
+
+
+THREADS, THREADS_LIMIT_S = 16, 900
+
+
+def is_run_with_more_threads(request: pytest.FixtureRequest) -> bool:
+    """Run the test that asks in a process of its own, in which XLA has enough threads; False if this is it.
+
+    XLA has a thread for each core of the machine. Where a program has more warpgroups and warps that wait for
+    each other, none goes on.
+    """
+    if os.environ.get("NPROC") == str(THREADS):
+        return False
+    command = [sys.executable, "-m", "pytest", "-p", "no:xdist", "-q", "-m", "", request.node.nodeid]
+    environment = os.environ | {"NPROC": str(THREADS)}
+    done = subprocess.run(
+        command,
+        cwd=request.config.rootpath,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=THREADS_LIMIT_S,
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
+    return True
 
 
 def races_found(capsys: pytest.CaptureFixture[str]) -> bool:

@@ -1,5 +1,6 @@
 """Every layout of the registry: written, read and copied as its oracle does, and read by every attention."""
 
+import contextlib
 import dataclasses
 import functools
 from typing import Any
@@ -23,10 +24,13 @@ from reference.layouts import Oracle
 from tests import layouts as cases
 from tests.kernels.interpreter import (
     fresh_interpreter,
+    is_run_with_more_threads,
     races_found,
     shadow_reads,
     unnoticed_calls,
 )
+from tests.kernels.primitives import interpretable
+from tests.marks import slow_and_nightly
 
 NUM_TOKENS = 6  # of a call
 write = jax.jit(ops.write)
@@ -282,13 +286,19 @@ def test_the_gpu_kernels_read_the_layouts_that_they_say(
     assert not races_found(capsys)
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures(fresh_interpreter.__name__)
-def test_prompts_in_partitions_read_codes_of_four_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("capability", slow_and_nightly(("9.0", "10.0"), ["9.0"]))
+def test_prompts_in_partitions_read_codes_of_four_bits(
+    capability: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
     """One program after the other, in which the detector of races would see one."""
+    by_tcgen05 = capability == "10.0"
+    if by_tcgen05 and is_run_with_more_threads(request):
+        return
     monkeypatch.setattr(partitions, "partitioning_of", lambda *_, **__: Partitioning(64, 3))
     monkeypatch.setattr(common, "interpret_params", lambda _: plgpu.InterpretGPUParams(detect_races=False))
-    run_interpreted("int4_grouped", 19)
+    with interpretable(capability) if by_tcgen05 else contextlib.nullcontext():
+        run_interpreted("int4_grouped", 19)
 
 
 @pytest.mark.slow

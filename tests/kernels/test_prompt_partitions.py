@@ -18,10 +18,12 @@ from pallas_kernels.layouts import TOKEN_MAJOR
 from tests.kernels.checks import assert_close
 from tests.kernels.interpreter import (
     fresh_interpreter,
+    is_run_with_more_threads,
     races_found,
     several_programs,
     shadow_reads,
 )
+from tests.kernels.primitives import assert_used, interpretable
 from tests.kernels.test_mosaic_tiles import launch as launch_in_turn
 
 pytestmark = pytest.mark.usefixtures(fresh_interpreter.__name__)
@@ -147,6 +149,19 @@ def test_the_last_of_programs_that_run_at_once_merges_the_partitions(
 ) -> None:
     got = launch(c)
     assert_close(c, got)
+    assert not races_found(capsys)
+
+
+@pytest.mark.nightly
+def test_partitions_of_sums_in_tensor_memory_are_merged(
+    capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
+) -> None:
+    if is_run_with_more_threads(request):
+        return
+    with several_programs(), interpretable("10.0") as used:
+        got = launch_in_turn(WINDOW)
+    assert_used(used, "10.0", multiply="tcgen05")
+    assert_close(WINDOW, got)
     assert not races_found(capsys)
 
 

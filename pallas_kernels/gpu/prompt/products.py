@@ -31,7 +31,11 @@ AT_A_TIME, WRITTEN_AT_A_TIME = 32, 64  # columns of sums in registers, to be res
 
 
 def start(p: Problem, keys: KeyRange, scratch: Scratch) -> None:
-    """Start all products of a program, as one warp."""
+    """Start all products of a program, as one warp.
+
+    It waits for K and for weights. V is there when weights are, for consumers wait for V first. If both
+    waited for V, ptxas would keep the phase of its barriers in memory.
+    """
     tensors, ring = scratch.tensors, scratch.ring
     assert tensors is not None
     consumers, num_stages = range(p.num_warpgroups), jnp.int32(p.num_stages)
@@ -45,8 +49,6 @@ def start(p: Problem, keys: KeyRange, scratch: Scratch) -> None:
             @pl.when(i >= behind)
             def _add(consumer: int = consumer, slot: Any = slot, is_last: bool = is_last) -> None:
                 at = lax.rem(i - behind, num_stages)
-                if consumer == 0:
-                    plgpu.barrier_wait(ring.v_full.at[at])
                 plgpu.barrier_wait(tensors.weighted.at[slot])
                 out, weights = tensors.sums_of(consumer, p.head_dim), tensors.weights(slot)
                 plgpu.tcgen05_mma(out, weights, ring.v.at[at], accumulate=i > behind)

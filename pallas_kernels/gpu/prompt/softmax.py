@@ -114,7 +114,7 @@ def consume(
         if tensors is None:
             p.waiter(p.num_stages, i)(ring.k_full.at[slot])
         else:
-            wait_for_v()  # while registers are free
+            wait_for_v()  # while registers are free; who multiplies relies on it
         k = operand(0, slot)
 
         def scores(acc: Any) -> jax.Array:
