@@ -262,7 +262,8 @@ class EngineConfig:
     max_cpu_loras: int | None = option(None, flag=count("adapters kept in host memory (default: all)"))
     # Rows of narrower decode passes, rising, each below max_num_seqs. A step takes the narrowest pass that
     # holds all running rows. A token's last bits may then depend on their number. Each pass is compiled.
-    # None: a 32nd and a quarter of max_num_seqs where CPU kernels compute, for which they do not; else none.
+    # None: a 32nd, a quarter and a half of max_num_seqs where CPU kernels compute, for which they do
+    # not; else none.
     decode_widths: tuple[int, ...] | None = option(
         None,
         flag={
@@ -270,7 +271,7 @@ class EngineConfig:
             "nargs": "+",
             "metavar": "ROWS",
             "help": "rows of narrower decode passes. A step takes the narrowest pass that holds all running "
-            "rows. A token's last bits may then depend on their number (default: on a CPU a quarter of all)",
+            "rows. A token's last bits may then depend on their number (default: on a CPU a quarter, a half)",
         },
     )
     # Address of process 0, "HOST:PORT", where a model's processes meet. Each has equally many of its devices.

@@ -35,8 +35,8 @@ from pallas_kernels.ops import TiledImplementation, choice
 
 # Fraction of the blocks that stays free, as in vLLM, when a request is admitted beside running ones.
 WATERMARK = 0.01
-# Narrower decode passes, as shares of all rows.
-SHARES_OF_WIDTHS = 32, 4
+# Narrower decode passes, as shares of all rows, and how many rows one must save to be worth its compilation.
+SHARES_OF_WIDTHS, LEAST_SAVED = (32, 4, 2), 6
 
 
 def resolve_dtype(config: EngineConfig) -> jnp.dtype:
@@ -266,7 +266,7 @@ class Setup:
         if not (is_alike and form.loops):
             return ()
         shares = (self.config.max_num_seqs // share for share in SHARES_OF_WIDTHS)
-        return tuple(rows for rows in shares if rows > 1)
+        return tuple(rows for rows in shares if rows > 1 and self.config.max_num_seqs - rows >= LEAST_SAVED)
 
     def description(self) -> dict[str, str]:
         """Describe what all processes of an engine must have in common, as texts by their names."""

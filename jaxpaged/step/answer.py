@@ -1,5 +1,6 @@
 """Answer of a step: sampled tokens, appended to the rows that are due."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -50,35 +51,35 @@ def answer(
     """
     rows, scores, sampler = state.rows, state.scores, config.sampler
     index = jnp.arange(rows.phase.shape[0], dtype=jnp.int32)
-    row = jnp.minimum(slots.row, index.shape[0] - 1)
-    position = rows.num_tokens[row]
-    if slots.offset is not None:
-        position += slots.offset
-    is_due = (slots.row < index.shape[0]) & due[row]
-    options = rows.sampling.take(row, is_due)
-    context = Context(row, rows.prompt_lens[row], position, rows.token_ids)
-
-    no_news = no_scores(slots.row.shape[0])
-    temperature = rows.beams.temperature[row]
+    max_seqs, num_slots = index.shape[0], slots.row.shape[0]
+    no_news = no_scores(num_slots)
     most = 0 if config.lookup is None else config.lookup.most
-    grammars, its_grammars, at, states = rows.grammars, rows.grammars, row, None
+    grammars, its_grammars, states = rows.grammars, rows.grammars, None
     if state.arena is not None and grammars is not None and drafts is not None:
         its_grammars, states = speculation.grammars_behind(grammars, state.arena, rows, slots, drafts, most)
-        at = jnp.arange(row.shape[0], dtype=jnp.int32)
     type Newest = tuple[Int[Array, " rows"], Int[Array, " rows"]]
     type Support = UInt32[Array, "rows max_steps words"] | None
     type Chosen = tuple[Bool[Array, ""], Newest, Scores, Scores, Support]
 
-    def newest(token_ids: Int[Array, " max_num_seqs"]) -> Newest:
+    def newest(token_ids: Int[Array, " slots"]) -> Newest:
         """Return how many drafts of each row are right, and its newest token."""
         if drafts is None:
-            return jnp.zeros_like(index), token_ids[jnp.minimum(slots.of_row, position.shape[0] - 1)]
+            return jnp.zeros_like(index), token_ids[jnp.minimum(slots.of_row, token_ids.shape[0] - 1)]
         return speculation.accepted(token_ids, rows, slots, drafts, most)
 
-    def choose() -> Chosen:
-        logits = model.logits(hidden)
+    def choose(width: int) -> Chosen:
+        """Choose a token in each of the first `width` slots; no other is in use."""
+        row = jnp.minimum(slots.row[:width], max_seqs - 1)
+        position = rows.num_tokens[row]
+        if slots.offset is not None:
+            position += slots.offset[:width]
+        is_due = (slots.row[:width] < max_seqs) & due[row]
+        options, temperature = rows.sampling.take(row, is_due), rows.beams.temperature[row]
+        context = Context(row, rows.prompt_lens[row], position, rows.token_ids)
+        logits = model.logits(hidden[:width])
         follows = None
         if state.arena is not None and its_grammars is not None:
+            at = row if states is None else jnp.arange(width, dtype=jnp.int32)
             logits, follows = automata.masked(logits, state.arena, its_grammars, at, is_due)
 
         def edit(logits: Float[Array, "rows vocab"]) -> Float[Array, "rows vocab"]:
@@ -93,7 +94,7 @@ def answer(
             given = rows.token_ids.at[row, position].get(mode="clip")
             token_ids = jnp.where(position < rows.replay_lens[row], given, token_ids)
         num_accepted, token = newest(token_ids)
-        is_told = is_due if slots.offset is None else is_due & (slots.offset <= num_accepted[row])
+        is_told = is_due if slots.offset is None else is_due & (slots.offset[:width] <= num_accepted[row])
         wants = is_told & (options.num_logprobs >= 0)
 
         def note_scores() -> tuple[Scores, Scores]:
@@ -102,13 +103,14 @@ def answer(
             else:
                 its = told(config.logprobs_mode, logits, options, edit, rows.beams.width[row] > 0)
                 new = score(its.values, token_ids, options.num_logprobs, temperature, its.are_logits)
-            at = jnp.where(wants, row, index.shape[0]), position % MAX_STEPS
-            return jax.tree.map(lambda ring, values: ring.at[at].set(values, mode="drop"), scores, new), new
+            at = jnp.where(wants, row, max_seqs), position % MAX_STEPS
+            noted = jax.tree.map(lambda ring, values: ring.at[at].set(values, mode="drop"), scores, new)
+            return noted, jax.tree.map(lambda all_, its: all_.at[:width].set(its), no_news, new)
 
         noted = lax.cond(jnp.any(wants), note_scores, lambda: (scores, no_news))
         its_support = state.support
         if its_support is not None:
-            place = jnp.where(is_told, row, index.shape[0]), position % MAX_STEPS
+            place = jnp.where(is_told, row, max_seqs), position % MAX_STEPS
             left = in_bits(support(logits, options, edit))
             its_support = its_support.at[place].set(left, mode="drop")
         is_unknown = jnp.bool_(False) if sampler is None else jnp.any(is_told & (token_ids < 0))
@@ -116,7 +118,15 @@ def answer(
 
     no_token = jnp.zeros_like(index), jnp.zeros_like(index)
     nothing = (jnp.bool_(False), no_token, scores, no_news, state.support)
-    chosen = lax.cond(jnp.any(due), choose, lambda: nothing)
+    if config.decode_widths:
+        # Slots are taken from the first on. One narrower choice is enough: each takes seconds to compile.
+        few = config.decode_widths[0]
+        is_in_use = (slots.row < max_seqs) & due[jnp.minimum(slots.row, max_seqs - 1)]
+        which = jnp.where(jnp.any(is_in_use[few:]), 2, jnp.any(is_in_use).astype(jnp.int32))
+        ways = lambda: nothing, functools.partial(choose, few), functools.partial(choose, num_slots)
+        chosen = lax.switch(which, ways)
+    else:
+        chosen = lax.cond(jnp.any(due), functools.partial(choose, num_slots), lambda: nothing)
     is_unknown, (num_accepted, token_ids), scores, new, its_support = chosen
     if sampler is not None:
         state = replace(state, status=state.status | jnp.where(is_unknown, Status.UNKNOWN_TOKEN, 0))

@@ -69,10 +69,13 @@ def write_drafts(
     followed, cache = catch_up(model, state, followed, end, config)
     own, its = kv_cache.parted(cache, *draft_pass.of_model(model).cache_sizes)
 
-    row = jnp.minimum(slots.row, max_seqs - 1)
-    is_own = (slots.row < max_seqs) & (num[row] > 0)
+    # Rows have the first slots, and while more of them run than may, none drafts.
+    most_rows = config.max_num_seqs if config.most_drafting is None else max(config.most_drafting, 1)
+    of_slot = slots.row[:most_rows]
+    row = jnp.minimum(of_slot, max_seqs - 1)
+    is_own = (of_slot < max_seqs) & (num[row] > 0)
     if slots.offset is not None:
-        is_own &= slots.offset == 0
+        is_own &= slots.offset[:most_rows] == 0
     options = rows.sampling.take(row, is_own)
     most = jnp.max(jnp.where(num > 0, newest + num - followed, 0))
 
@@ -165,13 +168,13 @@ def catch_up(
 def choose(
     state: EngineState,
     rows: Rows,
-    logits: Float[Array, "max_num_seqs vocab"],
-    row: Int[Array, " max_num_seqs"],
-    position: Int[Array, " max_num_seqs"],
+    logits: Float[Array, "slots vocab"],
+    row: Int[Array, " slots"],
+    position: Int[Array, " slots"],
     options: SamplingState,
-    is_due: Bool[Array, " max_num_seqs"],
+    is_due: Bool[Array, " slots"],
     config: StepConfig,
-) -> Int[Array, " max_num_seqs"]:
+) -> Int[Array, " slots"]:
     """Return the token at `position` of each slot's row that these logits give, as `answer` chooses one."""
     follows = None
     if state.arena is not None and rows.grammars is not None:

@@ -206,8 +206,9 @@ def test_the_cpu_kernels_have_narrower_passes_by_default(monkeypatch):
         return Setup(EngineConfig(**tiny.DEFAULTS | {"max_num_seqs": 64} | options), config).decode_widths
 
     monkeypatch.setenv("JAXPAGED_NATIVE", "1")
-    assert widths() == (2, 16)
-    assert widths(max_num_seqs=16) == (4,)
+    assert widths() == (2, 16, 32)
+    assert widths(max_num_seqs=16) == (4, 8)
+    assert widths(max_num_seqs=8) == (2,)
     assert widths(max_num_seqs=4) == widths(decode_widths=()) == widths(loop_over_layers=False) == ()
     assert widths(decode_widths=(3,), loop_over_layers=False) == (3,)
     monkeypatch.setenv("JAXPAGED_NATIVE", "0")

@@ -86,7 +86,9 @@ def test_answers_are_the_oracles_in_any_company(driver):
 )
 def test_forced_text_is_drafted_and_no_answer_changes(drafts):
     """An automaton that forces 60 tokens takes few steps; the answers are the oracles', with their scores."""
-    driver = tiny_grammars.with_grammars(tiny.driver(**tiny.SWAP, speculative_config=drafts))
+    driver = tiny_grammars.with_grammars(
+        tiny.driver(**tiny.SWAP, speculative_config=drafts, decode_widths=(2,))
+    )
     params = [
         SamplingParams(temperature=0.9, max_tokens=99, **asking(0), logprobs=1),
         SamplingParams(temperature=0, max_tokens=30, **asking(4), frequency_penalty=0.5, min_tokens=25),
