@@ -105,7 +105,9 @@ def answer(
                 new = score(its.values, token_ids, options.num_logprobs, temperature, its.are_logits)
             at = jnp.where(wants, row, max_seqs), position % MAX_STEPS
             noted = jax.tree.map(lambda ring, values: ring.at[at].set(values, mode="drop"), scores, new)
-            return noted, jax.tree.map(lambda all_, its: all_.at[:width].set(its), no_news, new)
+            if width < num_slots:
+                new = jax.tree.map(lambda all_, its: all_.at[:width].set(its), no_news, new)
+            return noted, new
 
         noted = lax.cond(jnp.any(wants), note_scores, lambda: (scores, no_news))
         its_support = state.support
