@@ -28,6 +28,8 @@ SIZES = (
     *("scheduling_policy", "enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras", "decode_widths"),
     *("distributed_init", "num_processes", "process_id", "tensor_parallel_size", "data_parallel_size"),
     *("tensor_parallel_sums", "loop", "loop_over_layers", "max_logprobs", "keep_programs", "seed"),
+    *("kv_offloading_size", "kv_offloading_backend", "kv_offloading_disk_size", "kv_events_config"),
+    *("disable_hybrid_kv_cache_manager", "structured_outputs_mib", "speculative_config"),
 )
 
 

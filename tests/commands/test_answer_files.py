@@ -200,7 +200,8 @@ def test_a_file_of_another_run_is_refused_and_stays(prompts, change, message):
 def test_sizes_of_an_engine_change_no_digest():
     assert set(SIZES) <= set(EngineConfig.__dataclass_fields__)
     sized = EngineConfig(max_num_seqs=3, num_blocks=77, loop="host", process_id=0)
-    assert model_of(sized, {}) == model_of(EngineConfig(), {})
+    drafting = EngineConfig(speculative_config={"method": "ngram", "num_speculative_tokens": 3})
+    assert model_of(sized, {}) == model_of(drafting, {}) == model_of(EngineConfig(), {})
     assert model_of(EngineConfig(quantization="int8"), {}) != model_of(EngineConfig(), {})
 
 
