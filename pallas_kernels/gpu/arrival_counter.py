@@ -13,6 +13,17 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 
 SCALAR = plgpu.Layout.WG_SPLAT  # a number that all threads of a warpgroup have
+# The thread that is chosen ($0) adds 1 to the counter ($1), or goes back to 0 after the last ($2), and stores
+# whether it was the last ($3). Behind a branch, ptxas would keep the address of shared memory in memory.
+ARRIVE = """{
+.reg .pred is_chosen, is_last; .reg .b32 before;
+setp.ne.b32 is_chosen, $0, 0;
+mov.b32 before, 0;
+@is_chosen atom.acq_rel.gpu.inc.u32 before, [$1], $2;
+setp.eq.b32 is_last, before, $2;
+selp.b32 before, 1, 0, is_last;
+@is_chosen st.shared.b32 [$3], before;
+}"""
 
 
 def is_last(counter: Any, flag_smem: Any, count: jax.Array, transforms: tuple[Any, ...] = ()) -> jax.Array:
@@ -39,17 +50,10 @@ def is_last(counter: Any, flag_smem: Any, count: jax.Array, transforms: tuple[An
         flag = utils.memref_ptr(flag)
         utils.inline_ptx("fence.acq_rel.gpu;", has_side_effects=True)
         utils.warpgroup_barrier()
-        with utils.single_thread(scope=utils.ThreadSubset.WARPGROUP):
-            last = arith.subi(count.registers.item(), utils.c(1, int32))
-            before = utils.inline_ptx(  # adds 1, or goes back to 0 after `last`
-                "atom.acq_rel.gpu.inc.u32 $0, [$1], $2;",
-                utils.memref_ptr(counter),
-                last,
-                result_types=int32,
-                has_side_effects=True,
-            )
-            equal = arith.cmpi(arith.CmpIPredicate.eq, before, last)
-            llvm.store(arith.extui(int32, equal), flag)
+        last = arith.subi(count.registers.item(), utils.c(1, int32))
+        is_chosen = utils.single_thread_predicate(scope=utils.ThreadSubset.WARPGROUP)
+        chosen = arith.extui(int32, is_chosen)
+        utils.inline_ptx(ARRIVE, chosen, utils.memref_ptr(counter), last, flag, has_side_effects=True)
         utils.warpgroup_barrier()
         found = llvm.load(int32, flag)
         utils.warpgroup_barrier()
