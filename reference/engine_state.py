@@ -146,7 +146,7 @@ def drafting_of(request: Request, config: EngineConfig, past: Past, credit: Cred
         return None
     if isinstance(lookup, ByModel) and request.next_draft is not None:
         lookup = replace(lookup, next_token=request.next_draft)
-    return Drafting(lookup, past, request.salt, credit, -(-len(request.prompt) // config.tile_len))
+    return Drafting(lookup, past, request.salt, credit, len(request.prompt), config.tile_len)
 
 
 @dataclass(eq=False)

@@ -10,6 +10,7 @@ LONGEST_WAIT = 31
 PARTS = 64  # of a step, in which costs of drafts are counted
 AT_FIRST, MOST_SAVED, MOST_DEBT = PARTS // 2, 4 * PARTS, 64 * PARTS
 DEAR = PARTS // 4
+MOST_BEHIND = 2  # steps without drafts, after which a model that drafts catches up in tiles
 MOST_OCCURRENCES = 32
 
 
@@ -198,12 +199,14 @@ class Drafting:
     past: Past = field(default_factory=lambda: Past(0))  # of all requests
     salt: int = 0
     credit: Credit = field(default_factory=Credit)  # of all requests
-    prompt_tiles: int = 0
+    prompt_len: int = 0
+    tile_len: int = 32
     most: int = field(init=False)  # drafts that it may make at once
     misses: int = 0  # times in turn that no draft was right
     wait: int = 0  # steps until it drafts again
     counts: list[int] = field(default_factory=lambda: [0, 0, 0])  # steps with drafts, drafts, and right ones
     has_begun: bool = False  # whether a model that drafts has computed the sequence
+    idle: int = 0  # steps since it drafted
     each: int = 0  # what a draft of this step costs
 
     def __post_init__(self) -> None:
@@ -228,7 +231,7 @@ class Drafting:
             return list(forced[: min(self.lookup.most, room)])
         if self.wait or isinstance(self.lookup, ByGrammar):
             return []
-        if not (self.has_begun or self.is_worth_it(room + 1, prompt_len)):
+        if self.catches_up and not self.is_worth_it(room + 1, prompt_len):
             return []
         most = min(self.most, room, self.affordable(len(tokens) - prompt_len))
         if isinstance(self.lookup, ByModel):
@@ -249,12 +252,18 @@ class Drafting:
         _, num_drafted, num_right = self.counts
         return (PARTS * num_right + num_answered + at_first) // self.each - num_drafted
 
+    @property
+    def catches_up(self) -> bool:
+        """Whether a model that drafts would compute tiles first: of the prompt, or of what came since."""
+        return isinstance(self.lookup, ByModel) and (not self.has_begun or self.idle >= MOST_BEHIND)
+
     def is_worth_it(self, may_come: int, prompt_len: int) -> bool:
-        """Return whether a model that drafts begins with a prompt, where so many tokens may still come."""
-        if isinstance(self.lookup, ByModel) and self.credit.cost is not None and self.credit.parts < 0:
+        """Return whether a model that drafts computes tiles, where so many tokens may still come."""
+        assert isinstance(self.lookup, ByModel)
+        if self.credit.cost is not None and self.credit.parts < 0:
             return False
-        most = self.lookup.most_prompt if isinstance(self.lookup, ByModel) else None
-        return most is None or prompt_len <= most * may_come
+        most = self.lookup.most_prompt
+        return self.has_begun or most is None or prompt_len <= most * may_come
 
     def note(self, num_drafts: int, num_right: int, num_new: int = 0) -> None:
         """Learn from a step's drafts, behind which there are so many new tokens: about twice as many drafts
@@ -263,11 +272,13 @@ class Drafting:
         self.credit.change += PARTS * num_right + num_new - self.each * num_drafts
         if num_drafts == 0:
             self.wait = max(self.wait - 1, 0)
+            self.idle += 1
             return
         cost = self.credit.cost
-        if cost is not None and isinstance(self.lookup, ByModel) and not self.has_begun:
-            self.credit.change -= cost.tile * self.prompt_tiles
-        self.has_begun = True
+        if cost is not None and self.catches_up:
+            num_behind = self.idle if self.has_begun else self.prompt_len
+            self.credit.change -= cost.tile * -(-num_behind // self.tile_len)
+        self.has_begun, self.idle = True, 0
         self.counts = [n + more for n, more in zip(self.counts, (1, num_drafts, num_right), strict=True)]
         self.most = min((2 if self.each < DEAR else 1) * num_right + 1, self.lookup.most)
         self.misses = 0 if num_right else self.misses + 1

@@ -19,7 +19,7 @@ ROW_ON_A_CPU, ROW_OF_CODES_ON_A_CPU, ROW = 8, 16, 1
 TILE_ON_A_CPU, TILE = 80, 10
 # Time of a product with quantised weights, as a share of one without.
 SHARES: dict[str | None, float] = {None: 1.0, "int8": 0.5, "fp8": 0.5}
-SHARE_OF_FEWER_BITS = 0.4
+SHARE_OF_FEWER_BITS = 0.25
 
 
 def lookup_of(drafts: Speculation) -> AnyLookup:

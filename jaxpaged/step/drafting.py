@@ -29,11 +29,8 @@ from jaxpaged.step.automata import GrammarRows
 from jaxpaged.step.config import StepConfig
 from jaxpaged.step.model import Model
 from jaxpaged.step.plan import DecodeSlots, Tiles, wide_tiles
-from jaxpaged.step.speculation import Drafts
+from jaxpaged.step.speculation import MOST_BEHIND, Drafts
 from jaxpaged.step.state import EngineState, Rows
-
-# A row that is behind with more tokens computes them in tiles.
-MOST_BEHIND = 2
 
 
 @jax.tree_util.register_dataclass

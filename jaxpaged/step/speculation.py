@@ -36,6 +36,8 @@ from jaxpaged.step.state import Counter, DraftRows, EngineState, Phase, Rows
 LONGEST_WAIT = 31
 # Parts of a step that a row may lose at first, and that all rows may have saved, and owe, at most.
 AT_FIRST, MOST_SAVED, MOST_DEBT = PARTS // 2, 4 * PARTS, 64 * PARTS
+# A row that a model which drafts is behind with by more tokens is computed in tiles.
+MOST_BEHIND = 2
 DEAR = PARTS // 4  # cost of a draft from which on rows are slower to make more
 
 
@@ -89,7 +91,7 @@ def draft(
         most = jnp.minimum(most, affordable(rows, drafting, state.credit, each))
         may &= most > 0
         if by_model:
-            may &= (drafting.followed > 0) | (state.credit >= 0)
+            may &= ~catches_up(drafting) | (state.credit >= 0)
 
     def look() -> tuple[Int[Array, " rows"], Int[Array, "rows most"]]:
         if isinstance(lookup, ByModel):
@@ -129,11 +131,16 @@ def draft(
     first_slot = num_taken + jnp.cumsum(num, dtype=jnp.int32) - num
     cost = each * jnp.sum(num)
     if config.draft_cost is not None and by_model:
-        begins = (num > 0) & (drafting.followed == 0)
-        tiles = jnp.where(begins, cdiv(rows.prompt_lens, PREFILL_TILE), 0)
+        num_behind = jnp.where(drafting.followed == 0, rows.prompt_lens, drafting.idle)
+        tiles = jnp.where((num > 0) & catches_up(drafting), cdiv(num_behind, PREFILL_TILE), 0)
         cost += config.draft_cost.tile * jnp.sum(tiles)
     plan = replace(plan, num_new_tokens=plan.num_new_tokens + num)
     return state, plan, slots, Drafts(num, first_slot, each, cost)
+
+
+def catches_up(drafting: DraftRows) -> Bool[Array, " rows"]:
+    """Return which rows a model that drafts would have to follow first, in tiles, before it drafts."""
+    return (drafting.followed == 0) | (drafting.idle >= MOST_BEHIND)
 
 
 def affordable(
@@ -262,5 +269,5 @@ def after(
     longer = jnp.minimum((1 << jnp.minimum(misses, 8)) - 1, LONGEST_WAIT)
     waited = jnp.maximum(drafting.wait - running, 0)
     counts = drafting.counts + jnp.stack([drafted.astype(jnp.int32), num, num_accepted], axis=1)
-    wait = jnp.where(drafted, longer, waited)
-    return replace(drafting, most=most, misses=misses, wait=wait, counts=counts)
+    wait, idle = jnp.where(drafted, longer, waited), jnp.where(drafted, 0, drafting.idle + running)
+    return replace(drafting, most=most, misses=misses, wait=wait, counts=counts, idle=idle)

@@ -69,6 +69,7 @@ class DraftRows:
     wait: Int[Array, " rows"]  # steps until it drafts again
     counts: Int[Array, "rows 3"]  # its steps with drafts, its drafts, and those that were right
     followed: Int[Array, " rows"]  # its first so many tokens are computed by a model that drafts
+    idle: Int[Array, " rows"]  # steps since it drafted
 
 
 @jax.tree_util.register_dataclass
@@ -300,7 +301,7 @@ def empty_rows(
             rank=zeros(),
         ),
         grammars=no_grammars(num_rows) if grammars else None,
-        drafting=DraftRows(zeros() + most_drafts, zeros(), zeros(), zeros(3), zeros())
+        drafting=DraftRows(zeros() + most_drafts, zeros(), zeros(), zeros(3), zeros(), zeros())
         if most_drafts
         else None,
         replay_lens=zeros() if replays else None,

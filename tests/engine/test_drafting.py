@@ -97,7 +97,7 @@ def test_what_drafts_cost_follows_from_the_weights_that_a_token_reads():
     assert cost(speculative_config={}) == DraftCost(8)
     assert cost(speculative_config={}, quantization="int4") == DraftCost(16)
     itself = {"model": "x", "quantization": "int4"}
-    assert cost(served, speculative_config=itself) == DraftCost(8, 26, 80)
+    assert cost(served, speculative_config=itself) == DraftCost(8, 16, 80)
     assert cost(served, speculative_config=itself, quantization="int4") == DraftCost(16, 64, 80)
     alike = {"draft_head": DraftHead(kind="mtp", given_size=576, num_choices=49152, own_lm_head=False)}
     head = dataclasses.replace(smollm2(num_layers=1), **alike)

@@ -82,16 +82,14 @@ def test_drafts_that_are_never_right_cost_little(cost, length, num_rows):
     """One answer after the other, each at most so much, and all together less than 2%."""
     credit, spent = Credit(cost), []
     for _ in range(60):
-        row = Drafting(ByModel(7, lambda _: 0), credit=credit, prompt_tiles=2)
-        before, most = row.counts[1], 0
+        row = Drafting(ByModel(7, lambda _: 0), credit=credit, prompt_len=60)
+        spent.append(0)
         for num in range(1, length):
-            drafts = row.draft([1] * (9 + num), length - num - 1, 9, num_rows=num_rows)
+            drafts = row.draft([1] * (60 + num), length - num - 1, 60, num_rows=num_rows)
             row.note(len(drafts), 0, num_new=1)
+            spent[-1] += 1 - credit.change
             credit.settle()
-            most = max(most, len(drafts))
-        spent.append((row.counts[1] - before) * cost.of(num_rows))
-        assert spent[-1] <= AT_FIRST + MOST_SAVED + length
-        spent[-1] += cost.tile * 2 * row.has_begun
+        assert row.counts[1] * cost.of(num_rows) <= AT_FIRST + MOST_SAVED + length
     assert sum(spent) <= 0.02 * PARTS * 60 * length + MOST_SAVED
     assert sum(spent) > 0, "all that is tried"
 

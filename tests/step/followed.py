@@ -10,8 +10,9 @@ from reference.speculation import Drafting
 
 def check_record(state: EngineState, row: int, record: Drafting) -> None:
     """Check a row's record against the oracle's, and what all rows' drafts have saved."""
-    *mine, _ = (field[row].tolist() for field in jax.tree.leaves(state.rows.drafting))
+    *mine, _, idle = (field[row].tolist() for field in jax.tree.leaves(state.rows.drafting))
     assert mine == [record.most, record.misses, record.wait, record.counts]
+    assert idle == record.idle or not record.has_begun
     assert state.credit is not None
     assert int(state.credit) == record.credit.parts
 

@@ -121,7 +121,7 @@ def test_an_answer_is_drafted_from_an_equal_one_of_the_same_salt_alone():
 def test_a_row_drafts_more_after_hits_and_waits_after_misses():
     rng = np.random.default_rng(1)
     oracle = reference.Drafting(reference.Lookup(*dataclasses.astuple(LOOKUP)))
-    rows = DraftRows(*(jnp.array([value], jnp.int32) for value in (LOOKUP.most, 0, 0, [0, 0, 0], 0)))
+    rows = DraftRows(*(jnp.array([value], jnp.int32) for value in (LOOKUP.most, 0, 0, [0, 0, 0], 0, 0)))
     seen = set()
     for _ in range(300):
         may = oracle.draft([1, 1, 1, 1, 1, 1, 1, 1], 5, 8)
