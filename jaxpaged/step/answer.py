@@ -52,6 +52,8 @@ def answer(
     rows, scores, sampler = state.rows, state.scores, config.sampler
     index = jnp.arange(rows.phase.shape[0], dtype=jnp.int32)
     max_seqs, num_slots = index.shape[0], slots.row.shape[0]
+    row_of_slot = jnp.minimum(slots.row, max_seqs - 1)
+    slot_is_due = (slots.row < max_seqs) & due[row_of_slot]
     no_news = no_scores(num_slots)
     most = 0 if config.lookup is None else config.lookup.most
     grammars, its_grammars, states = rows.grammars, rows.grammars, None
@@ -69,11 +71,10 @@ def answer(
 
     def choose(width: int) -> Chosen:
         """Choose a token in each of the first `width` slots; no other is in use."""
-        row = jnp.minimum(slots.row[:width], max_seqs - 1)
+        row, is_due = row_of_slot[:width], slot_is_due[:width]
         position = rows.num_tokens[row]
         if slots.offset is not None:
             position += slots.offset[:width]
-        is_due = (slots.row[:width] < max_seqs) & due[row]
         options, temperature = rows.sampling.take(row, is_due), rows.beams.temperature[row]
         context = Context(row, rows.prompt_lens[row], position, rows.token_ids)
         logits = model.logits(hidden[:width])
@@ -123,8 +124,7 @@ def answer(
     if config.decode_widths:
         # Slots are taken from the first on. One narrower choice is enough: each takes seconds to compile.
         few = config.decode_widths[0]
-        is_in_use = (slots.row < max_seqs) & due[jnp.minimum(slots.row, max_seqs - 1)]
-        which = jnp.where(jnp.any(is_in_use[few:]), 2, jnp.any(is_in_use).astype(jnp.int32))
+        which = jnp.where(jnp.any(slot_is_due[few:]), 2, jnp.any(slot_is_due).astype(jnp.int32))
         ways = lambda: nothing, functools.partial(choose, few), functools.partial(choose, num_slots)
         chosen = lax.switch(which, ways)
     else:

@@ -36,7 +36,7 @@ from jaxpaged.step.state import Counter, DraftRows, EngineState, Phase, Rows
 LONGEST_WAIT = 31
 # Parts of a step that a row may lose at first, and that all rows may have saved, and owe, at most.
 AT_FIRST, MOST_SAVED, MOST_DEBT = PARTS // 2, 4 * PARTS, 64 * PARTS
-# A row that a model which drafts is behind with by more tokens is computed in tiles.
+# Behind more tokens of a row, or so many steps without drafts, a model that drafts computes tiles first.
 MOST_BEHIND = 2
 DEAR = PARTS // 4  # cost of a draft from which on rows are slower to make more
 

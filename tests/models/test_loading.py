@@ -423,6 +423,5 @@ def test_loading_takes_little_more_memory_than_the_weights(tmp_path, dtype, quan
     loading.open_checkpoint(GOLDENS / "gqa_tied").model(load_as)  # what a process takes once is there then
     peak, model = peak_bytes_beside(lambda: loading.open_checkpoint(tmp_path).model(load_as))
     assert model.hidden_size == 512
-    # To quantise a tensor takes, beside itself, its blocks, and a byte for each code. Some MB go
-    # to others: here they may be a part of a tensor.
-    assert peak < num_bytes * itemsize / 4 + 1.6 * largest
+    # To quantise a tensor takes, beside itself, its blocks, and a byte for each code.
+    assert peak < num_bytes * itemsize / 4 + (1.6 if quantization else 1.1) * largest

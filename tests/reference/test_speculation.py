@@ -83,13 +83,19 @@ def test_drafts_that_are_never_right_cost_little(cost, length, num_rows):
     credit, spent = Credit(cost), []
     for _ in range(60):
         row = Drafting(ByModel(7, lambda _: 0), credit=credit, prompt_len=60)
-        spent.append(0)
+        num_drafts, num_tiles, num_behind = 0, 0, 60
         for num in range(1, length):
             drafts = row.draft([1] * (60 + num), length - num - 1, 60, num_rows=num_rows)
             row.note(len(drafts), 0, num_new=1)
-            spent[-1] += 1 - credit.change
             credit.settle()
-        assert row.counts[1] * cost.of(num_rows) <= AT_FIRST + MOST_SAVED + length
+            if drafts:
+                num_tiles += -(-num_behind // 32) if num_behind >= 2 else 0
+                num_drafts, num_behind = num_drafts + len(drafts), 0
+            elif num_drafts:
+                num_behind += 1
+        spent.append(num_drafts * cost.of(num_rows))
+        assert spent[-1] <= AT_FIRST + MOST_SAVED + length
+        spent[-1] += num_tiles * cost.tile
     assert sum(spent) <= 0.02 * PARTS * 60 * length + MOST_SAVED
     assert sum(spent) > 0, "all that is tried"
 
