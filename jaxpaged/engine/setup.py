@@ -37,6 +37,8 @@ from pallas_kernels.ops import TiledImplementation, choice
 WATERMARK = 0.01
 # Narrower decode passes, as shares of all rows, and how many rows one must save to be worth its compilation.
 SHARES_OF_WIDTHS, LEAST_SAVED = (32, 4, 2), 6
+# Scores of tokens that a CPU looks through while they are in its cache.
+SCORES_AT_ONCE = 400_000
 
 
 def resolve_dtype(config: EngineConfig) -> jnp.dtype:
@@ -247,6 +249,7 @@ class Setup:
             grouping=self.grouping.of_step,
             reuse_answers=config.reuse_answers,
             decode_widths=self.decode_widths,
+            rows_at_once=self.rows_at_once,
             lookup=None if drafts is None else draft_costs.lookup_of(drafts),
             most_drafting=None if drafts is None else draft_costs.most_drafting(drafts),
             draft_cost=self.draft_cost or draft_costs.cost_of(config, self.whole, self.draft),
@@ -267,6 +270,13 @@ class Setup:
             return ()
         shares = (self.config.max_num_seqs // share for share in SHARES_OF_WIDTHS)
         return tuple(rows for rows in shares if rows > 1 and self.config.max_num_seqs - rows >= LEAST_SAVED)
+
+    @property
+    def rows_at_once(self) -> int | None:
+        """How many rows' tokens are chosen together; None: all rows'."""
+        if jax.default_backend() != "cpu":
+            return None
+        return max(SCORES_AT_ONCE // self.model_config.vocab_size, 1)
 
     def description(self) -> dict[str, str]:
         """Describe what all processes of an engine must have in common, as texts by their names."""

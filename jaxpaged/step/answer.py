@@ -10,6 +10,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from jaxpaged.contracts.samplers import Sampler, SamplingOptions
+from jaxpaged.pieces import in_pieces
 from jaxpaged.sampling import (
     Context,
     Scores,
@@ -75,47 +76,61 @@ def answer(
         position = rows.num_tokens[row]
         if slots.offset is not None:
             position += slots.offset[:width]
-        options, temperature = rows.sampling.take(row, is_due), rows.beams.temperature[row]
-        context = Context(row, rows.prompt_lens[row], position, rows.token_ids)
+        place = row if states is None else jnp.arange(width, dtype=jnp.int32)
+
+        def choose_some(its: tuple[Array, ...]) -> tuple[Int[Array, " slots"], Scores, Array | None]:
+            """Choose the tokens of slots, and tell their scores and supports, where they are wanted."""
+            logits, row, is_due, position, place = its
+            options = rows.sampling.take(row, is_due)
+            context = Context(row, rows.prompt_lens[row], position, rows.token_ids)
+            follows = None
+            if state.arena is not None and its_grammars is not None:
+                logits, follows = automata.masked(logits, state.arena, its_grammars, place, is_due)
+
+            def edit(logits: Float[Array, "rows vocab"]) -> Float[Array, "rows vocab"]:
+                changed = edited(logits, rows.rules, options.has_rules, context)
+                return changed if follows is None else automata.not_empty(changed, logits, follows)
+
+            if sampler is None:
+                token_ids = sample(logits, options, position, edit)
+            else:
+                token_ids = sampled_by(sampler, logits, options, position, edit)
+            if rows.replay_lens is not None:
+                given = rows.token_ids.at[row, position].get(mode="clip")
+                token_ids = jnp.where(position < rows.replay_lens[row], given, token_ids)
+
+            def its_scores() -> Scores:
+                temperature = rows.beams.temperature[row]
+                if config.logprobs_mode == "raw_logprobs":
+                    return score(logits, token_ids, options.num_logprobs, temperature)
+                told_of = told(config.logprobs_mode, logits, options, edit, rows.beams.width[row] > 0)
+                return score(told_of.values, token_ids, options.num_logprobs, temperature, told_of.are_logits)
+
+            wants = is_due & (options.num_logprobs >= 0)
+            scores = lax.cond(jnp.any(wants), its_scores, lambda: no_scores(row.shape[0]))
+            left = None if state.support is None else in_bits(support(logits, options, edit))
+            return token_ids, scores, left
+
         logits = model.logits(hidden[:width])
-        follows = None
-        if state.arena is not None and its_grammars is not None:
-            at = row if states is None else jnp.arange(width, dtype=jnp.int32)
-            logits, follows = automata.masked(logits, state.arena, its_grammars, at, is_due)
-
-        def edit(logits: Float[Array, "rows vocab"]) -> Float[Array, "rows vocab"]:
-            changed = edited(logits, rows.rules, options.has_rules, context)
-            return changed if follows is None else automata.not_empty(changed, logits, follows)
-
-        if sampler is None:
-            token_ids = sample(logits, options, position, edit)
-        else:
-            token_ids = sampled_by(sampler, logits, options, position, edit)
-        if rows.replay_lens is not None:
-            given = rows.token_ids.at[row, position].get(mode="clip")
-            token_ids = jnp.where(position < rows.replay_lens[row], given, token_ids)
+        arrays = logits, row, is_due, position, place
+        num_used = jnp.max(jnp.where(is_due, jnp.arange(width, dtype=jnp.int32) + 1, 0))
+        token_ids, new, left = in_pieces(choose_some, arrays, num_used, config.rows_at_once)
         num_accepted, token = newest(token_ids)
         is_told = is_due if slots.offset is None else is_due & (slots.offset[:width] <= num_accepted[row])
-        wants = is_told & (options.num_logprobs >= 0)
+        wants = is_told & (rows.sampling.num_logprobs[row] >= 0)
 
         def note_scores() -> tuple[Scores, Scores]:
-            if config.logprobs_mode == "raw_logprobs":
-                new = score(logits, token_ids, options.num_logprobs, temperature)
-            else:
-                its = told(config.logprobs_mode, logits, options, edit, rows.beams.width[row] > 0)
-                new = score(its.values, token_ids, options.num_logprobs, temperature, its.are_logits)
             at = jnp.where(wants, row, max_seqs), position % MAX_STEPS
             noted = jax.tree.map(lambda ring, values: ring.at[at].set(values, mode="drop"), scores, new)
-            if width < num_slots:
-                new = jax.tree.map(lambda all_, its: all_.at[:width].set(its), no_news, new)
-            return noted, new
+            if width == num_slots:
+                return noted, new
+            return noted, jax.tree.map(lambda all_, its: all_.at[:width].set(its), no_news, new)
 
         noted = lax.cond(jnp.any(wants), note_scores, lambda: (scores, no_news))
         its_support = state.support
-        if its_support is not None:
-            place = jnp.where(is_told, row, max_seqs), position % MAX_STEPS
-            left = in_bits(support(logits, options, edit))
-            its_support = its_support.at[place].set(left, mode="drop")
+        if its_support is not None and left is not None:
+            at = jnp.where(is_told, row, max_seqs), position % MAX_STEPS
+            its_support = its_support.at[at].set(left, mode="drop")
         is_unknown = jnp.bool_(False) if sampler is None else jnp.any(is_told & (token_ids < 0))
         return is_unknown, (num_accepted, token), *noted, its_support
 

@@ -89,6 +89,7 @@ class StepConfig:
     grouping: Grouping = field(default_factory=one_group)  # layers that share a block table
     reuse_answers: bool = False  # whether a prompt may hit blocks that were computed as an answer
     decode_widths: tuple[int, ...] = ()  # rows of narrower decode passes, rising; the widest has max_num_seqs
+    rows_at_once: int | None = None  # whose tokens are chosen together; None: all
     lookup: AnyLookup | None = None  # how tokens are drafted; None: they are not
     most_drafting: int | None = None  # rows that run while drafts are made; None: any number
     draft_cost: DraftCost | None = None  # what may be lost by drafts follows from it; None: all
