@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Callable
 from dataclasses import replace
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +33,18 @@ from jaxpaged.step.model import Hidden, Model
 from jaxpaged.step.plan import DecodeSlots
 from jaxpaged.step.speculation import Drafts
 from jaxpaged.step.state import MAX_STEPS, EngineState, FinishReason, Phase
+
+type Edit = Callable[[Float[Array, "rows vocab"]], Float[Array, "rows vocab"]]
+
+
+class Slots(NamedTuple):
+    """Decode slots whose tokens are chosen together."""
+
+    logits: Float[Array, "slots vocab"]
+    row: Int[Array, " slots"]
+    is_due: Bool[Array, " slots"]
+    position: Int[Array, " slots"]  # of the token that is chosen
+    place: Int[Array, " slots"]  # line of the grammars' states
 
 
 def answer(
@@ -78,8 +91,8 @@ def answer(
             position += slots.offset[:width]
         place = row if states is None else jnp.arange(width, dtype=jnp.int32)
 
-        def choose_some(its: tuple[Array, ...]) -> tuple[Int[Array, " slots"], Scores, Array | None]:
-            """Choose the tokens of slots, and tell their scores and supports, where they are wanted."""
+        def choice(its: Slots) -> tuple[Float[Array, "slots vocab"], SamplingState, Edit]:
+            """Return the slots' logits with what their grammars leave, their options and their rules."""
             logits, row, is_due, position, place = its
             options = rows.sampling.take(row, is_due)
             context = Context(row, rows.prompt_lens[row], position, rows.token_ids)
@@ -91,40 +104,45 @@ def answer(
                 changed = edited(logits, rows.rules, options.has_rules, context)
                 return changed if follows is None else automata.not_empty(changed, logits, follows)
 
+            return logits, options, edit
+
+        def choose_some(its: Slots) -> tuple[Int[Array, " slots"], UInt32[Array, "slots words"] | None]:
+            """Choose tokens, and tell the sets that they are chosen from, where they are kept."""
+            logits, options, edit = choice(its)
             if sampler is None:
-                token_ids = sample(logits, options, position, edit)
+                token_ids = sample(logits, options, its.position, edit)
             else:
-                token_ids = sampled_by(sampler, logits, options, position, edit)
+                token_ids = sampled_by(sampler, logits, options, its.position, edit)
             if rows.replay_lens is not None:
-                given = rows.token_ids.at[row, position].get(mode="clip")
-                token_ids = jnp.where(position < rows.replay_lens[row], given, token_ids)
+                given = rows.token_ids.at[its.row, its.position].get(mode="clip")
+                token_ids = jnp.where(its.position < rows.replay_lens[its.row], given, token_ids)
+            return token_ids, None if state.support is None else in_bits(support(logits, options, edit))
 
-            def its_scores() -> Scores:
-                temperature = rows.beams.temperature[row]
-                if config.logprobs_mode == "raw_logprobs":
-                    return score(logits, token_ids, options.num_logprobs, temperature)
-                told_of = told(config.logprobs_mode, logits, options, edit, rows.beams.width[row] > 0)
-                return score(told_of.values, token_ids, options.num_logprobs, temperature, told_of.are_logits)
+        def score_some(chosen: tuple[Slots, Int[Array, " slots"]]) -> Scores:
+            its, token_ids = chosen
+            logits, options, edit = choice(its)
+            temperature = rows.beams.temperature[its.row]
+            if config.logprobs_mode == "raw_logprobs":
+                return score(logits, token_ids, options.num_logprobs, temperature)
+            values, are_logits = told(
+                config.logprobs_mode, logits, options, edit, rows.beams.width[its.row] > 0
+            )
+            return score(values, token_ids, options.num_logprobs, temperature, are_logits)
 
-            wants = is_due & (options.num_logprobs >= 0)
-            scores = lax.cond(jnp.any(wants), its_scores, lambda: no_scores(row.shape[0]))
-            left = None if state.support is None else in_bits(support(logits, options, edit))
-            return token_ids, scores, left
-
-        logits = model.logits(hidden[:width])
-        arrays = logits, row, is_due, position, place
+        its = Slots(model.logits(hidden[:width]), row, is_due, position, place)
         num_used = jnp.max(jnp.where(is_due, jnp.arange(width, dtype=jnp.int32) + 1, 0))
-        token_ids, new, left = in_pieces(choose_some, arrays, num_used, config.rows_at_once)
+        token_ids, left = in_pieces(choose_some, its, num_used, config.rows_at_once)
         num_accepted, token = newest(token_ids)
         is_told = is_due if slots.offset is None else is_due & (slots.offset[:width] <= num_accepted[row])
         wants = is_told & (rows.sampling.num_logprobs[row] >= 0)
 
         def note_scores() -> tuple[Scores, Scores]:
-            at = jnp.where(wants, row, max_seqs), position % MAX_STEPS
-            noted = jax.tree.map(lambda ring, values: ring.at[at].set(values, mode="drop"), scores, new)
-            if width == num_slots:
-                return noted, new
-            return noted, jax.tree.map(lambda all_, its: all_.at[:width].set(its), no_news, new)
+            new = in_pieces(score_some, (its, token_ids), num_used, config.rows_at_once)
+            wanted = jnp.where(wants, row, max_seqs), position % MAX_STEPS
+            noted = jax.tree.map(lambda ring, values: ring.at[wanted].set(values, mode="drop"), scores, new)
+            if width < num_slots:
+                new = jax.tree.map(lambda all_, its: all_.at[:width].set(its), no_news, new)
+            return noted, new
 
         noted = lax.cond(jnp.any(wants), note_scores, lambda: (scores, no_news))
         its_support = state.support
