@@ -273,7 +273,7 @@ class Setup:
 
     @property
     def rows_at_once(self) -> int | None:
-        """How many rows' tokens are chosen together; None: all rows'."""
+        """Number of rows whose tokens are chosen together; None: all."""
         if jax.default_backend() != "cpu":
             return None
         return max(SCORES_AT_ONCE // self.model_config.vocab_size, 1)

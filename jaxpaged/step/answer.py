@@ -11,7 +11,6 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from jaxpaged.contracts.samplers import Sampler, SamplingOptions
-from jaxpaged.pieces import in_pieces
 from jaxpaged.sampling import (
     Context,
     Scores,
@@ -30,6 +29,7 @@ from jaxpaged.status import Status
 from jaxpaged.step import automata, speculation
 from jaxpaged.step.config import StepConfig
 from jaxpaged.step.model import Hidden, Model
+from jaxpaged.step.pieces import in_pieces
 from jaxpaged.step.plan import DecodeSlots
 from jaxpaged.step.speculation import Drafts
 from jaxpaged.step.state import MAX_STEPS, EngineState, FinishReason, Phase

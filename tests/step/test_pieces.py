@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpaged.pieces import in_pieces
+from jaxpaged.step.pieces import in_pieces
 
 
 @pytest.mark.parametrize("at_once", [None, 1, 3, 4, 7, 9])
