@@ -274,9 +274,8 @@ class Setup:
     @property
     def rows_at_once(self) -> int | None:
         """Number of rows whose tokens are chosen together; None: all."""
-        if jax.default_backend() != "cpu":
-            return None
-        return max(SCORES_AT_ONCE // self.model_config.vocab_size, 1)
+        at_once = max(SCORES_AT_ONCE // self.model_config.vocab_size, 1)
+        return at_once if jax.default_backend() == "cpu" and at_once < self.config.max_num_seqs else None
 
     def description(self) -> dict[str, str]:
         """Describe what all processes of an engine must have in common, as texts by their names."""

@@ -118,7 +118,7 @@ class Setting:
             watermark_blocks=self.watermark_blocks,
             grouping=Grouping(self.specs, tuple((layer,) for layer in range(len(self.specs)))).of_step,
             reuse_answers=self.reuse_answers,
-            rows_at_once=3,
+            rows_at_once=3 if self.most_drafts else None,
             lookup=ByModel(self.most_drafts, self.most_prompt)
             if self.by_model
             else self.lookup(Lookup, SuffixLookup),
