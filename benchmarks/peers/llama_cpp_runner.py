@@ -68,7 +68,7 @@ class _Engine:
             )
         self.vocab_size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
         longest_prompt = max(len(request.prompt_token_ids) for request in options.requests)
-        most = options.max_num_seqs * max(longest_prompt, 1 + harness.NUM_DRAFTS)
+        most = options.max_num_seqs * (max(longest_prompt, 1) + harness.NUM_DRAFTS)
         params = llama_cpp.llama_context_default_params()
         params.n_ctx = options.max_num_seqs * (-(-(options.max_model_len + harness.NUM_DRAFTS) // 256) * 256)
         params.n_seq_max = options.max_num_seqs
