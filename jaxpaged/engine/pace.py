@@ -9,8 +9,8 @@ from jaxpaged.step.state import MAX_STEPS
 SECONDS_PER_RUN = 0.1
 # And so long while others wait for its end: rows for the host behind each token, requests for their blocks.
 SECONDS_WHILE_OTHERS_WAIT = 0.02
-# And so long while nobody reads tokens as they come. On a CPU each run takes its larger arrays anew from the
-# system, such as the scores of 64 rows with 150,000 tokens to choose from (LOG.md).
+# And so long while nobody reads tokens as they come. On a CPU each run takes its temporary memory anew where
+# it is over 64 MiB: see `machine.keep_freed`.
 SECONDS_WHILE_NOBODY_READS = 0.5
 
 
