@@ -4,7 +4,7 @@ import collections
 import hashlib
 import threading
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -29,7 +29,7 @@ def grammars_of(config: EngineConfig, model_config: ModelConfig, tokenizer: Any)
         return None
     vocab_size = model_config.vocab_size
     cache = GrammarCache(tokenizer, vocab_size, model_config.eos_token_ids)
-    return Grammars(None, vocab_size, config.arena_words, cache.close, cache.get)
+    return Grammars(None, vocab_size, config.arena_words, cache.close, cache.get, cache.under_way)
 
 
 class Grammars:
@@ -39,6 +39,7 @@ class Grammars:
     num_words: words of the device's arena.
     close: ends what compiles.
     ask: returns the future of what `compile_` does, by constraint and client; in its place.
+    under_way: returns the keys of constraints that are compiled now.
     """
 
     def __init__(
@@ -48,9 +49,10 @@ class Grammars:
         num_words: int,
         close: Callable[[], None] = lambda: None,
         ask: Callable[[StructuredOutputsParams, Hashable], Future[Any]] | None = None,
+        under_way: Callable[[], Sequence[str]] = list,
     ) -> None:
         self._compile, self._vocab_size, self._num_words = compile_, vocab_size, num_words
-        self._ask, self.close = ask, close
+        self._ask, self.close, self.under_way = ask, close, under_way
         self._kept: collections.OrderedDict[str, Grammar] = collections.OrderedDict()
         # Those of requests under way are found, too, when others have taken their room.
         self._in_use: weakref.WeakValueDictionary[str, Grammar] = weakref.WeakValueDictionary()

@@ -5,6 +5,7 @@ import hashlib
 import importlib.metadata
 import json
 import threading
+import time
 import weakref
 from collections.abc import Hashable, Sequence
 from concurrent.futures import Future
@@ -27,6 +28,7 @@ from jaxpaged.text.vocabulary import Vocabulary
 SUFFIX = ".grammar"
 MAX_FILES, MAX_BYTES = 256, 512 * 2**20  # of all files together
 MOST_REFUSALS = 1024  # that are remembered
+REFUSED_SECONDS = 600.0  # for so long: another time a process may be faster
 
 
 class Constraint(Protocol):
@@ -70,19 +72,23 @@ class GrammarCache:
             compiler = self._compiler
         return compiler.ask(key, client)
 
+    def under_way(self) -> list[str]:
+        """Return the keys of the constraints that somebody waits for."""
+        return [] if self._compiler is None else self._compiler.under_way()
+
     def close(self) -> None:
         """End the thread and the processes. Nothing can be asked any more."""
         self._finalizer()
 
 
 class _Store:
-    """What the compiler's thread needs of a cache: files, and what was refused."""
+    """Files of a cache and what it has refused, for the compiler's thread, too."""
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_ids: tuple[int, ...], limits: Limits) -> None:
         self._made_from, self._limits = (tokenizer, vocab_size, eos_ids), limits
         self._made_tokens: TokenBytes | None = None
         self._lock = threading.Lock()
-        self._refusals: collections.OrderedDict[bytes, tuple[str, str]] = collections.OrderedDict()
+        self._refusals: collections.OrderedDict[bytes, tuple[float, str, str]] = collections.OrderedDict()
 
     @property
     def _tokens(self) -> TokenBytes:
@@ -128,15 +134,16 @@ class _Store:
     def refuse(self, key: str, error: GrammarError) -> None:
         """Remember why a constraint was refused."""
         with self._lock:
-            self._refusals[_short(key)] = str(error), error.path
+            self._refusals[_short(key)] = time.monotonic() + REFUSED_SECONDS, str(error), error.path
             while len(self._refusals) > MOST_REFUSALS:
                 self._refusals.popitem(last=False)
 
     def check(self, key: str) -> None:
         """Raise `GrammarError` for a constraint that was refused before."""
         with self._lock:
-            if (known := self._refusals.get(_short(key))) is not None:
-                raise GrammarError(*known)
+            until, *known = self._refusals.get(_short(key), (0.0,))
+        if time.monotonic() < until:
+            raise GrammarError(*known)
 
     def _key_of(self, key: str) -> tuple[object, ...]:
         made_from: tuple[object, ...] = ("grammar", files.VERSION, key, self._tokens.digest, self._limits)

@@ -91,6 +91,10 @@ class Compiler:
         self._wake()
         return asked
 
+    def under_way(self) -> list[str]:
+        """Return the keys of the constraints that somebody waits for, as they were a moment ago."""
+        return [*self._jobs]
+
     def close(self) -> None:
         """End the thread and all processes. What still waits gets an error."""
         with self._lock:

@@ -185,8 +185,9 @@ class Matcher:
         return np.frombuffer(bits, np.uint8)
 
     def _move(self, problem: str) -> None:
-        """Go on with another lexer: the next one that others share, then one of its own. So others decide
-        nothing. Raises `LostError` where there is none, or the problem is not the lexer's.
+        """Take another lexer: the next one that others share, then one of its own. So others decide nothing.
+
+        Raises `LostError` where there is none, or the problem is not the lexer's.
         """
         if not any(words in problem for words in LEXER_PROBLEMS):
             raise LostError(_sentence(problem))

@@ -48,6 +48,11 @@ class Worker:
         self._num_jobs = 0
 
     @property
+    def process(self) -> int | None:
+        """The number of the process; None before it is started."""
+        return None if self._process is None else self._process.pid
+
+    @property
     def control(self) -> socket.socket | None:
         """The socket on which notices come; None before it is started."""
         return self._control

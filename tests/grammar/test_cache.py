@@ -105,8 +105,7 @@ def test_small_ones_pass_large_ones_and_what_nobody_waits_for_ends(caches):
     for future in costly:
         assert future.cancel()
     assert cache.get(Constraint(choice=["b"])).result(timeout=60).num_states
-    compiler = cache._compiler
-    assert [job.key for job in compiler._jobs.values()] == [Constraint(regex="(a|b)*a(a|b){17}").key()]
+    assert cache.under_way() == [Constraint(regex="(a|b)*a(a|b){17}").key()]
     cache.close()
     with pytest.raises(GrammarError, match="the engine was closed"):
         again.result()
@@ -146,11 +145,11 @@ def test_one_that_several_wait_for_is_compiled_once_and_a_refusal_is_remembered(
     ids=str,
 )
 def test_a_malformed_constraint_gets_a_true_sentence_and_ends_no_other(worker_of_all, fields, why):
-    process = worker_of_all._process
+    process = worker_of_all.process
     with pytest.raises(GrammarError, match=why):
         worker_of_all.compile(fields)
     assert worker_of_all.compile({"regex": "a"}).num_states
-    assert worker_of_all._process is process
+    assert worker_of_all.process is process
 
 
 @pytest.fixture(scope="module")

@@ -249,8 +249,13 @@ def costly(number):
 
 
 def test_costly_constraints_of_some_clients_hold_no_other(llm, served):
-    """They count as open; who goes takes his along, as do the time limit and the end of the server."""
-    jobs = lambda: len(llm.engine.door.grammars.close.__self__._compiler._jobs)  # noqa: E731
+    """Requests that wait count as open. One that is given up takes its constraint along: by a client that goes,
+    by the time limit, by the end of the server.
+    """
+
+    def jobs():
+        return len(llm.engine.door.grammars.under_way())
+
     cheap = {"prompt": "ab", "max_tokens": 9, "structured_outputs": {"choice": ["qq", "ww"]}}
     assert served.http.post("/v1/completions", json=cheap | {"structured_outputs": {"choice": ["q"]}})
     url = served.url
