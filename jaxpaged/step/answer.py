@@ -176,7 +176,7 @@ def answer(
         if states is not None:
             grammars = replace(grammars, state=states[index, num_accepted])
         grammars = automata.moved(grammars, state.arena, token_ids, due)
-        is_lost = due & (grammars.state == automata.LOST)
+        is_lost = due & ~stops & (grammars.state == automata.LOST)
         finishes, reason = finishes | is_lost, jnp.where(is_lost, FinishReason.ERROR, reason)
     rows = replace(
         rows,

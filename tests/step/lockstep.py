@@ -433,6 +433,8 @@ class LockStep:
                 want = automata.WAITS if behind is None else behind
                 if row.request.is_followed:
                     want = automata.RESTS if row.rests else min(want, 0)
+                elif behind == -1:
+                    want = automata.LOST
                 assert state.rows.grammars.state[index] == want
             if row.drafting is not None and row.finish_reason is None:
                 check_record(state, index, row.drafting)
