@@ -93,6 +93,18 @@ def test_an_unknown_model_type_is_refused_with_those_that_are_known():
             "use_double_wide_mlp=True must be False or left out",
         ),
         ("gemma4_text", {"per_layer_config": {"2": {"head_dim": 16}}}, "per_layer_config=.* must be a JSON"),
+        *(
+            ("gemma4_text", {"per_layer_config": said}, "per_layer_config=.* must be a JSON object with the")
+            for said in (
+                {"2": {"head_dim": 16}, "02": {"head_dim": 16}},
+                {"0": {"head_dim": 16}},
+                {"99": {}},
+                {"-1": {}},
+                {"2": {"intermediate_size": 3}},
+                {"2": 3},
+                [],
+            )
+        ),
         ("gemma4_text", {"layer_types": ["sliding_attention"] * 6}, "layer_types='sliding.*' must be 'full"),
         ("llava", {"text_config": None}, "text_config=None must be a JSON object"),
     ],
@@ -108,6 +120,9 @@ def test_what_a_config_leaves_out_is_what_transformers_takes():
     del said["final_logit_softcapping"], said["layer_types"]
     config = from_hf(said)
     assert config.logit_soft_cap == 30
+    # This one is written into configs, and used by no other implementation.
+    capped = hf("gemma3_text") | {"attn_logit_softcapping": 50.0}
+    assert from_hf(capped) == from_hf(hf("gemma3_text"))
     assert [kind.sliding_window for kind in config.layers] == [12, None]
     old = {name: value for name, value in hf("phi3").items() if name != "rope_parameters"}
     spread = dict(hf("phi3")["rope_parameters"])
@@ -146,6 +161,14 @@ def test_layers_with_wider_heads_are_named_together_or_one_by_one():
     wide = {"global_head_dim": 16, "num_global_key_value_heads": 2}
     for name in ("gemma4_text", "gemma4_large"):
         assert from_hf(without(hf(name), "per_layer_config") | wide) == from_hf(hf(name))
+        its = hf(name)["per_layer_config"]
+        padded = {key.zfill(2): sizes for key, sizes in its.items()}
+        same = {"0": {"head_dim": hf(name)["head_dim"]}}  # a layer with a window, as all of them
+        for said in (padded, its | same):
+            assert from_hf(hf(name) | {"per_layer_config": said}) == from_hf(hf(name))
+    even = hf("gemma4_text") | {"per_layer_config": {}}  # no layer differs from the others
+    one = {"global_head_dim": even["head_dim"], "num_global_key_value_heads": even["num_key_value_heads"]}
+    assert from_hf(even) == from_hf(without(even, "per_layer_config") | one)
     large = from_hf(hf("gemma4_large"))
     assert [large.heads_of(layer) for layer in range(3)] == [(4, 8), (4, 8), (2, 16)]
     assert (large.num_kv_heads, large.head_dim) == (4, 16)

@@ -48,7 +48,6 @@ def _capped(f: Fields) -> dict[str, Any]:
     return common(f) | {
         "norm_place": "both",
         "attention_scale": f.positive("query_pre_attn_scalar", 256) ** -0.5,
-        "attention_soft_cap": f.get("attn_logit_softcapping"),
         "logit_soft_cap": f.get("final_logit_softcapping"),
     }
 
@@ -73,6 +72,7 @@ def _gemma2(f: Fields) -> dict[str, Any]:
 
 
 def read_gemma3(f: Fields) -> ModelConfig:
+    f.get("attn_logit_softcapping")  # transformers and llama.cpp have it, and leave it unused in this family
     same = _capped(f) | {"qk_norm": "head"}
     local, everywhere = ropes(f, same["head_dim"])
     sliding = LayerKind(rope=local, sliding_window=f.size("sliding_window", 4096))
