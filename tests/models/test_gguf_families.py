@@ -1,6 +1,7 @@
 """GGUF files of each architecture, written as llama.cpp's converter does, against what they were made of."""
 
 import dataclasses
+import json
 
 import gguf
 import jax.numpy as jnp
@@ -151,7 +152,10 @@ def architecture(name):
 def write(path, checkpoint, quantised=(), beyond=None):
     c, name = checkpoint.config, checkpoint.path.name
     writer = gguf.GGUFWriter(path, ARCHITECTURES[name])
-    add_sizes(writer, c)
+    # Files have the length before the scaling, as configs have.
+    said = json.loads((checkpoint.path / "config.json").read_text())
+    length = said.get("max_position_embeddings", c.max_model_len)
+    add_sizes(writer, dataclasses.replace(c, max_model_len=length))
     add_rope(writer, c)
     if c.attention_soft_cap is not None:
         writer.add_attn_logit_softcapping(c.attention_soft_cap)

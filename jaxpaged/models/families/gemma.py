@@ -156,5 +156,6 @@ GEMMA3 = Family(
     read=read_gemma3,
     names=lambda config: FOUR_NORMS,
     defaults=_TIED | {"max_position_embeddings": 131072},
+    has_final_length=True,
     gguf=_gguf("gemma3", _gguf_fields3),
 )

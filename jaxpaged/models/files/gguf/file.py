@@ -24,7 +24,9 @@ from jaxpaged.models.fields import Fields
 from jaxpaged.models.files.gguf import blocks
 from jaxpaged.models.files.gguf.ends import end_tokens
 from jaxpaged.models.files.gguf.reader import TOKENS, GgufFile, field, read_header
+from jaxpaged.models.lengths import lengthened
 from jaxpaged.models.names import Names
+from jaxpaged.models.overrides import check_read, overridden
 from jaxpaged.models.quantised.codes import CodedRows, CodeFormat, TensorSlice
 from jaxpaged.models.quantised.on_load import EXPERTS, FromFile
 from jaxpaged.models.ropes import LinearScaling, LongScaling
@@ -102,7 +104,11 @@ def family(reader: GgufFile, path: Path) -> tuple[Family, Gguf]:
     return known
 
 
-def model_config(reader: GgufFile, path: Path) -> ModelConfig:
+def model_config(reader: GgufFile, path: Path, overrides: Mapping[str, Any] | None = None) -> ModelConfig:
+    """Return the description that a file's header gives.
+
+    overrides: what a user says in place of the Hugging Face config that the header becomes.
+    """
     known, its = family(reader, path)
 
     def read(name: str) -> Any:
@@ -132,7 +138,11 @@ def model_config(reader: GgufFile, path: Path) -> ModelConfig:
     check(f"model={str(path)!r}: rope.scaling.type", kind, rule, kind in scalings)
     said["rope_scaling"] = scalings[kind]
     # Hugging Face's defaults do not hold for llama.cpp: a missing field means its absence.
-    config = (its.read or known.read)(Fields(said | its.fields(read)))
+    fields = Fields(overridden(said | its.fields(read), overrides or {}))
+    config = (its.read or known.read)(fields)
+    check_read(fields, overrides or {})
+    if not known.has_final_length:
+        config = lengthened(config)
     return _with_factors(reader, path, config, read)
 
 
