@@ -220,6 +220,30 @@ def test_token_ids_are_the_files_own_whatever_class_it_names(tmp_path, form):
             assert len(found) == len(tokens)
 
 
+def test_the_chat_template_of_a_processor_is_found(tmp_path):
+    """Wrappers have theirs there. A tokenizer's own goes first, as here there are no images to process."""
+    tokens = Tokenizer(WordLevel({"a": 0}, "a"))
+    PreTrainedTokenizerFast(tokenizer_object=tokens).save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text((GOLDENS / "gqa_tied" / "config.json").read_text())
+    named = [{"name": "default", "template": "b"}, {"name": "tool_use", "template": "c"}]
+    for name in ("processor_config.json", "chat_template.json"):
+        for said, want in (
+            ("t", "t"),
+            (named, {"default": "b", "tool_use": "c"}),
+            ({"default": "d"}, {"default": "d"}),
+        ):
+            (tmp_path / name).write_text(json.dumps({"chat_template": said, "processor_class": "P"}))
+            assert hf.tokenizer(tmp_path).chat_template == want
+    for wrong in (3, {"default": 3}, [{"name": "default"}]):
+        (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": wrong}))
+        with pytest.raises(
+            InputError, match="chat_template.json: chat_template=.* must be a text, or texts by name"
+        ):
+            hf.tokenizer(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("own")
+    assert hf.tokenizer(tmp_path).chat_template == "own"
+
+
 def test_a_tokenizer_model_alone_is_read(tmp_path):
     """One of SentencePiece, as Llama 2 and Mistral 7B first came with."""
     import sentencepiece

@@ -114,7 +114,10 @@ def _gguf_fields(read: Metadata) -> dict[str, Any]:
 
 
 def _gguf_fields3(read: Metadata) -> dict[str, Any]:
-    return _gguf_fields(read) | {"rope_theta": read("rope.freq_base") or GLOBAL_THETA}
+    return _gguf_fields(read) | {
+        "rope_theta": read("rope.freq_base") or GLOBAL_THETA,
+        "rope_local_base_freq": read("rope.freq_base_swa") or LOCAL_THETA,
+    }
 
 
 LESS_ONE = Form(lambda config, shape: shape, lambda config, pieces: [piece - 1 for piece in pieces])

@@ -6,9 +6,10 @@ import os
 from pathlib import Path
 from typing import Any
 
-from jaxpaged.checks import InputError
+from jaxpaged.checks import InputError, shown
 
 POINTER = b"version https://git-lfs.github.com/spec/"  # first bytes of a Git LFS pointer file
+PROCESSORS = ("chat_template.json", "processor_config.json")  # files that may have a wrapper's chat template
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 # Special tokens that a class of tokenizers has where its files say nothing.
@@ -77,7 +78,7 @@ def tokenizer(path: Path) -> Any:
     transformers = import_transformers()
     try:
         made = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-        return _as_in_file(made, path) if (path / TOKENIZERS[0]).is_file() else made
+        made = _as_in_file(made, path) if (path / TOKENIZERS[0]).is_file() else made
     except Exception as error:  # errors of JSON, the tokenizers library and transformers
         if "trust_remote_code" in str(error):
             raise InputError(
@@ -85,6 +86,29 @@ def tokenizer(path: Path) -> Any:
             ) from error
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise InputError(f"model={str(path)!r}: its tokenizer cannot be read: {reason}") from error
+    if not made.chat_template:
+        made.chat_template = _template_of_processor(path)
+    return made
+
+
+def _template_of_processor(path: Path) -> str | dict[str, str] | None:
+    """Return the chat template among a processor's settings, where wrappers have it, or several by name.
+
+    Raises `InputError` for one that is no text.
+    """
+    for name in PROCESSORS:
+        found = read_object(path / name).get("chat_template") if (path / name).is_file() else None
+        if isinstance(found, list) and all(isinstance(each, dict) for each in found):
+            found = {each.get("name"): each.get("template") for each in found}
+        if not found:
+            continue
+        texts = [*found, *found.values()] if isinstance(found, dict) else [found]
+        if not all(isinstance(text, str) for text in texts):
+            raise InputError(
+                f"model={str(path)!r}: {name}: chat_template={shown(found)} must be a text, or texts by name"
+            )
+        return found
+    return None
 
 
 def _as_in_file(made: Any, path: Path) -> Any:
