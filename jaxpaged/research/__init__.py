@@ -1,0 +1,1 @@
+"""Tools for research on paged memory: verification, simulation, replay and learning."""
