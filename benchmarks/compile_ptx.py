@@ -21,6 +21,7 @@ import numpy as np
 from absl import app, flags
 
 from benchmarks import cuda_compiler
+from jaxpaged.research.ptx import launch
 
 _CAPABILITY = flags.DEFINE_multi_string("capability", ["9.0"], "A compute capability; may be given several times.")
 _OUT = flags.DEFINE_string("out", None, "The file to write.")
@@ -28,6 +29,7 @@ _LIST = flags.DEFINE_boolean("list", False, "Print the names of cases.")
 _HERE = flags.DEFINE_boolean("here", False, "Compile in this process, which must have the environment.")
 
 KERNEL_PRIMITIVES = ("mpmd_map",)
+CALLS = ("jit", "pjit", "closed_call", "custom_vmap_call", "custom_jvp_call")  # what is run inside
 SMALL = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 64}
 ONE_HEAD = {"num_q_heads": 4, "num_kv_heads": 1, "head_dim": 64}
 STEADY = {"num_q_heads": 4, "num_kv_heads": 1, "head_dim": 128}
@@ -74,18 +76,17 @@ def main(argv: list[str]) -> None:
     if _LIST.value:
         print("\n".join(DECODE))
         return
-    if not _HERE.value:
-        arguments = ["--here", f"--out={_OUT.value}", *(f"--capability={c}" for c in _CAPABILITY.value), *argv[1:]]
-        for line in cuda_compiler.run("benchmarks.compile_ptx", arguments):
-            print(line)
+    if _HERE.value:
+        [capability] = _CAPABILITY.value
+        launch.save(_OUT.value, [compiled(case_of(name), capability) for name in argv[1:]])
         return
-    from jaxpaged.research.ptx import launch
-
     launches = []
-    for name in argv[1:]:
-        for capability in _CAPABILITY.value:
-            launches.append(compiled(case_of(name), capability))
-            cuda_compiler.print_lines([{"case": name, "capability": capability}])
+    for capability in _CAPABILITY.value:  # in a process each: Mosaic keeps the first target's
+        with tempfile.TemporaryDirectory() as folder:
+            file = f"{folder}/launches.npz"
+            arguments = ["--here", f"--out={file}", f"--capability={capability}", *argv[1:]]
+            cuda_compiler.run("benchmarks.compile_ptx", arguments)
+            launches += launch.load(file)
     launch.save(_OUT.value, launches)
 
 
@@ -130,7 +131,7 @@ def compiled(case: Case, capability: str) -> Any:
     """Compile a case's one kernel for a target; return its launch."""
     import jax
 
-    from jaxpaged.research.ptx import host, launch
+    from jaxpaged.research.ptx import host
     from pallas_kernels.gpu.targets import TARGETS
 
     with jax.sharding.use_abstract_mesh(cuda_compiler.abstract_mesh(capability)):
@@ -183,6 +184,10 @@ def _without_locations(text: str) -> str:
     return text[: text.index("$L__func_end")] + "}\n" if "$L__func_end" in text else text
 
 
+class _Reached(Exception):
+    """The kernel of an operation, with its operands."""
+
+
 def kernel_arguments(
     closed: Any, arguments: Sequence[Any]
 ) -> tuple[str, list[tuple[np.ndarray[Any, Any], bool]], list[Any]]:
@@ -190,40 +195,44 @@ def kernel_arguments(
 
     An operand comes with whether it is a reference, which the kernel may change.
     """
+    try:
+        _run_until_kernel(closed, arguments)
+    except _Reached as reached:
+        one, given = reached.args
+        operands = [(np.asarray(x[...]), True) if _is_reference(x) else (np.asarray(x), False) for x in given]
+        return one.params["name"], operands, [var.aval for var in one.outvars]
+    raise ValueError("the operation must have a Mosaic GPU kernel")
+
+
+def _run_until_kernel(closed: Any, arguments: Sequence[Any]) -> list[Any]:
+    """Run a traced function one primitive after another: those compiled for a mesh that is not here, too."""
     from jax.extend import core
 
-    jaxpr, values = closed.jaxpr, {}
+    jaxpr = closed.jaxpr
+    values = dict(zip(jaxpr.constvars, closed.consts, strict=True))
+    values.update(zip(jaxpr.invars, arguments, strict=True))
 
     def read(atom: Any) -> Any:
         return atom.val if isinstance(atom, core.Literal) else values[atom]
 
-    values.update(zip(jaxpr.constvars, closed.consts, strict=True))
-    values.update(zip(jaxpr.invars, arguments, strict=True))
     for one in jaxpr.eqns:
         given = [read(atom) for atom in one.invars]
         if one.primitive.name in KERNEL_PRIMITIVES:
-            operands = [(np.asarray(x[...]), True) if _is_reference(x) else (np.asarray(x), False) for x in given]
-            return one.params["name"], operands, [var.aval for var in one.outvars]
-        inner = next((p for p in one.params.values() if hasattr(p, "jaxpr") and _has_kernel(p.jaxpr)), None)
-        if inner is not None:
-            return kernel_arguments(inner, given)
-        functions, params = one.primitive.get_bind_params(one.params)
-        results = one.primitive.bind(*functions, *given, **params)
-        values.update(zip(one.outvars, results if one.primitive.multiple_results else [results], strict=True))
-    raise ValueError("the operation must have a Mosaic GPU kernel")
+            raise _Reached(one, given)
+        inner = [p for p in one.params.values() if hasattr(p, "jaxpr")]
+        if one.primitive.name in CALLS and len(inner) == 1:
+            results = _run_until_kernel(inner[0], given)
+        else:
+            bound = one.primitive.get_bind_params(one.params)
+            functions, params = bound if isinstance(bound, tuple) else ((), bound)  # a pair before JAX 0.12
+            results = one.primitive.bind(*functions, *given, **params)
+            results = results if one.primitive.multiple_results else [results]
+        values.update(zip(one.outvars, results, strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
 
 
 def _is_reference(value: Any) -> bool:
     return "Ref" in type(value).__name__
-
-
-def _has_kernel(jaxpr: Any) -> bool:
-    for one in jaxpr.eqns:
-        if one.primitive.name in KERNEL_PRIMITIVES:
-            return True
-        if any(hasattr(p, "jaxpr") and _has_kernel(p.jaxpr) for p in one.params.values()):
-            return True
-    return False
 
 
 if __name__ == "__main__":

@@ -122,8 +122,8 @@ def run(launch: Launch, *, seed: int = 0, ptx: str | None = None, **options: Any
     is_compared = ~np.isnan(launch.wanted)
     error = np.abs(np.where(is_compared, result - launch.wanted, 0))
     error[np.isnan(error)] = np.inf
-    share = float((error / launch.allowed).max())
-    return Outcome(share, float(error.max()), machine.described_races(), counts, result)
+    share = np.divide(error, launch.allowed, out=np.where(error > 0, np.inf, 0), where=launch.allowed > 0)
+    return Outcome(float(share.max()), float(error.max()), machine.described_races(), counts, result)
 
 
 def save(path: str | Path, launches: Sequence[Launch]) -> None:
