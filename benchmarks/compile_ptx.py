@@ -23,7 +23,9 @@ from absl import app, flags
 from benchmarks import cuda_compiler
 from jaxpaged.research.ptx import launch
 
-_CAPABILITY = flags.DEFINE_multi_string("capability", ["9.0"], "A compute capability; may be given several times.")
+_CAPABILITY = flags.DEFINE_multi_string(
+    "capability", ["9.0"], "A compute capability; may be given several times."
+)
 _OUT = flags.DEFINE_string("out", None, "The file to write.")
 _LIST = flags.DEFINE_boolean("list", False, "Print the names of cases.")
 _HERE = flags.DEFINE_boolean("here", False, "Compile in this process, which must have the environment.")
@@ -101,8 +103,8 @@ def decode_case(name: str, fields: dict[str, Any], how: tuple[int, int, int]) ->
     """Return decode attention of a case, launched for so many multiprocessors."""
     import jax.numpy as jnp
 
-    from jaxpaged.verify.cases.decode import DecodeCase
-    from jaxpaged.verify.cases.frame import oracle
+    from jaxpaged.research.verify.cases.decode import DecodeCase
+    from jaxpaged.research.verify.cases.frame import oracle
     from pallas_kernels import ops
     from pallas_kernels.gpu import common, tuning
     from pallas_kernels.gpu.decode import attention

@@ -19,7 +19,9 @@ WIDE_SCOPES = ("gpu", "sys", "cluster")
 def space_of(one: Instruction) -> str:
     """Return the space that an instruction names, or "generic"."""
     names = [part.split("::")[0] for part in one.parts]
-    return next((name for name in names if name in ("global", "shared", "param", "const", "local")), "generic")
+    return next(
+        (name for name in names if name in ("global", "shared", "param", "const", "local")), "generic"
+    )
 
 
 def compile_parameter(machine: "Machine", one: Instruction) -> "Step":
@@ -60,7 +62,9 @@ def compile_load(machine: "Machine", one: Instruction) -> "Step":
         data = np.zeros((32, total), np.uint8)
         addresses = address(warp)
         for is_global in (True, False):
-            chosen = lanes & (is_global == (_is_global(addresses) if space == "generic" else space == "global"))
+            chosen = lanes & (
+                is_global == (_is_global(addresses) if space == "generic" else space == "global")
+            )
             if chosen.any():
                 data[chosen] = load(warp, addresses[chosen], LANES[chosen], is_global)
         for n, put in enumerate(puts):
@@ -97,9 +101,13 @@ def compile_store(machine: "Machine", one: Instruction) -> "Step":
 
     def step(warp: "Warp", lanes: Array, here: Array) -> None:
         addresses = address(warp)
-        data = np.stack([np.ascontiguousarray(get(warp)) for get in gets], 1).view(np.uint8).reshape(32, total)
+        data = (
+            np.stack([np.ascontiguousarray(get(warp)) for get in gets], 1).view(np.uint8).reshape(32, total)
+        )
         for is_global in (True, False):
-            chosen = lanes & (is_global == (_is_global(addresses) if space == "generic" else space == "global"))
+            chosen = lanes & (
+                is_global == (_is_global(addresses) if space == "generic" else space == "global")
+            )
             if chosen.any():
                 store(warp, addresses[chosen], data[chosen], LANES[chosen], is_global)
 

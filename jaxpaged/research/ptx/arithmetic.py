@@ -51,7 +51,9 @@ def _function(one: Instruction) -> tuple[Function, list[str], str]:
         pairs = {"add": np.add, "sub": np.subtract, "mul": np.multiply, "fma": rounding.fma}
 
         def halves(*values: Array) -> Array:
-            return np.asarray(pairs[name](*(np.ascontiguousarray(x).view(np.float32) for x in values))).view(np.uint64)
+            return np.asarray(pairs[name](*(np.ascontiguousarray(x).view(np.float32) for x in values))).view(
+                np.uint64
+            )
 
         return halves, [kind] * (3 if name == "fma" else 2), kind
     simple: dict[str, Function] = {
@@ -93,7 +95,12 @@ def _function(one: Instruction) -> tuple[Function, list[str], str]:
         return (lambda x: flush(wide_result(flush(x).astype(np.float64)).astype(TYPES[kind]))), [kind], kind
     if name == "copysign":
         return (lambda a, b: np.copysign(b, a)), [kind] * 2, kind
-    bits = {"prmt": (_permuted, 3), "shf": (_funnel(parts), 3), "lop3": (_lookup, 4), "bfe": (_field(kind), 3)}
+    bits = {
+        "prmt": (_permuted, 3),
+        "shf": (_funnel(parts), 3),
+        "lop3": (_lookup, 4),
+        "bfe": (_field(kind), 3),
+    }
     bits |= {"popc": (lambda x: np.bitwise_count(x), 1), "brev": (_reversed, 1), "bfi": (_inserted, 4)}
     bits |= {"clz": (_leading_zeros, 1)}
     if name in bits:
@@ -129,7 +136,11 @@ def _packed(name: str, kind: str, one: Instruction) -> tuple[Function, list[str]
 
     def numbers(x: Array) -> Array:
         words = np.ascontiguousarray(x).view(np.uint16)
-        wide = words.view(np.float16).astype(np.float64) if is_half else rounding.from_bfloat16(words).astype(np.float64)
+        wide = (
+            words.view(np.float16).astype(np.float64)
+            if is_half
+            else rounding.from_bfloat16(words).astype(np.float64)
+        )
         return wide
 
     def packed(*values: Array) -> Array:
@@ -165,7 +176,9 @@ def _quotient(a: Array, b: Array) -> Array:
     quotient = a // safe
     if a.dtype.kind == "i":
         quotient = quotient + ((quotient < 0) & (quotient * safe != a))
-    return np.where(b == 0, a.dtype.type(0) - a.dtype.type(1) if a.dtype.kind == "i" else ~a.dtype.type(0), quotient)
+    return np.where(
+        b == 0, a.dtype.type(0) - a.dtype.type(1) if a.dtype.kind == "i" else ~a.dtype.type(0), quotient
+    )
 
 
 def _shift(name: str) -> Function:
@@ -325,7 +338,8 @@ def compile_exchange(machine: "Machine", one: Instruction) -> "Step":
     names, mode = one.operands[0].split("|"), one.parts[2]
     puts = [machine.operands.setter(name) for name in names]
     a, b, clamp = (
-        machine.operands.value(x, kind) for x, kind in zip(one.operands[1:4], ("b32", "u32", "u32"), strict=True)
+        machine.operands.value(x, kind)
+        for x, kind in zip(one.operands[1:4], ("b32", "u32", "u32"), strict=True)
     )
     if mode not in ("bfly", "idx", "up", "down"):
         raise Fault(f"no instruction {one}")

@@ -175,7 +175,10 @@ def _arrive(machine: "Machine", one: Instruction) -> "Step":
 
 
 def _expect(machine: "Machine", one: Instruction) -> "Step":
-    address, number = machine.operands.address(one.operands[0]), machine.operands.value(one.operands[1], "u32")
+    address, number = (
+        machine.operands.address(one.operands[0]),
+        machine.operands.value(one.operands[1], "u32"),
+    )
 
     def step(warp: "Warp", lanes: Array, here: Array) -> None:
         for at, count in zip(address(warp)[lanes].tolist(), number(warp)[lanes].tolist(), strict=True):

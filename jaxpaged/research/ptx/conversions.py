@@ -52,7 +52,9 @@ def convert(x: Array, target: str, source: str, one: Instruction) -> Array:
         if x.dtype.kind != "f":
             raise Fault(f"no instruction {one}")
         if "rz" in one.parts:
-            return (np.ascontiguousarray(x.astype(np.float32)).view(np.uint32) >> np.uint32(16)).astype(np.uint16)
+            return (np.ascontiguousarray(x.astype(np.float32)).view(np.uint32) >> np.uint32(16)).astype(
+                np.uint16
+            )
         return rounding.to_bfloat16(x)
     modes = [TO_INTEGER[part] for part in one.parts if part in TO_INTEGER]
     if x.dtype.kind == "f" and dtype.kind in "iu":

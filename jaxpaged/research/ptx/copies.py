@@ -120,7 +120,9 @@ def _land(machine: "Machine", warp: "Warp", copy: Copy, lanes: Array) -> None:
         chosen = lanes & (copy.num_read == size)
         data = np.zeros((int(chosen.sum()), copy.width), np.uint8)
         if size:
-            data[:, :size] = machine.memory.load(copy.source[chosen], copy.width, "cp.async", Seen(agent))[:, :size]
+            data[:, :size] = machine.memory.load(copy.source[chosen], copy.width, "cp.async", Seen(agent))[
+                :, :size
+            ]
         warp.block.bytes[copy.target[chosen][:, None] + np.arange(copy.width)] = data
     copy.left &= ~lanes
 

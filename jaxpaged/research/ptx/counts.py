@@ -18,7 +18,9 @@ class Counts:
     schedule.
     """
 
-    instructions: collections.Counter[tuple[int, str]] = dataclasses.field(default_factory=collections.Counter)
+    instructions: collections.Counter[tuple[int, str]] = dataclasses.field(
+        default_factory=collections.Counter
+    )
     wavefronts: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     least_wavefronts: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     conflicts: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)

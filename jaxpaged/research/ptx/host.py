@@ -58,7 +58,9 @@ def read(passes: str) -> Call:
 def _constants(text: str) -> dict[str, int]:
     pairs = re.findall(r"(%\w+) = llvm\.mlir\.constant\((-?\d+) : (?:i\d+|index)\)", text)
     values = {name: int(number) for name, number in pairs}
-    for name, source in re.findall(r"(%\w+) = builtin\.unrealized_conversion_cast (%\w+) : i\d+ to index", text):
+    for name, source in re.findall(
+        r"(%\w+) = builtin\.unrealized_conversion_cast (%\w+) : i\d+ to index", text
+    ):
         if source in values:
             values[name] = values[source]
     for name, source in re.findall(r"(%\w+) = llvm\.(?:trunc|sext|zext) (%\w+) : i\d+ to i\d+", text):

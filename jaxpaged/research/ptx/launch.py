@@ -90,11 +90,18 @@ def run(launch: Launch, *, seed: int = 0, ptx: str | None = None, **options: Any
     for n, buffer in enumerate(launch.buffers):
         is_read = buffer.content is not None
         dtype = dtype_of(buffer.dtype)
-        content = buffer.content if is_read else np.zeros(int(np.prod(buffer.shape)) * dtype.itemsize, np.uint8)
+        content = (
+            buffer.content if is_read else np.zeros(int(np.prod(buffer.shape)) * dtype.itemsize, np.uint8)
+        )
         is_writable = not is_read or buffer.is_restored
-        addresses.append(memory.add(f"{n}: {buffer.name}", content, is_writable=is_writable, is_written=is_read))
+        addresses.append(
+            memory.add(f"{n}: {buffer.name}", content, is_writable=is_writable, is_written=is_read)
+        )
     maps = [
-        TensorMap(addresses[each["buffer"]], **{k: v if isinstance(v, int) else tuple(v) for k, v in each.items() if k != "buffer"})
+        TensorMap(
+            addresses[each["buffer"]],
+            **{k: v if isinstance(v, int) else tuple(v) for k, v in each.items() if k != "buffer"},
+        )
         for each in launch.maps
     ]
     arguments = [maps if which == "maps" else addresses[int(which)] for which in launch.parameters]

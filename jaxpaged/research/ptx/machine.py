@@ -170,7 +170,9 @@ class Machine:
         if (addresses % (alignment or width)).any():
             raise Fault(f"{one}: {int(addresses[0])} must be a multiple of {alignment or width}")
         if (addresses < 0).any() or (addresses + width > self.shared_bytes).any():
-            raise Fault(f"{one}: {int(addresses.max())} is outside of {self.shared_bytes} bytes of shared memory")
+            raise Fault(
+                f"{one}: {int(addresses.max())} is outside of {self.shared_bytes} bytes of shared memory"
+            )
 
     def map_at(self, address: int) -> TensorMap:
         """Return the tensor map at an address of the parameters."""
@@ -179,6 +181,3 @@ class Machine:
             raise Fault(f"no tensor map is at {address:#x}")
         made: TensorMap = self.maps[number]
         return made
-
-
-

@@ -76,7 +76,13 @@ def compile_product(machine: "Machine", one: Instruction) -> "Step":
     kinds = one.parts[-4:]
     result, left, right, added = kinds
     is_integer = result == "s32"
-    if shape is None or "row" not in one.parts or "col" not in one.parts or result != added or "satfinite" in one.parts:
+    if (
+        shape is None
+        or "row" not in one.parts
+        or "col" not in one.parts
+        or result != added
+        or "satfinite" in one.parts
+    ):
         raise Fault(f"no instruction {one}")
     size = {"bf16": 2, "f16": 2, "e4m3": 1, "e5m2": 1, "s8": 1, "u8": 1}.get(left)
     numbers = SHAPES.get((int(shape.group(1)), size or 0))
@@ -98,6 +104,10 @@ def compile_product(machine: "Machine", one: Instruction) -> "Step":
         product = rows @ columns
         sums = [fragments.accumulator(product, n) + get(warp) for n, get in enumerate(c)]
         for put, total in zip(puts, sums, strict=True):
-            put(warp, lanes, total.astype(np.int64).astype(np.int32) if is_integer else total.astype(np.float32))
+            put(
+                warp,
+                lanes,
+                total.astype(np.int64).astype(np.int32) if is_integer else total.astype(np.float32),
+            )
 
     return step

@@ -90,7 +90,9 @@ class Operands:
             return np.array([32]).astype(dtype)
         if bits := re.fullmatch(r"0[fF]([0-9A-Fa-f]{8})", operand):
             single = np.array([int(bits.group(1), 16)], np.uint32).view(np.float32)
-            return single if dtype.itemsize == 4 and dtype.kind == "f" else single.view(np.uint32).astype(dtype)
+            return (
+                single if dtype.itemsize == 4 and dtype.kind == "f" else single.view(np.uint32).astype(dtype)
+            )
         if bits := re.fullmatch(r"0[dD]([0-9A-Fa-f]{16})", operand):
             return np.array([int(bits.group(1), 16)], np.uint64).view(dtype)
         if re.fullmatch(r"-?(0x[0-9A-Fa-f]+|\d+)U?", operand):

@@ -91,7 +91,9 @@ def advance(warp: "Warp") -> None:
     values = warp.sums[product.names].values
     for n in range(len(values)):
         total = fragments.accumulator(matrix, n) + (values[n] if product.is_added else 0)
-        values[n] = total.astype(np.int64).astype(np.int32) if product.is_integer else total.astype(np.float32)
+        values[n] = (
+            total.astype(np.int64).astype(np.int32) if product.is_integer else total.astype(np.float32)
+        )
 
 
 def land(machine: "Machine", warp: "Warp", chance: float) -> None:
@@ -103,7 +105,12 @@ def land(machine: "Machine", warp: "Warp", chance: float) -> None:
 def _product(machine: "Machine", one: Instruction) -> "Step":
     shape = re.search(r"m64n(\d+)k(\d+)", one.operation)
     result, left, right = one.parts[5:8]
-    if shape is None or result not in ("f32", "s32") or left not in rounding.BYTES or right not in rounding.BYTES:
+    if (
+        shape is None
+        or result not in ("f32", "s32")
+        or left not in rounding.BYTES
+        or right not in rounding.BYTES
+    ):
         raise Fault(f"no instruction {one}")
     num_columns, depth = int(shape.group(1)), int(shape.group(2))
     size = rounding.BYTES[left]
@@ -121,7 +128,10 @@ def _product(machine: "Machine", one: Instruction) -> "Step":
     transposed = [flag == "1" for flag in flags[2:]] if size == 2 else []
     transposed = [False] * (2 - len(transposed)) + transposed
     registers = [machine.operands.value(x, "b32") for x in names_of(one.operands[1])] if in_registers else []
-    descriptors = [machine.operands.value(x, "u64") for x in one.operands[0 if in_registers else 1 : 3][-(1 if in_registers else 2):]]
+    descriptors = [
+        machine.operands.value(x, "u64")
+        for x in one.operands[0 if in_registers else 1 : 3][-(1 if in_registers else 2) :]
+    ]
     poison = np.full(32, np.nan, np.float32) if result == "f32" else np.full(32, -0x55555556, np.int32)
 
     def step(warp: "Warp", lanes: Array, here: Array) -> None:
@@ -139,7 +149,9 @@ def _product(machine: "Machine", one: Instruction) -> "Step":
                 put(warp, lanes, poison)
         warp.sums[names].group = group
 
-        def operand(number: int, first: int, count: int, kind: str, sign: int, is_transposed: bool) -> Callable[[], Array]:
+        def operand(
+            number: int, first: int, count: int, kind: str, sign: int, is_transposed: bool
+        ) -> Callable[[], Array]:
             descriptor = int(descriptors[number](warp)[0])
             at = element_addresses(descriptor, first, count, depth, size, is_transposed)
             if (at < 0).any() or (at + size > machine.shared_bytes).any():
