@@ -4,8 +4,8 @@
     python -m benchmarks.compile_ptx --list                     names of cases
 
 A kernel is compiled for a described GPU (`benchmarks.cuda_compiler`). What comes before it in its operation
-runs in XLA on this machine, which gives the kernel's arguments. A case is the arguments, what the oracle says,
-and the error that is allowed. It needs the cuda-compile extra.
+runs in XLA on this machine, which gives the kernel's arguments. A case is these, what the oracle says, and
+the error that is allowed. It needs the cuda-compile extra.
 """
 
 import dataclasses
@@ -47,9 +47,12 @@ DECODE: dict[str, tuple[dict[str, Any], tuple[int, int, int]]] = {
     "decode_d80_window": (
         {"seq_lens": (90, 70, 12), "sliding_window": 20, "head_dim": 80, "num_q_heads": 3, "num_kv_heads": 1,
          "block_size": 8}, (64, 3, 1)),
-    "decode_d256": ({"seq_lens": (70, 12), "head_dim": 256, "num_q_heads": 16, "num_kv_heads": 1}, (64, 3, 1)),
-    "decode_e4m3": ({"seq_lens": (130, 5), "sinks": True, "scale_per_head": True, **EIGHT_BITS, **SMALL}, (64, 3, 1)),
-    "decode_int8": ({"seq_lens": (66, 5), "cache_dtype": "int8", "scale_per_head": True, **SMALL}, (64, 3, 1)),
+    "decode_d256": (
+        {"seq_lens": (70, 12), "head_dim": 256, "num_q_heads": 16, "num_kv_heads": 1}, (64, 3, 1)),
+    "decode_e4m3": (
+        {"seq_lens": (130, 5), "sinks": True, "scale_per_head": True, **EIGHT_BITS, **SMALL}, (64, 3, 1)),
+    "decode_int8": (
+        {"seq_lens": (66, 5), "cache_dtype": "int8", "scale_per_head": True, **SMALL}, (64, 3, 1)),
     "decode_everything": (
         {"seq_lens": (61, 130, 9), "alibi": True, "sliding_window": 50, "soft_cap": 3.0, "sinks": True,
          "num_q_heads": 10, "num_kv_heads": 2, "head_dim": 128}, (64, 3, 1)),

@@ -1,4 +1,4 @@
-"""The command line of `jaxpaged verify layout`, `verify policy` and `verify ptx`. Imports nothing heavy at the top."""
+"""The command line of `jaxpaged verify layout`, `policy` and `ptx`. Imports nothing heavy at the top."""
 
 import argparse
 

@@ -136,12 +136,7 @@ def _packed(name: str, kind: str, one: Instruction) -> tuple[Function, list[str]
 
     def numbers(x: Array) -> Array:
         words = np.ascontiguousarray(x).view(np.uint16)
-        wide = (
-            words.view(np.float16).astype(np.float64)
-            if is_half
-            else rounding.from_bfloat16(words).astype(np.float64)
-        )
-        return wide
+        return words.view(np.float16).astype(np.float64) if is_half else rounding.wide_bfloat16(words)
 
     def packed(*values: Array) -> Array:
         result = function(*map(numbers, values))
@@ -402,6 +397,6 @@ def compile_election(machine: "Machine", one: Instruction) -> "Step":
     def step(warp: "Warp", lanes: Array, here: Array) -> None:
         lane = next(lane for lane in np.roll(LANES, -machine.chosen_lane) if lanes[lane])
         number(warp, lanes, np.full(32, lane, np.uint32))
-        chosen(warp, lanes, LANES == lane)
+        chosen(warp, lanes, lane == LANES)
 
     return step

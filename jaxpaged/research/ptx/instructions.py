@@ -131,7 +131,7 @@ def finish(machine: "Machine", warp: "Warp") -> None:
 
 
 def smallest_access(program: Program) -> int:
-    """Return the bytes of the smallest access of lanes to shared memory, of which all others are multiples."""
+    """Return the bytes of the smallest access to shared memory, of which all others are multiples."""
     smallest = LARGEST_CELL
     for one in program.code:
         name, kind = one.parts[0], one.parts[-1]

@@ -1,4 +1,4 @@
-"""The machine that runs a kernel: all thread blocks of a launch, warp by warp, in an order that a seed gives."""
+"""The machine that runs a kernel: all thread blocks of a launch, warp by warp, in an order by a seed."""
 
 import collections
 from collections.abc import Callable

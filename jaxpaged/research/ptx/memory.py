@@ -66,7 +66,7 @@ class Memory:
         raise Fault(f"{what} of {width} bytes at {int(addresses[left[0]]):#x} is in no buffer")
 
     def load(self, addresses: Array, width: int, what: str, seen: "Seen | None" = None) -> Array:
-        """Return the bytes of accesses, [accesses, width]. Raises Fault for those that nothing has written."""
+        """Return bytes of accesses, [accesses, width]. Raises Fault for those that nothing has written."""
         data = np.empty((len(addresses), width), np.uint8)
         for buffer, which, offsets in self.find(addresses, width, what):
             at = offsets[:, None] + np.arange(width)

@@ -18,8 +18,8 @@ def flushed(x: Array) -> Array:
 def fma(a: Array, b: Array, c: Array) -> Array:
     """Compute a * b + c, rounded once.
 
-    A product of two float32 is exact in float64. The sum is rounded to odd there, so that the last rounding is
-    right.
+    A product of two float32 is exact in float64. The sum is rounded to odd there, so that the last rounding
+    is right.
     """
     if a.dtype == np.float64:
         return a * b + c  # twice
@@ -56,6 +56,11 @@ def _to_odd_single(x: Array) -> Array:
 def from_bfloat16(bits: Array) -> Array:
     """Return float32 numbers of bfloat16 bits."""
     return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+def wide_bfloat16(bits: Array) -> Array:
+    """Return float64 numbers of bfloat16 bits."""
+    return from_bfloat16(bits).astype(np.float64)
 
 
 def to_float16(x: Array) -> Array:

@@ -1,4 +1,4 @@
-"""Bulk copies: tensors into shared memory, landing line by line, and out of it, read late and written later."""
+"""Bulk copies: tensors into shared memory, landing line by line, and out of it, read and written late."""
 
 import dataclasses
 import re
