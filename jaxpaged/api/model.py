@@ -2,11 +2,12 @@
 
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from jaxpaged.api import tokens
 from jaxpaged.api.arg_utils import EngineArgs
 from jaxpaged.api.draft import draft_of
+from jaxpaged.api.metrics_reader import Metric, read_metrics
 from jaxpaged.api.prompts import (
     Prompt,
     split_prompt,
@@ -22,7 +23,6 @@ from jaxpaged.engine.driver_calls import CALL_CLASSES
 from jaxpaged.engine.engine import Engine
 from jaxpaged.engine.setup import resolve_dtype
 from jaxpaged.handover.blocks import Blocks
-from jaxpaged.learn.learner import Learner
 from jaxpaged.lora import LoRARequest
 from jaxpaged.models import loading, overrides
 from jaxpaged.parallel.processes import join
@@ -34,6 +34,9 @@ from jaxpaged.text import templates
 from jaxpaged.text.conversations import Message
 from jaxpaged.vllm_names import options as vllm_options
 from pallas_kernels import native
+
+if TYPE_CHECKING:
+    from jaxpaged.research.learn.learner import Learner
 
 
 class LoadedModel(RolloutMethods, PoolingMethods):
@@ -71,6 +74,7 @@ class LoadedModel(RolloutMethods, PoolingMethods):
         **options: Any,
     ) -> None:
         self.config = engine_config(options)
+        self.model_name = str(model)
         runner = checked_choice("runner", runner or "auto", ("auto", "generate", "pooling"))
         checked_bool("skip_tokenizer_init", skip_tokenizer_init)
         source = checked_choice("generation_config", generation_config or "auto", ("auto", "vllm"))
@@ -122,16 +126,22 @@ class LoadedModel(RolloutMethods, PoolingMethods):
         check("tokenizer", self.tokenizer, "there: the model has none", self.tokenizer is not None)
         return self.tokenizer
 
+    def get_metrics(self) -> list[Metric]:
+        """Return the engine's metrics as of now, by vLLM's names: gauges, counters and vectors."""
+        return read_metrics(self.engine, self.model_name)
+
     def get_default_sampling_params(self) -> SamplingParams:
         """Return what `generate` and `chat` take where no parameters are given: a copy, to be changed."""
         return self._default_params.clone()
 
-    def learner(self) -> Learner:
+    def learner(self) -> "Learner":
         """Return what computes log-probabilities with this engine's bits, and their gradients.
 
         It holds no weights: give it `weights`, or others of that form. Raises `InputError` for a model
         without gradients: quantised, or on several devices.
         """
+        from jaxpaged.research.learn.learner import Learner
+
         return Learner(self.config, *self._described)
 
     def add_lora(self, lora_request: LoRARequest) -> bool:
