@@ -1,6 +1,7 @@
 """Engines with tiers: the answers of engines without, and hits in lock-step with the oracle."""
 
 import functools
+import gc
 import threading
 import time
 
@@ -9,6 +10,7 @@ import pytest
 
 from jaxpaged.api.outputs import request_output
 from jaxpaged.checks import InputError
+from jaxpaged.contracts.block_stores import BlockKey
 from jaxpaged.engine.driver import Driver
 from jaxpaged.handover import programs, staging
 from jaxpaged.memory.cache_specs import FULL
@@ -17,6 +19,7 @@ from jaxpaged.sampling_params import BeamSearchParams, SamplingParams
 from jaxpaged.step import loop
 from jaxpaged.tiers.host import HostStore
 from jaxpaged.tiers.rule import Rule
+from jaxpaged.tiers.tiers import Promotion
 from reference.tiers import Store, TieredCache
 from tests import tiny
 from tests.outsiders.block_store import Kept
@@ -236,7 +239,7 @@ def test_a_store_that_is_slow_or_fails_costs_hits_alone(cold):
             ask(driver, other)
         time.sleep(0.3)
     # A request that is given up while it waits leaves nothing behind, and those of its prompt wait with it.
-    store.seconds, store.fails = 5.0, False
+    store.seconds, store.fails = 0.5, False
     params = SamplingParams(n=2, max_tokens=2)
     requests = tiny.numbered(driver.door.admit(first, params))
     driver.rule.seconds_to_wait = 60.0
@@ -248,6 +251,20 @@ def test_a_store_that_is_slow_or_fails_costs_hits_alone(cold):
     assert [delta.request_id for delta in gone] == [requests[0].request_id]
     driver.abort([requests[1].request_id])
     assert not driver.has_work
+    # Nor does the first of a prompt whose blocks come for the others alone.
+    store.seconds = 0.0
+    requests = tiny.numbered(driver.door.admit(first, params))
+    for request in requests:
+        driver.add(request)
+    assert not driver.queue
+    driver.abort([requests[0].request_id])
+    tiny.drain(driver)
+    driver.finish_departures()
+    gc.collect()
+    alive = gc.get_objects()
+    last = [each.promoted for each in alive if isinstance(each, Promotion)]  # of the thread that reads
+    sets = [each for each in alive if type(each) is set and each and not any(each is its for its in last)]
+    assert not [each for each in sets if all(isinstance(key, BlockKey) for key in each)]
 
 
 def test_a_directory_is_found_after_a_restart_and_by_another_engine(cold, tmp_path):
