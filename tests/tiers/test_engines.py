@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import re
 import threading
 import time
 
@@ -158,7 +159,7 @@ def test_a_prompt_is_kept_for_as_long_as_it_asks():
     assert hits(kept) == hits(kept) == 0
     assert hits(kept, kv_cache_ttl=10) == 0
     assert hits(kept) == 64
-    assert hits(too_much, kv_cache_ttl=float("inf")) == 0
+    assert hits(too_much, kv_cache_ttl=2592000) == 0
     assert hits(too_much) == 12 * 8  # as much as there was room for beside the other
     clock.now += 10
     assert hits(kept) == 0
@@ -171,8 +172,10 @@ def test_a_prompt_is_kept_for_as_long_as_it_asks():
     tiny.drain(driver)
     driver.finish_departures()
     assert driver.tiers.host.kept_bytes == 8 * BLOCK_BYTES
-    with pytest.raises(InputError, match="kv_cache_ttl=-1 must be a number >= 0"):
-        driver.door.admit(kept, ONE_TOKEN, kv_cache_ttl=-1)
+    for wrong in (-1, 2592001, float("inf"), float("nan"), 10**400, True):
+        rule = re.escape(f"kv_cache_ttl={wrong} must be a number from 0 to 2592000, in seconds")
+        with pytest.raises(InputError, match=rule):
+            driver.door.admit(kept, ONE_TOKEN, kv_cache_ttl=wrong)
     with pytest.raises(InputError, match="kv_cache_ttl=5 must be None without kv_offloading_size"):
         tiny.driver().door.admit(kept, ONE_TOKEN, kv_cache_ttl=5)
 
