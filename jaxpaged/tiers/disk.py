@@ -180,10 +180,10 @@ class DiskStore:
                 elif isinstance(job, Keep):
                     self._keep(job)
                 elif isinstance(job, bytes):
-                    self._list()
                     folder = block_files.folder_of(self.folder, job)
-                    for path in [path for path in self._sizes if path.parent == folder]:
-                        self._remove(path)
+                    for path, _ in block_files.listed(self.folder):
+                        if path.parent == folder:
+                            self._remove(path)
                 else:
                     self._write(*job)
             except Exception as error:  # a disk that is full, or gone

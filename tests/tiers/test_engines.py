@@ -172,7 +172,7 @@ def test_a_prompt_is_kept_for_as_long_as_it_asks():
     tiny.drain(driver)
     driver.finish_departures()
     assert driver.tiers.host.kept_bytes == 8 * BLOCK_BYTES
-    for wrong in (-1, 2592001, float("inf"), float("nan"), 10**400, True):
+    for wrong in (-1, 2592001, float("inf"), float("nan"), 10**100, True):
         rule = re.escape(f"kv_cache_ttl={wrong} must be a number from 0 to 2592000, in seconds")
         with pytest.raises(InputError, match=rule):
             driver.door.admit(kept, ONE_TOKEN, kv_cache_ttl=wrong)
