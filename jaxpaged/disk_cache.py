@@ -9,6 +9,8 @@ since it was imported, the sources do not describe what runs, and nothing is kep
 import contextlib
 import functools
 import hashlib
+import itertools
+import math
 import os
 import platform
 import re
@@ -30,6 +32,7 @@ from pallas_kernels.compilation_cache import why_untrusted
 OURS = ("jaxpaged", "pallas_kernels")
 UNFINISHED = "unfinished-"  # begins the names of what is being written
 UNFINISHED_NAME = re.compile(UNFINISHED + r"[0-9a-f]{32}(\.lock)?")
+KEY_BYTES = 32
 KEY_DIGITS = 32  # of a key, in the name of what is kept
 UNFINISHED_SECONDS = 3600  # nobody writes at one thing for so long
 
@@ -126,9 +129,17 @@ def new_folder(beside: Path) -> Path:
     return folder
 
 
-def prune(like: Path, most: int, key_in: Callable[[Path], bytes] | None = None) -> None:
-    """Leave `most` of all things with this one's suffix: the ones used longest ago go, and what processes
-    that were killed have left unfinished.
+def key_at_start(path: Path) -> bytes:
+    """Return the key with which a file of ours begins."""
+    with path.open("rb") as file:
+        return file.read(KEY_BYTES)
+
+
+def prune(
+    like: Path, most: int, key_in: Callable[[Path], bytes] | None = None, most_bytes: float = math.inf
+) -> None:
+    """Leave `most` of all things with this one's suffix, and of files so many bytes together: the ones used
+    longest ago go, and what processes that were killed have left unfinished.
 
     Only what has a name of ours is counted and removed: the folder may be one that the user shares with
     other programs.
@@ -151,10 +162,18 @@ def prune(like: Path, most: int, key_in: Callable[[Path], bytes] | None = None) 
         except FileNotFoundError:  # another process prunes, too
             return 0.0
 
+    def size(path: Path) -> int:
+        try:
+            return path.stat().st_size
+        except FileNotFoundError:
+            return 0
+
     used = sorted(filter(is_ours, like.parent.glob(f"*{like.suffix}")), key=last_use, reverse=True)
     long_ago = time.time() - UNFINISHED_SECONDS
     unfinished = (path for path in like.parent.glob(f"{UNFINISHED}*") if UNFINISHED_NAME.fullmatch(path.name))
     left = [path for path in unfinished if last_use(path) < long_ago]
+    sizes = itertools.accumulate(map(size, used[:most]))
+    most = sum(total <= most_bytes for total in sizes)
     for path in used[most:] + left:
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)

@@ -119,12 +119,6 @@ def _read(path: Path, key: bytes, arrays: tuple[Any, ...], result: Any) -> Progr
         return None
 
 
-def _key_in(path: Path) -> bytes:
-    """Return the key that a file says it was made for."""
-    with path.open("rb") as file:
-        return HEAD.unpack(file.read(HEAD.size))[0]
-
-
 def _devices_of(arrays: tuple[Any, ...]) -> list[jax.Device] | None:
     """Return the devices of the mesh, in its order, or the one device. JAX would take all there are."""
     shardings = [x.sharding for x in jax.tree.leaves(arrays) if getattr(x, "sharding", None) is not None]
@@ -149,7 +143,7 @@ def _compile(
         payload, *_ = serialize_executable.serialize(program.call)
         body = SIZES.pack(program.temporary_bytes, program.result_bytes) + payload
         disk_cache.write_file(path, HEAD.pack(key, hashlib.sha256(body).digest()) + body)
-        disk_cache.prune(path, MOST_PROGRAMS, _key_in)
+        disk_cache.prune(path, MOST_PROGRAMS, disk_cache.key_at_start)
     except Exception as error:  # a disk that is full, a kind of program that cannot be written down
         logging.warning("the program cannot be kept in %s: %s", path, error)
     return program

@@ -24,7 +24,8 @@ from jaxpaged.text.conversations import read_items
 
 router = APIRouter(route_class=JsonRoute)
 
-GIVEN_UP = {"code": "server_error", "message": "the answer was given up before its end"}
+GIVEN_UP = "the answer was given up before its end"
+UNCONSTRAINED = "the answer could not be constrained any further"
 LOGPROBS = "message.output_text.logprobs"
 # What may be asked to be included: all but the first is of tools and inputs that are not there.
 INCLUDABLE = (
@@ -190,7 +191,7 @@ class ResponseWriter:
         return self._response(status, self._items.output) | {
             "completed_at": int(time.time()) if is_whole else None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-            "error": GIVEN_UP if status == "failed" else None,
+            "error": _error(choice) if status == "failed" else None,
             "usage": {
                 "input_tokens": usage["prompt_tokens"],
                 "input_tokens_details": {
@@ -249,6 +250,12 @@ class ResponseWriter:
 def _status(choice: Choice) -> str:
     """Return a response's status. What the engine has given up, as for new weights, is failed."""
     return {"stop": "completed", "length": "incomplete"}.get(choice.finish_reason or "", "failed")
+
+
+def _error(choice: Choice) -> dict[str, str]:
+    """Return why a response has failed, in OpenAI's form."""
+    message = UNCONSTRAINED if choice.finish_reason == "error" else GIVEN_UP
+    return {"code": "server_error", "message": message}
 
 
 def _item_status(choice: Choice) -> str:
