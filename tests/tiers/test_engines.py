@@ -387,6 +387,32 @@ def test_rows_run_while_blocks_come_and_nobody_waits_longer_than_for_computing(c
     assert gate.num_begun == 2 if comes else gate.num_begun <= 1  # what is late is not copied any more
 
 
+def test_new_weights_take_no_block_of_old_ones_that_is_on_its_way(monkeypatch):
+    """The prompt waits for its blocks when the weights change; a row decodes beside it."""
+    driver, [first, *others] = tiered(), tiny.prompts([70, *[100] * 6, 20], seed=15)
+    for prompt in (first, *others[:-1]):
+        ask(driver, prompt)
+    gate = Gate(monkeypatch)
+    running, waiting = tiny.numbered([tiny.request(driver, 1, p, SCORED) for p in (others[-1], first)])
+    driver.add(running)
+    driver.turn(max_steps=1)
+    driver.add(waiting)
+    deltas = [delta for _ in range(4) for delta in driver.turn(max_steps=1)]
+    assert driver.is_fetching
+    other = {name: array[::-1].copy() for name, array in tiny.weights().items() if "_proj" in name}
+    deltas += driver.update_weights(driver.read_names(list(other.items())))
+    gate.may_pass.set()
+    while driver.has_work:
+        deltas += driver.turn()
+    its = [(d.token_ids, d.scores) for d in deltas if d.request_id == waiting.request_id and d.token_ids]
+    assert driver.reset_prefix_cache()
+    answer, num_hits, fetched = ask(driver, first, SCORED)
+    assert (num_hits, fetched) == (0, {})
+    assert whole(its) == whole(answer)
+    tiny.assert_nothing_is_held(driver)
+    driver.close_tiers()
+
+
 @pytest.mark.slow
 def test_nothing_that_moves_blocks_copies_the_cache_and_the_loop_knows_nothing_of_it(monkeypatch):
     """The programs between two runs need memory for a piece, and none that grows with the cache."""
