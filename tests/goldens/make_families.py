@@ -39,6 +39,7 @@ LONG_ROPE = {
     "partial_rotary_factor": 0.75,
 }
 WINDOW = {"sliding_window": 12}
+OWN_SIZES = ("gpt2", "bloom", "mpt", "gpt_neo", "gptj", "gpt_bigcode")
 GPT2 = {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 128}
 VARIANTS: dict[str, dict[str, Any]] = {
     "llama": {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}},
@@ -263,8 +264,235 @@ VARIANTS |= {
 }
 BESIDE = {"enable_moe_block": True, "num_experts": 5, "top_k_experts": 2, "moe_intermediate_size": 12}
 VARIANTS["gemma4_experts"] = VARIANTS["gemma4_large"] | BESIDE
+SLIDING_LAST = {**WINDOW, "num_hidden_layers": 3}
+SLIDING_LAST["layer_types"] = ["full_attention", "sliding_attention", "sliding_attention"]
+BY_KIND = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5},
+    "full_attention": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 32,
+    },
+}
+SIGMOIDS = {**EXPERTS, "num_experts": 5, "num_shared_experts": 2, "num_hidden_layers": 3}
+GPT = {"n_embd": 24, "n_head": 3, "n_layer": 2, "n_positions": 128, "n_inner": 40}
+NEWER: dict[str, dict[str, Any]] = {
+    "ministral3": {
+        **TINY,
+        **WINDOW,
+        "head_dim": 8,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 16,  # queries grow from the position 16 on
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 0.5,
+            "llama_4_scaling_beta": 0.5,
+        },
+    },
+    "granite_swa": {**TINY, **FACTORS, **SLIDING_LAST, "layer_rope_theta": [0, 500.0, 10000.0]},
+    "granitemoe_swa": {
+        **TINY,
+        **FACTORS,
+        **SLIDING_LAST,
+        "num_local_experts": 4,
+        "shared_intermediate_size": 12,
+        "attention_bias": True,
+    },
+    "granitemoehybrid": {
+        **TINY,
+        **FACTORS,
+        "num_local_experts": 0,
+        "shared_intermediate_size": 20,
+        "layer_types": ["full_attention"] * 2,
+        "position_embedding_type": "rope",
+        "mamba_n_heads": 4,
+    },
+    "granitemoehybrid_experts": {
+        **TINY,
+        **FACTORS,
+        "num_local_experts": 4,
+        "shared_intermediate_size": 12,
+        "layer_types": ["full_attention"] * 2,
+        "mamba_n_heads": 4,
+    },
+    "exaone": {**TINY, "head_dim": 8, "rope_parameters": LLAMA3_ROPE},
+    "exaone_moe": {
+        **TINY,
+        **EXPERTS,
+        **SLIDING_LAST,
+        "num_experts": 8,
+        "num_shared_experts": 2,
+        "n_group": 4,
+        "topk_group": 2,
+        "mlp_layer_types": ["sparse", "dense", "sparse"],
+        "routed_scaling_factor": 1.5,
+    },
+    "solar_open": {
+        **TINY,
+        **(ROUTED | {"num_hidden_layers": 2, "first_k_dense_replace": 0}),
+        "head_dim": 8,
+        "attention_bias": True,
+    },
+    "hy_v3": {**TINY, **SIGMOIDS, "head_dim": 8, "router_scaling_factor": 1.5, "attention_bias": True},
+    "hunyuan_v1_moe": {
+        **TINY,
+        "head_dim": 8,
+        "intermediate_size": 12,
+        "num_experts": 5,
+        "moe_topk": 2,
+        "attention_bias": True,
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 50.0, "factor": 1.0},
+    },
+    "ernie4_5_moe": {
+        **TINY,
+        "use_bias": False,
+        "moe_num_experts": 5,
+        "moe_k": 2,
+        "moe_intermediate_size": 8,
+        "moe_num_shared_experts": 2,
+        "moe_layer_start_index": 1,
+        "moe_layer_interval": 2,
+        "num_hidden_layers": 4,
+    },
+    "afmoe": {
+        **TINY,
+        **SIGMOIDS,
+        **WINDOW,
+        "head_dim": 8,
+        "num_dense_layers": 1,
+        "global_attn_every_n_layers": 2,
+        "route_scale": 1.5,
+        "mup_enabled": True,
+    },
+    # Two and three query heads of a KV head; RoPE of half a head where a window is.
+    "laguna": {
+        **TINY,
+        **EXPERTS,
+        **SLIDING_LAST,
+        "num_experts": 5,
+        "head_dim": 8,
+        "num_attention_heads_per_layer": [4, 6, 2],
+        "moe_routed_scaling_factor": 1.5,
+        "moe_router_logit_softcapping": 0.7,
+        "shared_expert_intermediate_size": 12,
+        "rope_parameters": BY_KIND,
+    },
+    "laguna_elements": {
+        **TINY,
+        **EXPERTS,
+        **SLIDING_LAST,
+        "num_experts": 5,
+        "head_dim": 8,
+        "gating": "per-element",
+        "num_attention_heads_per_layer": [6, 2, 4],
+        "mlp_layer_types": ["sparse", "dense", "sparse"],
+        "attention_bias": True,
+        "shared_expert_intermediate_size": 12,
+    },
+    # Keys of 12 coordinates, values of 8; 4 KV heads where a window is, else 2.
+    "mimo_v2_flash": {
+        **TINY,
+        **(ROUTED | {"n_shared_experts": None, "first_k_dense_replace": None}),
+        **SLIDING_LAST,
+        "num_attention_heads": 8,
+        "head_dim": 12,
+        "v_head_dim": 8,
+        "attention_bias": True,
+        "attention_value_scale": 0.6,
+        "rope_parameters": {
+            "sliding_attention": {
+                "rope_type": "default",
+                "rope_theta": 100.0,
+                "partial_rotary_factor": 0.334,
+            },
+            "full_attention": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.334},
+        },
+    },
+    "cohere2_moe": {
+        **TINY,
+        **SLIDING_LAST,
+        "head_dim": 8,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "logit_scale": 0.25,
+        "intermediate_size": 12,
+        "prefix_dense_intermediate_size": 20,
+        "num_experts": 5,
+        "num_shared_experts": 2,
+        "expert_selection_fn": "sigmoid",
+    },
+    "cohere2_moe_rms": {
+        **TINY,
+        "head_dim": 8,
+        "num_hidden_layers": 4,
+        **WINDOW,
+        "intermediate_size": 12,
+        "rms_norm_eps": 1e-4,
+        "num_experts": 5,
+        "expert_selection_fn": "sigmoid",
+        "norm_topk_prob": False,
+        "num_shared_experts": 1,
+        "shared_expert_combination_strategy": "sum",
+        "attention_bias": True,
+    },
+    "flex_olmo": {**TINY, "num_experts": 5, "num_experts_per_tok": 2, "attention_bias": True},
+    "olmo": {**TINY, "clip_qkv": 1.5},
+    "mellum": {
+        **TINY,
+        **EXPERTS,
+        **SLIDING_LAST,
+        "head_dim": 8,
+        "num_experts": 5,
+        "mlp_layer_types": ["sparse", "dense", "sparse"],
+        "rope_parameters": {kind: {**rope, "partial_rotary_factor": 1.0} for kind, rope in BY_KIND.items()},
+    },
+    "flint": {
+        **TINY,
+        **EXPERTS,
+        **SLIDING_LAST,
+        "head_dim": 8,
+        "num_experts": 5,
+        "mlp_only_layers": [1],
+        "shared_expert_intermediate_size": 12,
+        "attention_bias": True,
+    },
+    "kolibri1": {
+        **TINY,
+        **EXPERTS,
+        **SLIDING_LAST,
+        "head_dim": 8,
+        "num_experts": 5,
+        "norm_topk_prob": True,
+        "shared_expert_intermediate_size": 12,
+    },
+    "sarvam_moe": {**TINY, **ROUTED, "head_dim": 8, "attention_bias": True},
+    "hyperclovax": {**TINY, **FACTORS, "head_dim": 8},
+    "internlm3": {**TINY, "head_dim": 8, "attention_bias": True, "mlp_bias": True},
+    "iquestcoder": {**TINY, "head_dim": 8, "attention_bias": True},
+    "jais2": {**TINY, "head_dim": 8},
+    "nanochat": {**TINY, "head_dim": 8, "final_logit_softcapping": 5.0, "attention_bias": True},
+    "gpt_neo": {
+        "hidden_size": 24,
+        "num_heads": 3,
+        "num_layers": 2,
+        "attention_types": [[["global", "local"], 1]],
+        "window_size": 12,
+        "max_position_embeddings": 128,
+    },
+    "gptj": {**GPT, "rotary_dim": 4},
+    "gpt_bigcode": GPT,
+    "gpt_bigcode_heads": {**GPT, "multi_query": False},
+}
+VARIANTS |= NEWER
 MODEL_TYPES = {"falcon_grouped": "falcon", "falcon_alibi": "falcon", "gpt_neox_sequential": "gpt_neox"}
 MODEL_TYPES |= {"cohere_normed": "cohere", "stablelm_parallel": "stablelm"}
+MODEL_TYPES |= {"granitemoehybrid_experts": "granitemoehybrid", "laguna_elements": "laguna"}
+MODEL_TYPES |= {"cohere2_moe_rms": "cohere2_moe", "gpt_bigcode_heads": "gpt_bigcode"}
 MODEL_TYPES |= dict.fromkeys(("gemma4_large", "gemma4_experts"), "gemma4_text")
 # Models of text and images: what is inside, and as small a vision part as there may be.
 MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
@@ -315,6 +543,10 @@ WRAPPERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "position_embedding_size": 8,
         },
     ),
+    "cohere2_vision": (
+        {"model_type": "cohere2_moe", **NEWER["cohere2_moe"], "shared_expert_combination_strategy": "sum"},
+        {"model_type": "siglip_vision_model", **CLIP},
+    ),
     "llava": ({"model_type": "llama", **TEXT}, {"model_type": "clip_vision_model", **CLIP}),
     "internvl": (
         {"model_type": "qwen3", **TEXT},
@@ -335,10 +567,15 @@ WRAPPERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
 }
 UNTIED = ("mistral3", "internvl")
-SEEDS = {"mixtral": 100, "gemma3n_text": 104}  # where the answer would hang on a rounding
+SEEDS = {
+    "mixtral": 100,
+    "gemma3n_text": 104,
+    "granitemoehybrid": 100,
+}  # where the answer would hang on a rounding
 IMPLEMENTATIONS = {"falcon_alibi": "sdpa"}  # its eager attention adds the slopes twice
 # Those that came last, in their order: the seeds of the others stay what they were.
 ADDED = ("llama4_text", "llama4", "gemma3n_text", "gemma4_text", "gemma4_large", "gemma4", "gemma4_experts")
+ADDED += (*NEWER, "cohere2_vision")
 # Models of transformers 5.24 that need an image; their decoder does not.
 NEEDS_IMAGES = ("llama4",)
 NUM_TOKENS, EVERY = 40, 3
@@ -352,6 +589,45 @@ def main(names: list[str]) -> None:
             write(name, wrapped(name) if name in WRAPPERS else made(name, VARIANTS[name]))
     if not names or "gemma3n" in names:
         wrap_gemma3n()
+    if not names or "mimo_v2" in names:
+        fuse_mimo()
+
+
+def fuse_mimo() -> None:
+    """Write MiMo V2 Flash's model as MiMo V2.5 has it: transformers has no such type."""
+    inside, folder = HERE / "mimo_v2_flash", HERE / "mimo_v2"
+    folder.mkdir(exist_ok=True)
+    said = json.loads((inside / "config.json").read_text())
+    ropes, heads = said.pop("rope_parameters"), said["num_key_value_heads"]
+    sliding = [int(kind == "sliding_attention") for kind in said.pop("layer_types")]
+    said |= {
+        "model_type": "mimo_v2",
+        "architectures": ["MiMoV2ForCausalLM"],
+        "attention_projection_layout": "fused_qkv",
+        "hybrid_layer_pattern": sliding,
+        "moe_layer_freq": [int(kind == "sparse") for kind in said.pop("mlp_layer_types")],
+        "layernorm_epsilon": said.pop("rms_norm_eps"),
+        "swa_num_attention_heads": said["num_attention_heads"],
+        "swa_num_key_value_heads": 2 * heads,
+        "swa_head_dim": said["head_dim"],
+        "swa_v_head_dim": said["v_head_dim"],
+        "sliding_window": said["sliding_window"] - 1,
+        "sliding_window_size": said["sliding_window"] - 1,
+        "rope_theta": ropes["full_attention"]["rope_theta"],
+        "swa_rope_theta": ropes["sliding_attention"]["rope_theta"],
+        "partial_rotary_factor": ropes["full_attention"]["partial_rotary_factor"],
+        "add_swa_attention_sink_bias": True,
+        "add_full_attention_sink_bias": False,
+    }
+    (folder / "config.json").write_text(json.dumps(said, indent=2))
+    tensors = load_file(inside / "model.safetensors")
+    for key in [key for key in tensors if ".q_proj." in key]:
+        names = [key.replace("q_proj", f"{x}_proj") for x in "qkv"]
+        parts = [tensors.pop(name).unflatten(0, (heads, -1)) for name in names]
+        tensors[key.replace("q_proj", "qkv_proj")] = torch.cat(parts, dim=1).flatten(0, 1).contiguous()
+    tensors["visual.patch_embed.weight"] = torch.zeros(1)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "golden.json").write_text((inside / "golden.json").read_text())
 
 
 def wrap_gemma3n() -> None:
@@ -369,7 +645,7 @@ def wrap_gemma3n() -> None:
 
 def made(name: str, variant: dict[str, Any]) -> torch.nn.Module:
     model_type = MODEL_TYPES.get(name, name)
-    sizes = {} if model_type in ("gpt2", "bloom", "mpt") else SIZES
+    sizes = {} if model_type in OWN_SIZES else SIZES
     few = {"vocab_size": SIZES["vocab_size"], "initializer_range": 0.25, "eos_token_id": 2}
     config = AutoConfig.for_model(model_type, **few | sizes | variant)
     attention = IMPLEMENTATIONS.get(name, "eager")
@@ -411,6 +687,9 @@ def write(name: str, model: torch.nn.Module) -> None:
         decoder = model.language_model if name in NEEDS_IMAGES else model
         logits = decoder(token_ids, use_cache=False).logits[0]
         answer, smallest_gap = greedy(decoder, token_ids)
+        if name == "cohere2_vision":  # transformers' wrapper forgets what its text model multiplies by
+            scale = model.config.text_config.logit_scale
+            logits, smallest_gap = logits * scale, smallest_gap * scale
     folder = HERE / name
     model.half().save_pretrained(folder)
     if name == "qwen3_vl_moe":
