@@ -159,8 +159,7 @@ class ModelConfig:
     v_norm: bool = False  # per head, without weights
     value_scale: float = 1.0
     v_head_dim: int | None = None  # coordinates of values, if fewer than keys have: the rest are zeros
-    # Gate of what attention gives, by the layer's normed input: a number per head, or per coordinate.
-    output_gate: Literal["head", "element"] | None = None
+    output_gate: Literal["head", "element"] | None = None  # of attention's output, by the layer's input
     gate_activation: Literal["sigmoid", "softplus"] = "sigmoid"
     qkv_clip: float | None = None
     attention_scale: float | None = None  # None: 1 / sqrt(head_dim)
@@ -263,10 +262,9 @@ class ModelConfig:
                 check(f"model config: a layer's {name}", its, rule, most % its == 0)
         if kind.num_q_heads is not None:
             rule = f"a multiple of {self.num_kv_heads}, the KV heads, and at most {self.num_q_heads}"
-            its = checked_int(
-                "model config: a layer's num_q_heads", kind.num_q_heads, rule, 1, self.num_q_heads
-            )
-            check("model config: a layer's num_q_heads", its, rule, its % self.num_kv_heads == 0)
+            name = "model config: a layer's num_q_heads"
+            its = checked_int(name, kind.num_q_heads, rule, 1, self.num_q_heads)
+            check(name, its, rule, its % self.num_kv_heads == 0)
         if kind.rope is None:
             return
         checked_number("model config: rope_theta", kind.rope.theta, "a number > 0", 0, above=True)

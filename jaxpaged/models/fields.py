@@ -95,11 +95,12 @@ class Fields:
         return self._said.get(name, default)
 
     def alias(self, **names: str) -> None:
-        """Read fields by the names that older files have for them: `new="old"`."""
+        """Read fields by the names that older files have for them: `new="old"`. They go before a default."""
         for name, old in names.items():
             self._read.add(old)
-            if old in self._said:
-                self._said.setdefault(name, self._said[old])
+            is_said = old in self._given or (old in self._said and name not in self._said)
+            if is_said and name not in self._given:
+                self._said[name] = self._said[old]
 
     def is_null(self, name: str) -> bool:
         """Return whether the file says null where leaving the field out would mean something else."""
