@@ -18,7 +18,7 @@ from jaxpaged.checks import InputError, check, checked_bool, checked_choice
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine import gpu_flags, machine
 from jaxpaged.engine.adapters import Adapters
-from jaxpaged.engine.driver_calls import CALL_CLASSES
+from jaxpaged.engine.device import CALL_CLASSES
 from jaxpaged.engine.engine import Engine
 from jaxpaged.engine.setup import resolve_dtype
 from jaxpaged.handover.blocks import Blocks

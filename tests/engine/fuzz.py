@@ -50,7 +50,7 @@ def _quantised(**options: Any) -> Driver:
 def _with_tiers() -> Driver:
     """Create an engine with room for 30 blocks in host memory, which fetches whatever it can."""
     driver = tiny.driver(**SWAP, kv_offloading_size=30 * 2048 / 2**30)
-    driver.rule = Always()
+    driver.offloading.rule = Always()
     return driver
 
 
@@ -189,7 +189,7 @@ def random_ask(rng: random.Random, seeds: Sequence[int], *, has_grammars: bool =
 
 
 class Dice:
-    """Random limits of a run, in place of `engine.pace.Pace`."""
+    """Random limits of a run, in place of `engine.run_length.RunLengthController`."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
@@ -256,11 +256,11 @@ class Fuzz:
         if rng.random() < 0.5:
             assert driver.reset_prefix_cache()
             self._adopt(rng)
-        pace, driver.pace = driver.pace, Dice(rng)  # type: ignore[assignment]
+        pace, driver.run_length = driver.run_length, Dice(rng)  # type: ignore[assignment]
         try:
             asked, deltas = self._work(rng, numbers)
         finally:
-            driver.pace = pace
+            driver.run_length = pace
         counts = [0, 0]
         for number, requests, its in zip(numbers, asked, wanted, strict=True):
             for request, want in zip(requests, its, strict=True):
@@ -310,8 +310,8 @@ class Fuzz:
             return
         ask = rng.choice(self._asks)
         if self._exported is not None and self._exported.num_blocks:
-            self.driver.adopt_blocks(self._exported)
-        self._exported = self.driver.export_blocks(np.array(ask.prompt, np.int32), ask.salt)
+            self.driver.exchange.adopt_blocks(self._exported)
+        self._exported = self.driver.exchange.export_blocks(np.array(ask.prompt, np.int32), ask.salt)
 
     def _some_of(self, rng: random.Random, asked: Sequence[list[Request]]) -> list[Request]:
         """Choose one request, or all of a prompt: a beam search ends whole."""

@@ -13,6 +13,8 @@ from jax.sharding import Mesh
 
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine.request import Request
+from jaxpaged.engine.request_queue import Queued
+from jaxpaged.engine.services.service import Service
 from jaxpaged.handover import programs
 from jaxpaged.kv_events.messages import Event
 from jaxpaged.kv_events.publisher import Publisher
@@ -26,7 +28,7 @@ MOST_CHANGES = 1024  # in one report
 type Listener = Callable[[int, Sequence[Event]], None]  # is told a replica's number, and its events
 
 
-class Events:
+class Events(Service):
     """Events of all replicas of an engine, for its thread. Raises `InputError` where they cannot be sent.
 
     look: lets the devices of all processes look once more. Of several processes only the first one tells.
@@ -60,9 +62,11 @@ class Events:
         if self._tells:  # nothing is there yet
             self._take(jax.device_get(self._unread.popleft()))
 
-    def note(self, request: Request) -> None:
-        """Note what a request's number for its salt stands for, before it runs."""
+    def takes_for_row(self, together: Sequence[Queued]) -> bool:
+        """Note what the number for a request's salt stands for, before it runs. Take none."""
+        request = together[0].request
         self.name_salt(request.salt, label_of(request))
+        return False
 
     def name_salt(self, number: int, label: Label) -> None:
         """Note what a number for a salt stands for."""
@@ -76,8 +80,8 @@ class Events:
         if self._tells:
             self._unread.append(changes)
 
-    def read(self) -> None:
-        """Read the report that is unread for longest, and tell what it says.
+    def after_report(self) -> None:
+        """Read the report of changes that is unread for longest, and tell what it says.
 
         What did not fit is reported from the newest state if no other report is under way.
         """
@@ -91,9 +95,9 @@ class Events:
         """Tell now what has changed up to this state."""
         self.look(state)
         while self._unread:
-            self.read()
+            self.after_report()
 
-    def forget(self, state: EngineState) -> None:
+    def forget_all(self, state: EngineState) -> None:
         """Tell that nothing is cached any more: of this state, that is so."""
         for rank, tree in enumerate(self.trees):
             self._tell(rank, tree.forget())
