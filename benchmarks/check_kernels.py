@@ -22,8 +22,8 @@ import numpy as np
 from absl import app, flags
 
 from benchmarks import device, record
-from jaxpaged.verify.cases import tiles
-from jaxpaged.verify.cases.decode import DecodeCase, case
+from jaxpaged.research.verify.cases import tiles
+from jaxpaged.research.verify.cases.decode import DecodeCase, case
 from pallas_kernels import ops
 from pallas_kernels.gpu.decode import attention as paged_attention
 from tests.kernels import checks

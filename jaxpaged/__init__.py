@@ -4,9 +4,9 @@
 importing the package does not import jax.
 """
 
-import importlib
 from typing import TYPE_CHECKING, Any
 
+from jaxpaged import compat
 from jaxpaged.api.arg_utils import AsyncEngineArgs, EngineArgs
 from jaxpaged.checks import InputError
 from jaxpaged.config import EngineConfig
@@ -17,10 +17,10 @@ from jaxpaged.structured_outputs import StructuredOutputsParams
 
 if TYPE_CHECKING:
     from jaxpaged.api.async_llm import AsyncLLM
+    from jaxpaged.api.async_llm import AsyncLLM as AsyncLLMEngine
     from jaxpaged.api.llm import LLM
     from jaxpaged.api.llm_engine import LLMEngine
     from jaxpaged.api.outputs import BeamSearchOutput, BeamSearchSequence, CompletionOutput, RequestOutput
-    from jaxpaged.engine.async_llm_engine import AsyncLLMEngine
     from jaxpaged.handover.blocks import Blocks
     from jaxpaged.pooling.outputs import (
         ClassificationRequestOutput,
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         ScoringRequestOutput,
     )
 
+compat.install()
 __version__ = "0.1.0"
 __all__ = [
     "LLM",
@@ -67,7 +68,7 @@ _HOME = {
     "BeamSearchOutput": "jaxpaged.api.outputs",
     "BeamSearchSequence": "jaxpaged.api.outputs",
     "AsyncLLM": "jaxpaged.api.async_llm",
-    "AsyncLLMEngine": "jaxpaged.engine.async_llm_engine",
+    "AsyncLLMEngine": "jaxpaged.api.async_llm:AsyncLLM",
     "LLMEngine": "jaxpaged.api.llm_engine",
     "Blocks": "jaxpaged.handover.blocks",
     "CompletionOutput": "jaxpaged.api.outputs",
@@ -84,4 +85,4 @@ _HOME = {
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOME[name]), name)
+    return compat.look_up(_HOME[name], name)

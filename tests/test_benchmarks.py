@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import pytest
 
 from benchmarks import check_kernels, device, paper, record
-from jaxpaged.verify.cases.decode import case
+from jaxpaged.research.verify.cases.decode import case
 from pallas_kernels import layouts, ops
 from tests.kernels import checks
 from tests.lab.tracing import conversations, write

@@ -15,7 +15,9 @@ from jaxpaged.sampling_state import LogitRules, RowOptions, SamplingState, neutr
 
 ROOT = Path(__file__).parents[1]
 VOCAB_SIZE = 40
-MORE = {f"jaxpaged/{name}.py" for name in ("contracts/samplers", "serve/responses", "integrations/tunix")}
+MORE = {
+    f"jaxpaged/{name}.py" for name in ("contracts/samplers", "serve/responses", "research/integrations/tunix")
+}
 
 
 def files_that_name(option):

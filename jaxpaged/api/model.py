@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from jaxpaged.api import tokens
 from jaxpaged.api.arg_utils import EngineArgs
@@ -22,7 +22,6 @@ from jaxpaged.engine.device import CALL_CLASSES
 from jaxpaged.engine.engine import Engine
 from jaxpaged.engine.setup import resolve_dtype
 from jaxpaged.handover.blocks import Blocks
-from jaxpaged.learn.learner import Learner
 from jaxpaged.lora import LoRARequest
 from jaxpaged.models import loading
 from jaxpaged.parallel.processes import join
@@ -34,6 +33,9 @@ from jaxpaged.text import templates
 from jaxpaged.text.conversations import Message
 from jaxpaged.vllm_names import options as vllm_options
 from pallas_kernels import native
+
+if TYPE_CHECKING:
+    from jaxpaged.research.learn.learner import Learner
 
 
 class LoadedModel(RolloutMethods, PoolingMethods):
@@ -121,12 +123,14 @@ class LoadedModel(RolloutMethods, PoolingMethods):
         """Return what `generate` and `chat` take where no parameters are given: a copy, to be changed."""
         return self._default_params.clone()
 
-    def learner(self) -> Learner:
+    def learner(self) -> "Learner":
         """Return what computes log-probabilities with this engine's bits, and their gradients.
 
         It holds no weights: give it `weights`, or others of that form. Raises `InputError` for a model
         without gradients: quantised, or on several devices.
         """
+        from jaxpaged.research.learn.learner import Learner
+
         return Learner(self.config, *self._described)
 
     def add_lora(self, lora_request: LoRARequest) -> bool:

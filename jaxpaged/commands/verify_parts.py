@@ -18,7 +18,7 @@ def add_layout(kinds: Commands) -> None:
 
 def verify_layout(args: argparse.Namespace) -> int:
     """Print the report; the exit code is 0 if something was verified and no rule is broken."""
-    from jaxpaged.verify import layouts as verifier
+    from jaxpaged.research.verify import layouts as verifier
     from pallas_kernels import layouts
 
     try:
@@ -52,7 +52,7 @@ def add_policy(kinds: Commands) -> None:
 
 def verify_policy(args: argparse.Namespace) -> int:
     """Print the report; the exit code is 0 if blocks were hit and evicted, and all were the right ones."""
-    from jaxpaged.verify import frameworks, policies
+    from jaxpaged.research.verify import frameworks, policies
 
     for name in ("traces", "requests"):
         checked_int(name, getattr(args, name), "an int from 4 to 10000", 4, 10_000)

@@ -129,7 +129,7 @@ class Engine:
         self._worker.abort([handle.request_id for handle in handles])
 
     def snapshot(self) -> Snapshot:
-        """Return the state after the run under way, or of a stopped engine: see `jaxpaged.replay.report`."""
+        """Return the state after the run under way, or of a stopped engine: see `research.replay.report`."""
         self.refuse_here("ask for a snapshot")
         return self._worker.ask(Driver.snapshot)
 

@@ -178,7 +178,7 @@ class Worker:
                 run_began = next_began
                 self._deliver_all(deltas)
         except BaseException as error:
-            logging.exception("the engine stops; jaxpaged.replay.report(engine, path) still writes its state")
+            logging.exception("the engine stops; research.replay.report(engine, path) still writes its state")
             dead = EngineDeadError(f"the engine stopped by {type(error).__name__}: {error}")
             dead.__cause__ = error
             self.stop(dead)

@@ -21,10 +21,10 @@ from jaxpaged import (
 )
 from jaxpaged.api import llm_engine
 from jaxpaged.api.arg_utils import DEFAULT_MODEL, OF_LLM, AsyncEngineArgs
+from jaxpaged.api.argument_parser import FlexibleArgumentParser
 from jaxpaged.api.model import engine_config
 from jaxpaged.engine.handle import EngineDeadError
 from jaxpaged.models import loading
-from jaxpaged.utils.argparse_utils import FlexibleArgumentParser
 from tests import tiny, tiny_lora
 from tests.tiny_gguf import write_gguf
 

@@ -10,7 +10,7 @@ from jaxpaged import InputError, SamplingParams
 from jaxpaged.engine.handle import EngineDeadError
 from jaxpaged.engine.recording import Recorder
 from jaxpaged.engine.request import Delta, FinishReason, Request
-from jaxpaged.lab import traces
+from jaxpaged.research.lab import traces
 from tests import tiny
 from tests.tiny_gguf import write_gguf
 
@@ -98,7 +98,7 @@ def test_an_engine_records_what_it_hits(tmp_path):
     trace = traces.read(str(file))
     np.testing.assert_array_equal(trace.input_lens, [len(prompt) for prompt in prompts])
     np.testing.assert_array_equal(trace.output_lens, [len(each.outputs[0].token_ids) for each in outputs])
-    from jaxpaged.lab import sweep
+    from jaxpaged.research.lab import sweep
 
     size = tiny.DEFAULTS["block_size"]
     [result] = sweep.sweep(trace, [sweep.Combination("lru", size, None)], warmup=0)

@@ -18,6 +18,7 @@ from jaxpaged.memory.grouping import Grouping
 from jaxpaged.memory.invariants import check_invariants, free_block_ids
 from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.memory.policies import LRU, Policy
+from jaxpaged.research.verify.generations import FREE_PROFILES
 from jaxpaged.sampling_state import token_bits
 from jaxpaged.status import Status
 from jaxpaged.step import admission, automata, scheduler
@@ -35,7 +36,6 @@ from jaxpaged.step.state import (
     place_requests,
 )
 from jaxpaged.step.step import step
-from jaxpaged.verify.generations import FREE_PROFILES
 from reference import engine_state as reference
 from reference import speculation
 from reference.engine import Engine
