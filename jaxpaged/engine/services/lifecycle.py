@@ -128,5 +128,5 @@ class Lifecycle:
         self._device.restore([name for name in MEMORY if name in what and name not in resident])
 
     def _without_cache(self) -> list[Delta]:
-        """Stand down, if there is a cache to lose."""
+        """Give all rows back, as `stand_down` does, if there is a cache to lose."""
         return self.stand_down() if KV_CACHE in self._device.resident else []

@@ -95,13 +95,13 @@ class Service:
         """Make each call to the device once, without an effect, so that all is compiled."""
 
     def before_fill(self, *, is_idle: bool) -> None:
-        """Act before rows are filled; if the engine is idle, it may wait for a little."""
+        """Do what must be done before rows are filled; if the engine is idle, it may wait for a little."""
 
     def before_run(self) -> None:
-        """Act when rows are filled, before the next run is dispatched."""
+        """Do what must be done when rows are filled, before the next run is dispatched."""
 
     def after_report(self) -> None:
-        """Act when a run's report has been read, or when nobody ran in it and it is left unread."""
+        """Do what follows a run's report, when it was read; or when nobody ran, and it is left unread."""
 
     def on_deltas(self, deltas: Sequence[Delta]) -> list[Delta]:
         """Take note of deltas before they are delivered, and return them, perhaps with more in them."""
