@@ -9,7 +9,7 @@ import pytest
 
 from jaxpaged.checks import InputError
 from jaxpaged.config import EngineConfig
-from jaxpaged.engine import driver as driver_module
+from jaxpaged.engine import row_filler
 from jaxpaged.engine.driver import Driver
 from jaxpaged.engine.setup import Setup
 from jaxpaged.sampling_params import SamplingParams
@@ -84,7 +84,7 @@ def test_a_long_prompt_is_computed_while_others_decode():
 
 
 def test_prompts_are_written_in_chunks(monkeypatch):
-    monkeypatch.setattr(driver_module, "SUBMIT_TOKENS", 16)
+    monkeypatch.setattr(row_filler, "SUBMIT_TOKENS", 16)
     driver = tiny.driver()
     prompts = tiny.prompts([100, 3, 16, 60])
     answers = tiny.generate(driver, prompts, tiny.greedy(5))
