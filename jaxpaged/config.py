@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 from jaxpaged.checks import INT32_MAX, check, checked_bool, checked_int
+from jaxpaged.compat import names_of
 from jaxpaged.config_rules import check_processes, check_together
 from jaxpaged.kv_events.options import KVEvents, kv_events
 from jaxpaged.options import (
@@ -425,3 +426,8 @@ class EngineConfig:
 
 
 _CHECKS = checks_of(EngineConfig)
+
+
+# Names that vLLM has here, and modules below: `compat` has both.
+__path__: list[str] = []
+__getattr__ = names_of("config")

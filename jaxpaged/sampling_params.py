@@ -20,6 +20,7 @@ from jaxpaged.checks import (
     is_int,
     shown,
 )
+from jaxpaged.compat import names_of
 from jaxpaged.options import checks_of, choice, number, option, optional, whole
 from jaxpaged.structured_outputs import StructuredOutputsParams, structured_outputs
 from jaxpaged.vllm_names.judge import BEAM_NAMES, SAMPLING_NAMES, Names, without_neutral
@@ -421,3 +422,7 @@ _CHECKS = checks_of(SamplingParams)
 FROM_MODEL = tuple(
     field.name for field in dataclasses.fields(SamplingParams) if field.metadata.get("from_model")
 )
+
+
+# Names that vLLM has here.
+__getattr__ = names_of("sampling_params")

@@ -7,6 +7,7 @@ import re
 import sys
 import tomllib
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ KV_EVENTS_OPTIONS = "jaxpaged/kv_events/options.py"
 GROUND = {
     "jaxpaged/arithmetic.py",
     "jaxpaged/checks.py",
+    "jaxpaged/compat.py",
     "jaxpaged/config.py",
     "jaxpaged/inputs.py",
     KV_EVENTS_OPTIONS,
@@ -85,6 +87,7 @@ ALLOWED = {
     "jaxpaged/config_rules.py": {"jaxpaged/checks.py", "jaxpaged/speculation.py"},
     "jaxpaged/config.py": {
         "jaxpaged/checks.py",
+        "jaxpaged/compat.py",
         "jaxpaged/config_rules.py",
         KV_EVENTS_OPTIONS,
         "jaxpaged/options.py",
@@ -96,6 +99,7 @@ ALLOWED = {
     "jaxpaged/speculation.py": {"jaxpaged/checks.py"},
     "jaxpaged/sampling_params.py": {
         "jaxpaged/checks.py",
+        "jaxpaged/compat.py",
         "jaxpaged/options.py",
         "jaxpaged/sampling_lists.py",
         "jaxpaged/structured_outputs.py",
@@ -105,7 +109,7 @@ ALLOWED = {
     "jaxpaged/structured_outputs.py": {"jaxpaged/checks.py"},
     "jaxpaged/vllm_names": {"jaxpaged/checks.py"},
     "jaxpaged/lora": {"jaxpaged/checks.py"},
-    "jaxpaged/inputs.py": {"jaxpaged/checks.py"},
+    "jaxpaged/inputs.py": {"jaxpaged/checks.py", "jaxpaged/compat.py"},
     "jaxpaged/untrusted.py": {"jaxpaged/checks.py"},
     "jaxpaged/text": {"jaxpaged/checks.py", "jaxpaged/text/limits.py"},
     "jaxpaged/grammar": {"jaxpaged/disk_cache.py", "jaxpaged/text", *GROUND},
@@ -140,8 +144,8 @@ ALLOWED = {
     "jaxpaged/research/__init__.py": set(),
     "jaxpaged/research/learn": LEARN,
     "jaxpaged/api": API,
-    "jaxpaged/compat.py": set(),
-    "jaxpaged/__init__.py": {"jaxpaged/compat.py", *API},
+    "jaxpaged/compat.py": {"jaxpaged/vllm_names"},
+    "jaxpaged/__init__.py": API,
     "jaxpaged/research/replay": {"jaxpaged/__init__.py", *API},
     "jaxpaged/batch/line_files.py": {"jaxpaged/checks.py"},
     "jaxpaged/serve": {"jaxpaged/__init__.py", "jaxpaged/batch/line_files.py", *API},
@@ -187,6 +191,12 @@ PACKAGES = ("jaxpaged", "pallas_kernels", "reference")
 OURS = ("jaxpaged", "pallas_kernels", "reference", "benchmarks", "tests")
 
 
+@functools.cache
+def parsed(file: Path) -> ast.Module:
+    """Return a file's tree, which all tests share and none changes."""
+    return ast.parse(file.read_text())
+
+
 def files(part: str) -> list[Path]:
     """Return the files of a part, without those that are a part of their own."""
     path = ROOT / part
@@ -195,19 +205,10 @@ def files(part: str) -> list[Path]:
     return [file for file in sorted(path.rglob("*.py")) if str(file.relative_to(ROOT)) not in ALLOWED]
 
 
-@functools.cache
-def tree_of(file: Path) -> ast.Module:
-    """Return a file's syntax, which no test may change."""
-    return ast.parse(file.read_text())
-
-
 def imported_modules(file: Path, *, for_types: bool = True) -> set[str]:
     """Return the dotted names of all modules that a file imports, in functions too."""
-    names, tree = set(), tree_of(file) if for_types else ast.parse(file.read_text())
-    for node in () if for_types else ast.walk(tree):
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-            node.body = [ast.Pass()]
-    for node in ast.walk(tree):
+    names = set()
+    for node in _nodes(parsed(file), for_types=for_types):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -217,6 +218,14 @@ def imported_modules(file: Path, *, for_types: bool = True) -> set[str]:
             module = ".".join([*above, *filter(None, [node.module])])
             names |= {f"{module}.{alias.name}" for alias in node.names}
     return names
+
+
+def _nodes(tree: ast.AST, *, for_types: bool) -> Iterator[ast.AST]:
+    """Yield all nodes of a tree; without `for_types` not those that only type checkers read."""
+    yield tree
+    is_skipped = not for_types and isinstance(tree, ast.If) and ast.unparse(tree.test) == "TYPE_CHECKING"
+    for node in tree.orelse if is_skipped else ast.iter_child_nodes(tree):
+        yield from _nodes(node, for_types=for_types)
 
 
 def module_name(file: Path) -> str:
@@ -308,7 +317,7 @@ def test_layouts_are_known_by_name_to_their_registry_alone():
     for file in [*files("jaxpaged"), *files("pallas_kernels")]:
         constants = {
             node.value
-            for node in ast.walk(tree_of(file))
+            for node in ast.walk(parsed(file))
             if isinstance(node, ast.Constant) and isinstance(node.value, str)
         }
         # The cases of kernels that take two arrays are in either order.
@@ -344,7 +353,7 @@ def test_the_compiled_part_has_no_thread_and_no_clock():
 
 def test_jit_and_donation_are_only_in_the_loop():
     for file in sorted((ROOT / "jaxpaged").rglob("*.py")):
-        uses = {node.attr for node in ast.walk(tree_of(file)) if isinstance(node, ast.Attribute)} & {
+        uses = {node.attr for node in ast.walk(parsed(file)) if isinstance(node, ast.Attribute)} & {
             "jit",
             "pmap",
         }
@@ -388,7 +397,7 @@ def subclasses() -> dict[str, set[str]]:
     for file in [*(ROOT / "jaxpaged").rglob("*.py"), *files("pallas_kernels")]:
         if "oracles" in file.parts:  # a link to the reference
             continue
-        module, nodes = module_name(file), [*ast.walk(tree_of(file))]
+        module, nodes = module_name(file), [*ast.walk(parsed(file))]
         classes = [node for node in nodes if isinstance(node, ast.ClassDef)]
         names = {node.name: f"{module}.{node.name}" for node in classes}
         for node in nodes:
@@ -415,7 +424,7 @@ def test_no_class_inherits_from_one_that_has_no_second_subclass():
 def test_the_device_alone_assigns_its_state():
     """What changes state and parameters is in `jaxpaged/engine/device.py`."""
     for file in (ROOT / "jaxpaged/engine").rglob("*.py"):
-        for node in ast.walk(tree_of(file)):
+        for node in ast.walk(parsed(file)):
             is_assigned = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del)
             if is_assigned and node.attr in {"_state", "params", "kept_run"} and file.name != "device.py":
                 raise AssertionError(f"{file.relative_to(ROOT)}:{node.lineno} assigns {ast.unparse(node)}")
@@ -429,7 +438,7 @@ def test_tests_reach_into_few_private_names():
     """Own attributes do not count, and neither do names of the standard library and of JAX."""
     found = []
     for file in sorted((ROOT / "tests").rglob("*.py")):
-        for node in ast.walk(tree_of(file)):
+        for node in ast.walk(parsed(file)):
             if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.endswith("_"):
                 is_ours = ast.unparse(node.value) not in ("self", "cls", "sys", "os", "jax")
                 if is_ours and node.attr not in ("_replace", "_asdict", "_fields"):

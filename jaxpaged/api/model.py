@@ -4,9 +4,12 @@ import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
+from flax import nnx
+
 from jaxpaged.api import tokens
 from jaxpaged.api.arg_utils import EngineArgs
 from jaxpaged.api.draft import draft_of
+from jaxpaged.api.metrics_reader import Metric, read_metrics
 from jaxpaged.api.prompts import (
     Prompt,
     split_prompt,
@@ -71,6 +74,7 @@ class LoadedModel:
         **options: Any,
     ) -> None:
         self.config = engine_config(options)
+        self.model_name = str(model)
         runner = checked_choice("runner", runner or "auto", ("auto", "generate", "pooling"))
         checked_bool("skip_tokenizer_init", skip_tokenizer_init)
         source = checked_choice("generation_config", generation_config or "auto", ("auto", "vllm"))
@@ -125,6 +129,10 @@ class LoadedModel:
         """Return the model's tokenizer, one of transformers'. Raises `InputError` where there is none."""
         check("tokenizer", self.tokenizer, "there: the model has none", self.tokenizer is not None)
         return self.tokenizer
+
+    def get_metrics(self) -> list[Metric]:
+        """Return the engine's metrics as of now, by vLLM's names: gauges, counters and vectors."""
+        return read_metrics(self.engine, self.model_name)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return what `generate` and `chat` take where no parameters are given: a copy, to be changed."""

@@ -42,7 +42,7 @@ def kind_of[T](kinds: Sequence[T], each: Sequence[T], layer: Layer) -> Layer:
 
 
 def value_of(each: Sequence[int], layer: Layer) -> Layer:
-    """Return a layer's value of those of all layers."""
+    """Return a layer's entry of `each`, which has one for every layer; its number may be traced."""
     return each[layer] if isinstance(layer, int) else jnp.asarray(each, jnp.int32)[layer]
 
 

@@ -1,6 +1,7 @@
 """The compiled programs: above all the loop, which makes steps without asking the host.
 
-Only here, and in `step.program`, are functions jitted and arguments donated.
+What serves requests is jitted here and in `step.program`; `pooling.loop` does it for models that pool. The
+laboratory has loops of its own.
 """
 
 import functools

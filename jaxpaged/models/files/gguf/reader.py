@@ -93,7 +93,7 @@ def _parts(path: Path, number: int, count: int) -> tuple[Path, ...]:
 
 
 def _number(path: Path, reader: gguf.GGUFReader, name: str) -> int:
-    """Return a number that a header says of parts, 0 where it does not."""
+    """Return an integer of the header, such as the number of parts; 0 if the header has no such key."""
     found = reader.fields.get(name)
     value = 0 if found is None else _value(path, name, found)
     if not isinstance(value, int):
