@@ -147,7 +147,7 @@ def beside(model: Decoder, names: Names | None, setup: Setup) -> Adapters | None
     check("adapter_names", names, "those of the model's family, for enable_lora", names is not None)
     assert names is not None
     lora.make_room(model, names, config.max_loras, config.max_lora_rank)
-    more = names, config.max_lora_rank, model.dtype
+    rank, dtype = config.max_lora_rank, model.dtype
     if mesh is not None:
         nnx.update(model, repeated(mesh, nnx.state(model, AdapterParam)))
 
@@ -155,10 +155,10 @@ def beside(model: Decoder, names: Names | None, setup: Setup) -> Adapters | None
 
     def read(request: LoRARequest) -> Arrays:
         if not shards:
-            return lora.read(request, model_config, *more)
-        return _joined([lora.read(request, shard.whole, *more, shard) for shard in shards])
+            return lora.read(request, model_config, names, rank, dtype)
+        return _joined([lora.read(request, shard.whole, names, rank, dtype, shard) for shard in shards])
 
-    nothing = lora.nothing(model_config, *more)
+    nothing = lora.nothing(model_config, names, rank, dtype)
     return Adapters(read, config.max_cpu_loras, _joined([nothing] * len(shards)) if shards else nothing)
 
 

@@ -77,8 +77,12 @@ class Driver:
         draft: Draft | None = None,
     ) -> None:
         self.config, self._processes = config, processes
-        of_draft = () if draft is None else (draft.config, draft.cost)
-        self.setup = setup = Setup(config, model_config, *of_draft)
+        self.setup = setup = Setup(
+            config,
+            model_config,
+            draft=None if draft is None else draft.config,
+            draft_cost=None if draft is None else draft.cost,
+        )
         load_model, shapes = drafted.beside(draft, setup, load_model), shapes_beside(draft, setup, shapes)
         if processes is not None:  # before anything heavy
             processes.agree(setup.description())
