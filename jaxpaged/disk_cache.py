@@ -9,6 +9,8 @@ since it was imported, the sources do not describe what runs, and nothing is kep
 import contextlib
 import functools
 import hashlib
+import itertools
+import math
 import os
 import platform
 import re
@@ -116,9 +118,9 @@ def new_folder(beside: Path) -> Path:
     return Path(tempfile.mkdtemp(dir=beside.parent, prefix=UNFINISHED))
 
 
-def prune(like: Path, most: int) -> None:
-    """Leave `most` of all things with this one's suffix: the ones used longest ago go, and what processes
-    that were killed have left unfinished.
+def prune(like: Path, most: int, most_bytes: float = math.inf) -> None:
+    """Leave `most` of all things with this one's suffix, and of files so many bytes together: the ones used
+    longest ago go, and what processes that were killed have left unfinished.
     """
 
     def last_use(path: Path) -> float:
@@ -127,9 +129,17 @@ def prune(like: Path, most: int) -> None:
         except FileNotFoundError:  # another process prunes, too
             return 0.0
 
+    def size(path: Path) -> int:
+        try:
+            return path.stat().st_size
+        except FileNotFoundError:
+            return 0
+
     used = sorted(like.parent.glob(f"*{like.suffix}"), key=last_use, reverse=True)
     long_ago = time.time() - UNFINISHED_SECONDS
     left = [path for path in like.parent.glob(f"{UNFINISHED}*") if last_use(path) < long_ago]
+    sizes = itertools.accumulate(map(size, used[:most]))
+    most = sum(total <= most_bytes for total in sizes)
     for path in used[most:] + left:
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)

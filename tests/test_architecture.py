@@ -161,6 +161,7 @@ ALLOWED = {
     "jaxpaged/research/lab": {"jaxpaged/__init__.py", "jaxpaged/research/lab/loop.py", *API},
     "jaxpaged/research/bench": {"jaxpaged/__init__.py", "jaxpaged/research/lab", *API},
     "jaxpaged/research/verify": {"jaxpaged/research/lab/loop.py", *MEMORY},
+    "jaxpaged/research/ptx": {"jaxpaged/checks.py"},
     "jaxpaged/commands": {
         "jaxpaged/__init__.py",
         "jaxpaged/batch/answer_files.py",
@@ -168,6 +169,7 @@ ALLOWED = {
         "jaxpaged/serve",
         "jaxpaged/research/bench",
         "jaxpaged/research/verify",
+        "jaxpaged/research/ptx",
         "jaxpaged/research/lab",
         *API,
     },

@@ -138,7 +138,7 @@ def test_flags_are_taken_with_their_values_and_ours_are_left():
         (["-pp=2"], "^pipeline_parallel_size=2, an option of vLLM's .* must be None or 1; use tensor_paral"),
         (["--enable-fault-tolerance"], "^enable_fault_tolerance=True, .* must be None or False$"),
         (["--nnodes"], "^--nnodes must have a value$"),
-        (["--rope-scaling", '{"a": 1}'], "^rope_scaling={'a': 1}, .* with another config.json$"),
+        (["--disable-sliding-window"], "^disable_sliding_window=True, .* with another config.json$"),
     ):
         with pytest.raises(InputError, match=message):
             without_vllms(argv, is_ours)

@@ -27,6 +27,8 @@ OF_LLM: dict[str, tuple[Any, Any]] = {
     "runner": (str, "auto"),
     "pooler_config": (Any, None),
     "hf_overrides": (Any, None),
+    "rope_scaling": (Any, None),
+    "rope_theta": (float | None, None),
 }
 # vLLM's for engines of asyncio that a server makes: what they log.
 OF_ASYNC: dict[str, tuple[Any, Any]] = {

@@ -25,9 +25,9 @@ from jaxpaged.engine.engine import Engine
 from jaxpaged.engine.setup import resolve_dtype
 from jaxpaged.handover.blocks import Blocks
 from jaxpaged.lora import LoRARequest
-from jaxpaged.models import loading
+from jaxpaged.models import loading, overrides
 from jaxpaged.parallel.processes import join
-from jaxpaged.pooling.head import is_for_pooling
+from jaxpaged.pooling.head import OF_HEAD, is_for_pooling
 from jaxpaged.pooling.head import read as read_head
 from jaxpaged.pooling.llm import Pooling
 from jaxpaged.sampling_params import SamplingParams
@@ -50,10 +50,11 @@ class LoadedModel:
     `record_trace`: a file for a trace of the requests, without any text, for `jaxpaged lab` (see
     `engine.recording`). `runner`: "generate", "pooling" for vectors, classes and scores in place of answers,
     or "auto": what the model's files are made for; `pooler_config` and `hf_overrides` say how, where the
-    files do not (see `jaxpaged.pooling.head`). `options`: the fields of `EngineConfig`, and those of vLLM's
-    options that change nothing. With `num_processes`, every process makes the same: process 0 has the model
-    to ask, the others work for it and raise `SystemExit` when it ends. Raises `InputError`, a `ValueError`,
-    for a user's mistake.
+    files do not (see `jaxpaged.pooling.head`). `hf_overrides`, `rope_scaling` and `rope_theta` stand in place
+    of fields of the model's config.json, as in vLLM (see `jaxpaged.models.overrides`). `options`: the fields
+    of `EngineConfig`, and those of vLLM's options that change nothing. With `num_processes`, every process
+    makes the same: process 0 has the model to ask, the others work for it and raise `SystemExit` when it
+    ends. Raises `InputError`, a `ValueError`, for a user's mistake.
     """
 
     pooling: Pooling | None = None  # of a model that pools; None: it answers
@@ -71,6 +72,8 @@ class LoadedModel:
         runner: str | None = "auto",
         pooler_config: Any = None,
         hf_overrides: Mapping[str, Any] | None = None,
+        rope_scaling: Mapping[str, Any] | None = None,
+        rope_theta: float | None = None,
         **options: Any,
     ) -> None:
         self.config = engine_config(options)
@@ -85,13 +88,15 @@ class LoadedModel:
         if c.distributed_init is not None:
             processes = join(c.distributed_init, c.num_processes, c.process_id, CALL_CLASSES)
         native.prepare(resolve_dtype(c))
-        checkpoint = loading.open_checkpoint(model, revision=revision, tokenizer=tokenizer)
+        said = overrides.gathered(hf_overrides, rope_scaling, rope_theta)
+        of_head = {name: said.pop(name) for name in OF_HEAD if name in said}
+        checkpoint = loading.open_checkpoint(model, revision=revision, tokenizer=tokenizer, overrides=said)
         if runner == "pooling" or (runner == "auto" and is_for_pooling(checkpoint.path)):
             machine.keep_on_disk(c.keep_programs)
             self.tokenizer = checkpoint.tokenizer
-            self.pooling = Pooling(c, checkpoint, read_head(checkpoint, pooler_config, hf_overrides))
+            self.pooling = Pooling(c, checkpoint, read_head(checkpoint, pooler_config, of_head))
             return
-        for name, value in (("pooler_config", pooler_config), ("hf_overrides", hf_overrides)):
+        for name, value in {"pooler_config": pooler_config, **of_head}.items():
             check(name, value, "None unless runner is 'pooling'", not value)
         try:
             self._default_params = SamplingParams(**checkpoint.sampling_defaults if source == "auto" else {})

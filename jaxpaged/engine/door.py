@@ -234,10 +234,17 @@ class Door:
         """
         if params.structured_outputs is None:
             return None
+        return self.checked_grammars(params).get(params.structured_outputs).for_one()
+
+    def checked_grammars(self, params: SamplingParams) -> Grammars:
+        """Return the grammars of an engine that has them. Raises `InputError`."""
+        asked, eos = params.structured_outputs, self.model_config.eos_token_ids
         rule = "None without structured_outputs_mib, the device's memory for them, and a tokenizer"
-        check("structured_outputs", params.structured_outputs, rule, self.grammars is not None)
+        check("structured_outputs", asked, rule, self.grammars is not None)
+        rule = "None for a model without an end-of-sequence token, which a complete answer ends with"
+        check("structured_outputs", asked, rule, bool(eos))
         assert self.grammars is not None
-        return self.grammars.get(params.structured_outputs).for_one()
+        return self.grammars
 
     def _opens(self, params: SamplingParams) -> int | None:
         asked = params.structured_outputs

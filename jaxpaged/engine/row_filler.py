@@ -117,9 +117,7 @@ class RowFiller:
     def abort(self, entries: Sequence[HostRow]) -> None:
         """Let the device end the requests of rows."""
         if entries:
-            ids = np.zeros(len(self._rows), np.int32)  # 0: no request
-            ids[: len(entries)] = [entry.device_request_id for entry in entries]
-            self._device.abort(ids)
+            self._device.abort(self._rows.device_ids_of(entries))
 
     @property
     def _num_held_rows(self) -> int:

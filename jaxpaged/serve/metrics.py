@@ -83,7 +83,7 @@ class Metrics:
             (*LABELS, "finished_reason"),
             registry=self.registry,
         )
-        for reason in ("stop", "length", "abort"):
+        for reason in ("stop", "length", "abort", "error"):
             self._success.labels(*self._labels, reason)
         self.ttft = self._histogram("time_to_first_token_seconds", "From a request to its token.", TTFT_S)
         self.itl = self._histogram(
@@ -155,7 +155,7 @@ class Metrics:
         """Count an answer that has ended, and with the first of a prompt's answers the prompt."""
         self._success.labels(*self._labels, answer.finish_reason).inc()
         its = times.answers.get((prompt, answer.index))
-        if its is None or answer.finish_reason == "abort":
+        if its is None or answer.finish_reason in ("abort", "error"):
             return
         began = None if output.metrics is None else output.metrics.first_scheduled_time
         began = its.first if began is None else min(began, its.first)

@@ -154,10 +154,13 @@ class ResponseWriter:
 
     def _ended(self, choice: Choice) -> dict[str, Any]:
         status, usage = _status(choice), self._run.usage()
-        is_whole = status == "completed"
+        is_whole, failed = status == "completed", choice.finish_reason == "error"
+        status = "failed" if failed else status
+        error = {"code": "server_error", "message": "the answer could not be constrained any further"}
         return self._response(status, self._items.output) | {
             "completed_at": int(time.time()) if is_whole else None,
-            "incomplete_details": None if is_whole else {"reason": "max_output_tokens"},
+            "error": error if failed else None,
+            "incomplete_details": None if is_whole or failed else {"reason": "max_output_tokens"},
             "usage": {
                 "input_tokens": usage["prompt_tokens"],
                 "input_tokens_details": {"cached_tokens": self._run.num_cached_tokens},

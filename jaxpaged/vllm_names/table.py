@@ -140,7 +140,7 @@ ENGINE: dict[str, Verdict] = {
     **_only(
         "another description of the model than its config.json",
         "hf_config_path model_class_overrides override_attention_dtype override_neuron_config "
-        "rope_scaling rope_theta disable_sliding_window",
+        "disable_sliding_window",
         use="a copy of the model's directory with another config.json",
     ),
     **_only("weights from another place than the model", "model_weights", use="model"),

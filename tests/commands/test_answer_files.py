@@ -202,6 +202,8 @@ def test_sizes_of_an_engine_change_no_digest():
     sized = EngineConfig(max_num_seqs=3, num_blocks=77, loop="host", process_id=0)
     drafting = EngineConfig(speculative_config={"method": "ngram", "num_speculative_tokens": 3})
     assert model_of(sized, {}) == model_of(drafting, {}) == model_of(EngineConfig(), {})
+    scaled = {"rope_scaling": {"type": "linear", "factor": 4.0}, "rope_theta": 77.0}
+    assert scaled.items() <= model_of(sized, scaled).items()
     assert model_of(EngineConfig(quantization="int8"), {}) != model_of(EngineConfig(), {})
 
 

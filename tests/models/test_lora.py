@@ -10,7 +10,7 @@ from safetensors.numpy import save_file
 
 from jaxpaged import LoRARequest
 from jaxpaged.checks import InputError
-from jaxpaged.models import loading, lora, weights
+from jaxpaged.models import adapter_slots, loading, lora, weights
 from jaxpaged.models.families.llama import NAMES
 from jaxpaged.models.load_as import LoadAs
 from reference import model as reference_model
@@ -35,7 +35,7 @@ def test_a_model_with_an_adapter_is_the_one_that_peft_merges_it_into(name, uses_
     assert np.abs(before[:: stored["every"]] - stored["logits"]).max() > 100 * TOLERANCE
     lora.make_room(model, names, num_adapters=2, rank=9)
     request = LoRARequest(name, 1, GOLDENS / "lora" / name)
-    lora.put(model, lora.read(request, checkpoint.config, names, 9, FLOAT32), 1)
+    adapter_slots.put(model, lora.read(request, checkpoint.config, names, 9, FLOAT32), 1)
     assert_equal(paged_logits(model, stored["token_ids"], 4, 8, adapter=2), stored)
     np.testing.assert_array_equal(paged_logits(model, stored["token_ids"], 4, 8, adapter=0), before)
 
@@ -66,7 +66,7 @@ def test_an_adapter_is_found_by_the_names_of_modules_and_put_in_the_decoders_ord
     model, token_ids = checkpoint.model(LoadAs(FLOAT32)), list(range(20))
     lora.make_room(model, checkpoint.module_names, num_adapters=1, rank=2)
     request = LoRARequest("it", 1, tmp_path)
-    lora.put(model, lora.read(request, checkpoint.config, checkpoint.module_names, 2, FLOAT32), 0)
+    adapter_slots.put(model, lora.read(request, checkpoint.config, checkpoint.module_names, 2, FLOAT32), 0)
     by_role = weights.by_role(checkpoint.config, checkpoint.names, merged)
     want = reference_model.logits(checkpoint.config, by_role, token_ids)
     got = paged_logits(model, token_ids, 4, 8, adapter=1)

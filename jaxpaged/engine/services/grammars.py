@@ -70,9 +70,15 @@ class DeviceGrammars(Service):
         }
 
     def before_run(self) -> None:
-        """Write the next masks of rows that rest behind a token that was read, and of new rows."""
-        for lines in itertools.batched(self._rows.masks_due(self._first_word), MASK_LINES):
+        """Write the next masks of rows that rest behind a token that was read, and of new rows.
+
+        An answer whose grammar cannot be followed ends.
+        """
+        due, lost = self._rows.masks_due(self._first_word)
+        for lines in itertools.batched(due, MASK_LINES):
             self._write_masks(lines)
+        if lost:
+            self._device.abort(self._rows.device_ids_of(lost))
 
     def _first_word(self, request: Request) -> int:
         """Return the word of the arena at which a request's grammar begins, which has room there."""

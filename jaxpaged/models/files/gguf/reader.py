@@ -114,11 +114,17 @@ def _value(path: Path, name: str, found: gguf.ReaderField) -> Any:
 def _read(path: Path) -> gguf.GGUFReader:
     hf.refuse_pointer(path)
     try:
-        return _Reader(path)
+        reader = _Reader(path)
     except Exception as error:  # the reader has no error class of its own
         raise InputError(
             f"model={str(path)!r} must be a whole GGUF file: {type(error).__name__}: {error}"
         ) from error
+    if reader.endianess != gguf.GGUFEndian.LITTLE:
+        raise InputError(
+            f"model={str(path)!r} must be little-endian: its byte order is big-endian, for other machines; "
+            "gguf-convert-endian, a command of the gguf package, turns it"
+        )
+    return reader
 
 
 def field(reader: GgufFile, path: Path, name: str, default: Any = None) -> Any:
