@@ -48,10 +48,10 @@ class Events(Service):
         self.trees = [Tree(config.block_size, kinds) for _ in range(self._num_replicas)]
         self._mesh, self._listen, self._look_again = mesh, listen, look
         self._tells = config.process_id == 0
-        self._publishers, its = [], config.kv_events_config
+        self._publishers, options = [], config.kv_events_config
         try:
-            for rank in range(self._num_replicas if self._tells and its.publisher == "zmq" else 0):
-                self._publishers.append(Publisher(its, rank))
+            for rank in range(self._num_replicas if self._tells and options.publisher == "zmq" else 0):
+                self._publishers.append(Publisher(options, rank))
         except ValueError:
             self.close()
             raise
@@ -122,11 +122,17 @@ class Events(Service):
             changes = jax.tree.map(lambda x: x[None], changes)
         is_whole = True
         for rank, tree in enumerate(self.trees):
-            its = jax.tree.map(lambda x, rank=rank: np.asarray(x)[rank], changes)
-            count = min(int(its.num_changed), len(its.slot))
-            is_whole &= count == its.num_changed
-            arrays = its.slot, its.generation, its.is_there, its.parent, its.token_ids
-            self._tell(rank, tree.apply(*(array[:count] for array in arrays)))
+            of_rank = jax.tree.map(lambda x, rank=rank: np.asarray(x)[rank], changes)
+            count = min(int(of_rank.num_changed), len(of_rank.slot))
+            is_whole &= count == of_rank.num_changed
+            events = tree.apply(
+                of_rank.slot[:count],
+                of_rank.generation[:count],
+                of_rank.is_there[:count],
+                of_rank.parent[:count],
+                of_rank.token_ids[:count],
+            )
+            self._tell(rank, events)
         return is_whole
 
     def _tell(self, rank: int, events: Sequence[Event]) -> None:

@@ -146,11 +146,11 @@ class Fetches:
         fetch.present = present
         count = self._size // num_groups
         for first in range(num_here, end, count):
-            its = range(first, min(first + count, end))
-            pairs = [(group, i) for i in its for group in range(num_groups) if present[group, i]]
+            numbers = range(first, min(first + count, end))
+            pairs = [(group, i) for i in numbers for group in range(num_groups) if present[group, i]]
             blocks = [_of_group(found[i - num_here], group) for group, i in pairs]
             places = staging.places_of(state, pairs, self._size)
-            fetch.waiting.append(Piece(first, its.stop, places, blocks))
+            fetch.waiting.append(Piece(first, numbers.stop, places, blocks))
 
     def advance(self, rule: Rule) -> None:
         """Write what has come to the device, and let more come. Waits for nothing."""
@@ -176,9 +176,9 @@ class Fetches:
         """Forget the requests with these numbers, and return those that waited for blocks."""
         gone: list[Queued] = []
         for number, fetch in [*self._under_way.items()]:
-            its = [queued for queued in fetch.together if queued.request.request_id in request_ids]
-            fetch.together = [queued for queued in fetch.together if queued not in its]
-            gone += its
+            given_up = [queued for queued in fetch.together if queued.request.request_id in request_ids]
+            fetch.together = [queued for queued in fetch.together if queued not in given_up]
+            gone += given_up
             if not fetch.together:
                 self._drop(number)
         return gone
