@@ -19,6 +19,7 @@ from jaxpaged.options import (
     option,
     optional,
     ours_or_path,
+    store_of_blocks,
     text,
     whole,
     yes_or_no,
@@ -203,7 +204,7 @@ class EngineConfig:
     # "package.module:Name" a store of one's own.
     kv_offloading_backend: Any = option(
         "host",
-        ours_or_path(("host", "native"), "host, disk:DIR, or 'package.module:Name'"),
+        store_of_blocks,
         flag=text("stores of such blocks: host (default); with disk:DIR or module:Name one below it, too"),
     )
     kv_offloading_disk_size: float = option(

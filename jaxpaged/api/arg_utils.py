@@ -73,6 +73,14 @@ class EngineArgs(_Fields):
     change nothing here.
     """
 
+    if not TYPE_CHECKING:
+
+        def __init__(self, *args: Any, **options: Any) -> None:
+            known = {field.name for field in dataclasses.fields(_Fields)}
+            for name in options.keys() - known:
+                raise vllm_options.unknown_option(name, [*OF_LLM, *EngineConfig.__dataclass_fields__])
+            super().__init__(*args, **options)
+
     def options(self) -> dict[str, Any]:
         """Return what to call `LLM` with."""
         taken = {*OF_LLM, *EngineConfig.__dataclass_fields__, *vllm_options.defaults()} - OF_ASYNC.keys()

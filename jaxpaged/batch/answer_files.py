@@ -19,6 +19,7 @@ from jaxpaged.config import EngineConfig
 type Lines = Sequence[Mapping[str, Any]]
 
 DIGITS = 12  # of each digest
+BEGINS = b'{"index": '  # each line of answers
 # Parts of a digest, as messages name them.
 PARTS = ("another prompt", "other sampling options", "another model or other options of it")
 # Options of engines that decide sizes and speed, and not what is answered.
@@ -146,7 +147,7 @@ class AnswerFile:
                 self._spans.append((place, end - whole))
                 self.num_answers += 0 if "error" in said else self._num_answers[place]
                 whole = end
-        self.num_dropped = self._out.cut(whole)
+        self.num_dropped = self._out.cut(whole, end, [BEGINS])
 
     def _read(self, line: bytes, number: int) -> dict[str, Any]:
         try:

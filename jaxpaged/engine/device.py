@@ -5,6 +5,7 @@ process 0 makes in all processes; or, for what one process does alone, a step th
 """
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -15,7 +16,8 @@ from absl import logging
 from flax import nnx
 
 from jaxpaged.checks import check
-from jaxpaged.engine import machine, start, updates
+from jaxpaged.engine import drafted, machine, start, updates
+from jaxpaged.engine.drafted import Draft
 from jaxpaged.engine.setup import Setup
 from jaxpaged.engine.start import Run
 from jaxpaged.handover import exchange, staging
@@ -83,12 +85,13 @@ class Device:
         load_model: Callable[[LoadAs], Decoder],
         names: Names | None = None,
         kept_run: Run | None = None,
+        draft: Draft | None = None,
     ) -> None:
         self.setup, self.mesh = setup, setup.mesh
         self.num_blocks = num_blocks
         self.step_config = setup.step_config(num_blocks)
         self.names = names  # of the model's weights; None: unknown, and no update can name them
-        self._load_model = load_model
+        self._load_model, self._draft = load_model, draft
         self.graphdef, self.params = nnx.split(model)
         self._state = start.create_state(setup, model, num_blocks)
         self.kept_run = kept_run  # the compiled loop; None: `loop.run` compiles it when it is called
@@ -261,10 +264,27 @@ class Device:
         assert self.names is not None
         return updates.Update(self.setup, self.names, arrays)
 
-    def put_update(self, update: updates.Update) -> None:
+    def with_draft(self) -> nnx.State:
+        """Return the parameters with the weights of the model that drafts, which sleep may have taken."""
+        if self._draft is None:
+            return self.params
+        if self.asleep is not None:
+            return updates.with_draft(self.params, lambda: self._awake()[updates.DRAFT])
+        return updates.with_draft(self.params, functools.partial(drafted.weights, self._draft, self.setup))
+
+    def _awake(self) -> nnx.State:
+        """Return the weights that sleep has put into the host's memory, on the device."""
+        shapes = updates.without_adapters(self.params)
+        return jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), self.asleep, shapes)
+
+    def put_update(self, update: updates.Update, params: nnx.State | None = None) -> None:
         """Put in an update that is checked. Should memory not suffice, the weights are away, as after
         `sleep(2)`: none of an answer comes of a half of them.
+
+        params: what to put it into; None: the present parameters.
         """
+        if params is not None:
+            self.params = params
         params = jax.tree.map(lambda array: array, self.params)
         shapes = jax.tree.map(updates.shape_of, updates.own_weights(self.params))
         self.params = updates.with_weights(self.params, shapes)
@@ -308,8 +328,7 @@ class Device:
         """Take memory again. Weights that were kept nowhere are read from the model's files."""
         if WEIGHTS in memory:
             if self.asleep is not None:
-                shapes = updates.without_adapters(self.params)
-                weights = jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), self.asleep, shapes)
+                weights = self._awake()
             else:
                 weights = updates.without_adapters(nnx.state(start.load(self.setup, self._load_model)))
                 self.weight_version += 1

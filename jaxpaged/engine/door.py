@@ -22,6 +22,7 @@ from jaxpaged.checks import (
     shown,
 )
 from jaxpaged.config import EngineConfig
+from jaxpaged.contracts.block_stores import MOST_KEPT_SECONDS
 from jaxpaged.engine.adapters import Adapter, Adapters
 from jaxpaged.engine.arena import Grammar
 from jaxpaged.engine.candidates import check_told
@@ -185,7 +186,8 @@ class Door:
         if kv_cache_ttl is not None:
             kept = kv_cache_ttl if self.config.kv_offloading_size is None else None
             check("kv_cache_ttl", kept, "None without kv_offloading_size", kept is None)
-            kv_cache_ttl = checked_number("kv_cache_ttl", kv_cache_ttl, "a number >= 0", 0, float("inf"))
+            rule = f"a number from 0 to {MOST_KEPT_SECONDS}, in seconds"
+            kv_cache_ttl = checked_number("kv_cache_ttl", kv_cache_ttl, rule, 0, MOST_KEPT_SECONDS)
         adapter = self._adapter(lora_request)
         eos = () if params.ignore_eos or trace is not None else self.model_config.eos_token_ids
         edits = self._edits(params)

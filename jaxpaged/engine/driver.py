@@ -102,7 +102,9 @@ class Driver:
             max_len = capacity.served_len(setup, size)
         logging.info("cache: %s", size)
         self.cache_size = size
-        self.device = Device(setup, model, size.num_blocks, load_model, adapter_names, kept_run)
+        self.device = Device(
+            setup, model, size.num_blocks, load_model, names=adapter_names, kept_run=kept_run, draft=draft
+        )
         del model  # the device has its arrays
         self.step_config = self.device.step_config
         self.door = Door(config, setup.model_config, max_len, size, self.step_config, adapters=adapters)

@@ -154,7 +154,7 @@ class _Store:
     def _write(self, path: Path, content: bytes) -> None:
         try:
             disk_cache.write_file(path, content)
-            disk_cache.prune(path, MAX_FILES, MAX_BYTES)
+            disk_cache.prune(path, MAX_FILES, disk_cache.key_at_start, MAX_BYTES)
         except OSError as problem:
             logging.warning("a grammar could not be kept in %s: %s", path, problem)
 

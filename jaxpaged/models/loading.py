@@ -12,6 +12,7 @@ from jaxpaged.checks import InputError, check, is_int, shown
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.decoder import Decoder, abstract
 from jaxpaged.models.families import family_of, from_hf, names_of
+from jaxpaged.models.families.wrappers import taken_out
 from jaxpaged.models.files import hf, kept
 from jaxpaged.models.load_as import LoadAs
 from jaxpaged.models.names import Names
@@ -269,7 +270,7 @@ def _open_gguf(path: Path, overrides: Mapping[str, Any]) -> Checkpoint:
         path=path,
         config=config,
         names=names,
-        module_names=gguf_file.family(reader, path)[0].names(config),
+        module_names=taken_out(gguf_file.family(reader, path)[0].names(config)),
         tokenizer=tokenizer,
         files=reader.paths,
         load_weights=lambda: gguf_file.load_weights(reader, path),

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from absl import logging
 
 from jaxpaged.checks import InputError, check, checked_int, checked_number, shown
 from jaxpaged.lora import LoRARequest
@@ -47,6 +48,7 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
 }
 # Initialisations that also change the model's own weights.
 CHANGING_WEIGHTS = ("pissa", "olora", "corda", "loftq", "lora_ga")
+FRONT = "base_model.model."
 TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
 
 type Arrays = Mapping[
@@ -198,10 +200,18 @@ def _locations(config: ModelConfig, names: Names) -> Iterator[tuple[str, _Locati
 def _found(
     path: Path, config: ModelConfig, names: Names
 ) -> Iterator[tuple[_Location, tuple[str, dict[str, np.ndarray]]]]:
-    """Yield each module's location in the arrays, its name and its two matrices."""
+    """Yield each module's location in the arrays, its name and its two matrices.
+
+    Modules outside of the decoder, such as those of a vision tower, are left out, as the model's own are.
+    """
     tensors, locations = safetensors_files.load(path), dict(_locations(config, names))
     modules: dict[str, dict[str, np.ndarray]] = {}
+    unread = {name for name in tensors if names.is_spare(name.removeprefix(FRONT))}
+    if unread:
+        logging.warning("%s: %d tensors are left out: %s, ...", path, len(unread), min(unread))
     for name in tensors:
+        if name in unread:
+            continue
         match = TENSOR.fullmatch(name)
         module = match["module"] if match else name
         possible = (module, names.prefix + module, names.name_of(module))
@@ -213,7 +223,8 @@ def _found(
             )
         modules.setdefault(whole, {})[match["side"]] = tensors[name]
     if not modules:
-        raise InputError(f"{WEIGHTS} must have at least one tensor")
+        rest = " of the model's text part" if unread else ""
+        raise InputError(f"{WEIGHTS} must have at least one tensor{rest}")
     for module, sides in modules.items():
         if missing := {"A", "B"} - sides.keys():
             raise InputError(f"{module!r} lacks its lora_{min(missing)}")

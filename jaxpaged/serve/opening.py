@@ -9,7 +9,8 @@ from starlette.requests import Request
 
 from jaxpaged.serve.replies import ApiError, unless_gone
 
-MOST_CONSTRAINTS = 64  # of one client that wait to be compiled
+# Constraints of one client that wait to be compiled: an eighth of the queue, but so many in any case.
+LEAST_CONSTRAINTS = 64
 
 
 @dataclasses.dataclass
@@ -26,16 +27,20 @@ class Opening:
 
 
 class Openings:
-    """All of them. For one event loop."""
+    """All of them. For one event loop.
 
-    def __init__(self) -> None:
+    max_queue: answers that may wait.
+    """
+
+    def __init__(self, max_queue: int) -> None:
+        self._most_constraints = max(LEAST_CONSTRAINTS, max_queue // 8)
         self._all: dict[asyncio.Future[Any], Opening] = {}
 
     def check(self, client: Hashable) -> None:
         """Raise `ApiError` for a client of whom too many constraints wait to be compiled."""
         its = sum(each.compiles and each.client == client for each in self._all.values())
-        if its >= MOST_CONSTRAINTS:
-            message = f"{its} constraints of yours wait to be compiled, must be less than {MOST_CONSTRAINTS}"
+        if its >= (most := self._most_constraints):
+            message = f"{its} constraints of yours wait to be compiled, must be less than {most}"
             raise ApiError(429, message, headers={"retry-after": "1"})
 
     async def wait(

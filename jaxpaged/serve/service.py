@@ -54,7 +54,7 @@ class Service:
         self.open_runs: set[Run] = set()
         self.is_stopping = asyncio.Event()
         self.num_open = 0  # answers that have been asked for and have not ended
-        self._openings = Openings()
+        self._openings = Openings(options.max_queue)
         self._numbers = itertools.count(1)
 
     def check_model(self, name: str | None) -> str:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from safetensors.numpy import save_file
 
 from jaxpaged.checks import InputError
 from jaxpaged.models import decoder, experts, families, layers, loading, weights
@@ -197,6 +198,31 @@ def test_a_text_part_is_the_model_that_it_would_be_alone():
     assert config.tie_word_embeddings
     config = from_hf({"model_type": "llava", "text_config": {"model_type": "llama", "vocab_size": 32064}})
     assert (config.hidden_size, config.num_layers, config.tie_word_embeddings) == (4096, 32, False)
+
+
+@pytest.mark.parametrize("front", ["model.language_model.", "language_model.model.", "language_model."])
+@pytest.mark.parametrize("name", ["gemma3_text", "qwen3", "qwen2_5_vl"])
+def test_weights_with_a_wrappers_names_are_read_under_the_text_parts_config_too(name, front, tmp_path):
+    """Text parts are taken out of wrappers with their names; a head may have the prefix or not."""
+    directory = loading.open_checkpoint(GOLDENS / "families" / name)
+    want = weights.by_role(directory.config, directory.names, directory.load_weights())
+    found = {directory.names.name_of(key): np.asarray(x) for key, x in directory.load_weights().items()}
+    found = {key: x for key, x in found.items() if not directory.names.is_spare(key)}
+    (tmp_path / "config.json").write_text(json.dumps(hf(name)))
+    for head in ("lm_head.", "language_model.lm_head."):
+        renamed = {
+            key.replace("model.", front, 1).replace("lm_head.", head, 1): x for key, x in found.items()
+        }
+        save_file(renamed, tmp_path / "model.safetensors")
+        again = loading.open_checkpoint(tmp_path)
+        got = weights.by_role(again.config, again.names, again.load_weights())
+        assert got.keys() == want.keys()
+        for role, values in want.items():
+            np.testing.assert_array_equal(got[role], values)
+    save_file(renamed | {f"{front}x": np.ones(2, np.float32)}, tmp_path / "model.safetensors")
+    again = loading.open_checkpoint(tmp_path)
+    with pytest.raises(InputError, match="weight 'model.x' is none that the model config asks for"):
+        weights.by_role(again.config, again.names, again.load_weights())
 
 
 @pytest.mark.parametrize(

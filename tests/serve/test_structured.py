@@ -287,14 +287,15 @@ def test_costly_constraints_of_some_clients_hold_no_other(llm, served):
     soon(lambda: not jobs())
 
 
-def test_a_client_has_so_many_constraints_that_wait(served, monkeypatch):
-    monkeypatch.setattr(opening, "MOST_CONSTRAINTS", 1)
-    waits = tiny.start(served.http.post, "/v1/completions", json=costly(9))
-    soon(lambda: served.service.num_open == 1)
-    reply = served.http.post("/v1/completions", json=costly(10))
-    assert (reply.status_code, "wait to be compiled" in reply.text) == (429, True)
-    served.loop.call_soon_threadsafe(served.service.give_up, ApiError(503, "the server stops"))
-    assert waits.result(30).status_code == 503
+def test_a_client_has_so_many_constraints_that_wait(llm, monkeypatch):
+    monkeypatch.setattr(opening, "LEAST_CONSTRAINTS", 1)
+    with serving(llm, max_queue=16, drain_seconds=0.1) as other:
+        waits = [tiny.start(other.http.post, "/v1/completions", json=costly(i)) for i in (9, 10)]
+        soon(lambda: other.service.num_open == 2)
+        reply = other.http.post("/v1/completions", json=costly(11))
+        assert (reply.status_code, "wait to be compiled" in reply.text) == (429, True)
+        other.stop()
+        assert [each.result(30).status_code for each in waits] == [503] * 2
 
 
 def test_an_answer_that_cannot_be_followed_any_further_ends_with_an_error(served):

@@ -92,16 +92,16 @@ class Lifecycle:
         if isinstance(weights, nnx.State):
             one_process = device.send_call is None
             check("num_processes", device.setup.config.num_processes, "1 for a pytree", one_process)
-            adopted = updates.adopted(device.params, weights)
+            adopted = updates.adopted(device.with_draft(), weights)
             deltas = self._without_cache()
             device.take(adopted)
         else:
             if device.asleep is not None or weights.missing:
                 device.require(WEIGHTS)
-            update = device.read_update(weights)
+            update, params = device.read_update(weights), device.with_draft()
             deltas = self._without_cache()
             if device.send_call is None:
-                device.put_update(update)
+                device.put_update(update, params)
             else:
                 device.put_weights({name: np.asarray(array) for name, array in weights.items()})
         device.weight_version = new_version

@@ -34,7 +34,7 @@ from jaxpaged.models.families.phi3 import PHI3
 from jaxpaged.models.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
 from jaxpaged.models.families.stablelm import STABLELM
 from jaxpaged.models.families.starcoder2 import STARCODER2
-from jaxpaged.models.families.wrappers import WRAPPERS, Wrapper
+from jaxpaged.models.families.wrappers import WRAPPERS, Wrapper, taken_out
 from jaxpaged.models.fields import Fields
 from jaxpaged.models.lengths import lengthened
 from jaxpaged.models.names import Names
@@ -140,7 +140,7 @@ def names_of(said: Mapping[str, Any], config: ModelConfig, quant_method: str | N
     """Return what files of a config call the weights of its description, in this quantised form if in one."""
     wrapper, family, _ = _found(said)
     names = family.quantised_names.get(quant_method or "") or family.names(config)
-    return names if wrapper is None else wrapper.names(names)
+    return taken_out(names) if wrapper is None else wrapper.names(names)
 
 
 def _found(said: Mapping[str, Any]) -> tuple[Wrapper | None, Family, Mapping[str, Any]]:

@@ -12,7 +12,7 @@ BANKS, BANK_BYTES, SECTOR_BYTES = 32, 4, 32
 
 @dataclasses.dataclass
 class Counts:
-    """What the warps of a launch did.
+    """Counts of what the warps of a launch did.
 
     Roles are warpgroups of a thread block. Barriers are in `instructions`; waits that poll depend on the
     schedule.

@@ -1,4 +1,4 @@
-"""What a program can do wrong on the machine of PTX."""
+"""The exception for what a program may not do on the machine of PTX."""
 
 
 class Fault(Exception):

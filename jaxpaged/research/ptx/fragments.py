@@ -1,4 +1,4 @@
-"""Which elements of a matrix a lane's registers hold, as PTX's document has it for mma and wgmma.
+"""Fragments: the elements of a matrix that a lane's registers hold, as PTX's document has it.
 
 A register of 32 bits holds 2 neighbours of 16 bits, or 4 of 8 bits, along k. A group is 4 lanes.
 """

@@ -16,7 +16,7 @@ NUM_KINDS = 5
 
 
 class Clocks:
-    """What each agent knows of each other."""
+    """Vector clocks: what each agent knows of each other."""
 
     def __init__(self, num_agents: int) -> None:
         self.known = np.eye(num_agents, dtype=np.int32)
@@ -43,7 +43,7 @@ class Clocks:
 
 
 class Shadow:
-    """Who wrote and who read each cell of a memory, and when; what is not ordered is reported.
+    """Record of who wrote and who read each cell of a memory, and when; what is not ordered is reported.
 
     A cell is so many bytes that every access takes whole cells. `first` is the number of the first agent that
     can reach this memory.
