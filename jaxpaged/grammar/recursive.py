@@ -33,19 +33,18 @@ def is_installed() -> bool:
     return importlib.util.find_spec("llguidance") is not None
 
 
-def lark_source(grammar: str) -> str:
-    """Return a grammar in Lark's or GBNF's notation as the source of a `Language`. Raises `GrammarError`."""
+def check_installed() -> None:
+    """Raise `GrammarError` if llguidance cannot be imported."""
     if not is_installed():
         raise GrammarError(f"{ITS_NAME} needs llguidance: pip install 'jaxpaged[structured]'")
-    from llguidance.gbnf_to_lark import any_to_lark
 
+
+def lark_source(grammar: str) -> str:
+    """Return a grammar in Lark's notation as the source of a `Language`. Raises `GrammarError`."""
+    check_installed()
     if "%llguidance" in grammar:
         raise GrammarError(f"{ITS_NAME} has %llguidance: its options must be ours")
-    try:
-        lark = any_to_lark(grammar)
-    except Exception as problem:  # the converter has its own errors, and Python's
-        raise _refused(str(problem)) from None
-    return lark.replace("%llguidance {}", "", 1) + EVERY_TOKEN
+    return grammar + EVERY_TOKEN
 
 
 class Language:

@@ -21,7 +21,7 @@ from typing import IO, Any
 from jaxpaged.grammar import files
 from jaxpaged.grammar.automaton import TokenAutomaton
 from jaxpaged.grammar.compile import Constraint
-from jaxpaged.grammar.nodes import GrammarError, Limits
+from jaxpaged.grammar.nodes import GrammarError, Limits, TooLargeError
 from jaxpaged.grammar.recursive import Language
 from jaxpaged.grammar.vocabulary import TokenBytes
 
@@ -126,7 +126,8 @@ def answers(source: IO[bytes], target: IO[bytes]) -> None:
 def _answer(fields: Mapping[str, Any], tokens: TokenBytes, limits: Limits) -> bytes:
     """Return the answer to one constraint: its source for llguidance, or an automaton.
 
-    A schema that llguidance refuses gets an automaton. Raises `GrammarError`.
+    A schema that llguidance refuses gets an automaton; what has too large tables goes to llguidance. Raises
+    `GrammarError`.
     """
     constraint = Constraint(fields, limits)
     if (source := constraint.source()) is not None:
@@ -136,7 +137,13 @@ def _answer(fields: Mapping[str, Any], tokens: TokenBytes, limits: Limits) -> by
         except GrammarError:
             if fields.get("grammar") is not None:
                 raise
-    return AUTOMATON + files.to_bytes(constraint.automaton(tokens))
+    try:
+        return AUTOMATON + files.to_bytes(constraint.automaton(tokens))
+    except TooLargeError:
+        if source is not None or (source := constraint.large_source()) is None:
+            raise
+    _in_small_stack(lambda: Language(source, tokens).matcher().allowed())
+    return SOURCE + source.encode()
 
 
 def _in_small_stack(read: Callable[[], Any]) -> None:
