@@ -191,7 +191,7 @@ class Constraint:
 
     @functools.cached_property
     def _exact(self) -> Node | None:
-        """All texts of a constraint; None where they are recursive. Raises `GrammarError` if there are none."""
+        """All its texts; None where they are recursive. Raises `GrammarError` if there is none."""
         fields = self.fields
         if (regex := fields.get("regex")) is not None:
             self._check_length("regex", regex)

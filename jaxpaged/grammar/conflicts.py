@@ -165,8 +165,8 @@ class _Follow:
 class _AtOnce:
     """Lexemes that may be possible at once.
 
-    A place is a leaf where it stands. Behind each stand rows: places that are possible at once, by one caller
-    of each rule. Places that have a text in common are gone through at once, and then the rows behind both are
+    A place is a leaf where it stands. Behind each stand rows: places possible at once, by one caller of each
+    rule. Places that have a text in common are gone through at once, and then the rows behind both are
     possible together.
     """
 

@@ -47,7 +47,7 @@ Part = Leaf | Call | Row | Choice | Loop
 
 @dataclass
 class Lexemes:
-    """Rules over lexemes: the start, the rules by their names, and the nodes of lexemes, none of them empty."""
+    """Rules over lexemes: the start, the rules by their names, and the nodes of lexemes, none empty."""
 
     start: Part
     named: dict[str, Part] = field(default_factory=dict)

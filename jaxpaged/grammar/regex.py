@@ -1,8 +1,8 @@
 """Parser of regular expressions: what ECMAScript, Python and Rust write alike, as nodes.
 
-`\\d` and `\\w` are ASCII's, as in ECMAScript. Readers differ in what white space is: `\\s` is ASCII's, which is
-white space for all, and `\\S` what is none for any. With `is_wide`, where texts are barred, it is the other way
-round. What no automaton follows, such as a look ahead or a reference back, is refused by its name.
+`\\d` and `\\w` are ASCII's, as in ECMAScript. Readers differ in what white space is: `\\s` is ASCII's, which
+is white space for all, and `\\S` what is none for any. With `is_wide`, where texts are barred, it is the
+other way round. What no automaton follows, such as a look ahead or a reference back, is refused by its name.
 """
 
 from jaxpaged.checks import shown
