@@ -23,7 +23,7 @@ BOUNDS: dict[str, Any] = {
     "max_lexer_states": 20_000,  # of about 2 kB
     "max_items_in_row": 400,
     "step_max_items": 10_000,
-    "step_lexer_fuel": 100_000,
+    "step_lexer_fuel": 1_000_000,  # at 14,000 a millisecond
 }
 ITS_NAME = "structured_outputs.grammar"
 
