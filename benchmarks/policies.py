@@ -2,7 +2,7 @@
 
     python -m benchmarks.policies [--traces chat,agents,trace.jsonl] [--cache_tokens 131072,...] [--out FILE]
 
-A JSON line for each trace and cache. `chat` and `agents` are made by `jaxpaged/lab/synthetic.py`, with
+A JSON line for each trace and cache. `chat` and `agents` are made by `jaxpaged.research.lab.synthetic`, with
 `--requests` and `--seed`; others are files, of which all requests are sent. The first half fills the cache
 and is not counted. `--served` policies also run in the engine's scheduler, on a file's or made trace's first
 `--serve` requests, in the modelled time of an H100.
@@ -11,11 +11,11 @@ and is not counted. `--served` policies also run in the engine's scheduler, on a
 from absl import app, flags
 
 from benchmarks import record
-from jaxpaged import lab
 from jaxpaged.config import EngineConfig
-from jaxpaged.lab import decoders
-from jaxpaged.lab.combination import Combination
-from jaxpaged.lab.serving import replay, roofline
+from jaxpaged.research import lab
+from jaxpaged.research.lab import decoders
+from jaxpaged.research.lab.combination import Combination
+from jaxpaged.research.lab.serving import replay, roofline
 
 _TRACES = flags.DEFINE_list("traces", ["chat", "agents"], "Made traces, or files.")
 _REQUESTS = flags.DEFINE_integer("requests", 6000, "Requests of a made trace.", lower_bound=1)

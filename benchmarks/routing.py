@@ -17,10 +17,10 @@ from absl import app, flags
 from benchmarks import record
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine import machine
-from jaxpaged.lab import decoders, traces
-from jaxpaged.lab.combination import Combination
-from jaxpaged.lab.serving import replay, roofline
-from jaxpaged.lab.traces import Trace
+from jaxpaged.research.lab import decoders, traces
+from jaxpaged.research.lab.combination import Combination
+from jaxpaged.research.lab.serving import replay, roofline
+from jaxpaged.research.lab.traces import Trace
 from jaxpaged.routing import Key, Router
 
 _TRACE = flags.DEFINE_string("trace", None, "As `jaxpaged lab` takes it.", required=True)

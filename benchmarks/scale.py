@@ -8,8 +8,8 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from jaxpaged.lab.serving import roofline
-from jaxpaged.lab.serving.roofline import USED, Roofline
+from jaxpaged.research.lab.serving import roofline
+from jaxpaged.research.lab.serving.roofline import USED, Roofline
 
 BYTES = 2  # of a number, in bfloat16
 

@@ -26,10 +26,10 @@ from typing import Any
 from absl import app, flags
 
 from benchmarks import record, servers, workloads
-from jaxpaged.bench import workloads as bench_workloads
 from jaxpaged.commands.bench import add_bench
 from jaxpaged.commands.parser import Parser
 from jaxpaged.models import loading
+from jaxpaged.research.bench import workloads as bench_workloads
 
 _CONCURRENCY = flags.DEFINE_list("concurrency", ["4", "16", "32"], "Clients, with commas between them.")
 _REQUESTS = flags.DEFINE_integer("requests", 64, "At each number of clients.", lower_bound=1)

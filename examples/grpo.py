@@ -19,10 +19,10 @@ import optax
 from safetensors.numpy import save_file
 
 from jaxpaged import LLM, SamplingParams
-from jaxpaged.learn.learner import padded
 from jaxpaged.models.families import from_hf
 from jaxpaged.models.families.llama import NAMES
 from jaxpaged.models.weights import random_weights
+from jaxpaged.research.learn.learner import padded
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt

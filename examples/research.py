@@ -15,11 +15,11 @@ import jax.numpy as jnp
 import matplotlib
 import numpy as np
 
-from jaxpaged.lab import sweep, traces
-from jaxpaged.lab.belady import LAB_POLICIES
-from jaxpaged.lab.combination import Combination
 from jaxpaged.memory import eviction
 from jaxpaged.memory.ranked_queue import Ranking
+from jaxpaged.research.lab import sweep, traces
+from jaxpaged.research.lab.belady import LAB_POLICIES
+from jaxpaged.research.lab.combination import Combination
 from pallas_kernels.layouts import LAYOUTS, Layout, create, named
 
 matplotlib.use("Agg")

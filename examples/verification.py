@@ -11,7 +11,7 @@ import functools
 import matplotlib
 import numpy as np
 
-from jaxpaged.verify import Terms, verify_allocator, verify_kernel
+from jaxpaged.research.verify import Terms, verify_allocator, verify_kernel
 from tests.verify.mutants.sound import pool
 
 matplotlib.use("Agg")

@@ -4,9 +4,9 @@
 importing the package does not import jax.
 """
 
-import importlib
 from typing import TYPE_CHECKING, Any
 
+from jaxpaged import compat
 from jaxpaged.api.arg_utils import AsyncEngineArgs, EngineArgs
 from jaxpaged.checks import InputError
 from jaxpaged.config import EngineConfig
@@ -17,21 +17,27 @@ from jaxpaged.structured_outputs import StructuredOutputsParams
 
 if TYPE_CHECKING:
     from jaxpaged.api.async_llm import AsyncLLM
+    from jaxpaged.api.async_llm import AsyncLLM as AsyncLLMEngine
     from jaxpaged.api.llm import LLM
     from jaxpaged.api.llm_engine import LLMEngine
     from jaxpaged.api.outputs import BeamSearchOutput, BeamSearchSequence, CompletionOutput, RequestOutput
-    from jaxpaged.engine.async_llm_engine import AsyncLLMEngine
     from jaxpaged.handover.blocks import Blocks
     from jaxpaged.pooling.outputs import (
+        ClassificationOutput,
         ClassificationRequestOutput,
+        EmbeddingOutput,
         EmbeddingRequestOutput,
         PoolingOutput,
         PoolingParams,
         PoolingRequestOutput,
+        ScoringOutput,
         ScoringRequestOutput,
     )
 
+compat.install()
+_name_of_vllms = compat.names_of("")
 __version__ = "0.1.0"
+__version_tuple__ = (0, 1, 0)
 __all__ = [
     "LLM",
     "AsyncEngineArgs",
@@ -41,8 +47,10 @@ __all__ = [
     "BeamSearchParams",
     "BeamSearchSequence",
     "Blocks",
+    "ClassificationOutput",
     "ClassificationRequestOutput",
     "CompletionOutput",
+    "EmbeddingOutput",
     "EmbeddingRequestOutput",
     "EngineArgs",
     "EngineConfig",
@@ -56,6 +64,7 @@ __all__ = [
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "ScoringOutput",
     "ScoringRequestOutput",
     "StructuredOutputsParams",
     "TextPrompt",
@@ -67,12 +76,15 @@ _HOME = {
     "BeamSearchOutput": "jaxpaged.api.outputs",
     "BeamSearchSequence": "jaxpaged.api.outputs",
     "AsyncLLM": "jaxpaged.api.async_llm",
-    "AsyncLLMEngine": "jaxpaged.engine.async_llm_engine",
+    "AsyncLLMEngine": "jaxpaged.api.async_llm:AsyncLLM",
     "LLMEngine": "jaxpaged.api.llm_engine",
     "Blocks": "jaxpaged.handover.blocks",
     "CompletionOutput": "jaxpaged.api.outputs",
     "RequestOutput": "jaxpaged.api.outputs",
+    "ClassificationOutput": "jaxpaged.pooling.outputs",
     "ClassificationRequestOutput": "jaxpaged.pooling.outputs",
+    "EmbeddingOutput": "jaxpaged.pooling.outputs",
+    "ScoringOutput": "jaxpaged.pooling.outputs",
     "EmbeddingRequestOutput": "jaxpaged.pooling.outputs",
     "PoolingOutput": "jaxpaged.pooling.outputs",
     "PoolingParams": "jaxpaged.pooling.outputs",
@@ -82,6 +94,4 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOME[name]), name)
+    return compat.look_up(_HOME[name], name) if name in _HOME else _name_of_vllms(name)

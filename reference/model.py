@@ -381,6 +381,8 @@ def frequency(rope: Rope, pair: int, max_len: int) -> float:
     if hasattr(scaling, "long_factors"):
         is_long = max_len > scaling.original_max_len
         return plain / (scaling.long_factors if is_long else scaling.short_factors)[pair]
+    if type(scaling).__name__ == "DynamicScaling":
+        return dynamic_frequency(rope, pair, max_len)
     if hasattr(scaling, "num_pairs"):
         return plain / scaling.factor if pair < scaling.num_pairs else 0.0
     if hasattr(scaling, "low_freq_factor"):
@@ -388,6 +390,20 @@ def frequency(rope: Rope, pair: int, max_len: int) -> float:
     if hasattr(scaling, "beta_fast"):
         return yarn_frequency(rope, plain, pair)
     return plain / scaling.factor
+
+
+def dynamic_frequency(rope: Rope, pair: int, max_len: int) -> float:
+    """Return a frequency of RoPE with a "dynamic" scaling: NTK-aware, for the longest sequence it serves.
+
+    Up to the original length nothing is scaled. Beyond it, theta is what transformers takes for a sequence of
+    `factor` times the original length; as in vLLM, for shorter ones, too: keys in a cache keep their angles.
+    """
+    scaling, theta = rope.scaling, rope.theta
+    if max_len > scaling.original_max_len:
+        longest = scaling.factor * scaling.original_max_len
+        stretch = scaling.factor * longest / scaling.original_max_len - (scaling.factor - 1)
+        theta *= stretch ** (rope.dim / (rope.dim - 2))
+    return theta ** (-2 * pair / rope.dim)
 
 
 def llama3_frequency(plain: float, scaling: Any) -> float:

@@ -1,10 +1,12 @@
 """The arrows between the parts point one way."""
 
 import ast
+import functools
 import importlib.metadata
 import re
 import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ KV_EVENTS_OPTIONS = "jaxpaged/kv_events/options.py"
 GROUND = {
     "jaxpaged/arithmetic.py",
     "jaxpaged/checks.py",
+    "jaxpaged/compat.py",
     "jaxpaged/config.py",
     "jaxpaged/inputs.py",
     KV_EVENTS_OPTIONS,
@@ -50,6 +53,7 @@ STEP = {
     "jaxpaged/step",
     "jaxpaged/parallel",
     "jaxpaged/sampling.py",
+    "jaxpaged/sampling_filters.py",
     "jaxpaged/sampling_state.py",
     SAMPLERS,
     *MODELS,
@@ -68,7 +72,7 @@ ENGINE = {
     *TIERS,
 }
 POOLING = {"jaxpaged/pooling", *ENGINE}
-LEARN = {"jaxpaged/learn", *ENGINE}
+LEARN = {"jaxpaged/research/learn", *ENGINE}
 API = {"jaxpaged/api", *LEARN, *POOLING}
 # Each part, and the parts of our own that it may import.
 ALLOWED = {
@@ -83,6 +87,7 @@ ALLOWED = {
     "jaxpaged/config_rules.py": {"jaxpaged/checks.py", "jaxpaged/speculation.py"},
     "jaxpaged/config.py": {
         "jaxpaged/checks.py",
+        "jaxpaged/compat.py",
         "jaxpaged/config_rules.py",
         KV_EVENTS_OPTIONS,
         "jaxpaged/options.py",
@@ -94,6 +99,7 @@ ALLOWED = {
     "jaxpaged/speculation.py": {"jaxpaged/checks.py"},
     "jaxpaged/sampling_params.py": {
         "jaxpaged/checks.py",
+        "jaxpaged/compat.py",
         "jaxpaged/options.py",
         "jaxpaged/sampling_lists.py",
         "jaxpaged/structured_outputs.py",
@@ -103,7 +109,7 @@ ALLOWED = {
     "jaxpaged/structured_outputs.py": {"jaxpaged/checks.py"},
     "jaxpaged/vllm_names": {"jaxpaged/checks.py"},
     "jaxpaged/lora": {"jaxpaged/checks.py"},
-    "jaxpaged/inputs.py": {"jaxpaged/checks.py"},
+    "jaxpaged/inputs.py": {"jaxpaged/checks.py", "jaxpaged/compat.py"},
     "jaxpaged/untrusted.py": {"jaxpaged/checks.py"},
     "jaxpaged/text": {"jaxpaged/checks.py", "jaxpaged/text/limits.py"},
     "jaxpaged/grammar": {"jaxpaged/disk_cache.py", "jaxpaged/text", *GROUND},
@@ -112,9 +118,11 @@ ALLOWED = {
         "jaxpaged/arithmetic.py",
         "jaxpaged/config.py",
         "jaxpaged/row_sums.py",
+        "jaxpaged/sampling_filters.py",
         "jaxpaged/sampling_params.py",
         "jaxpaged/sampling_state.py",
     },
+    "jaxpaged/sampling_filters.py": {"jaxpaged/row_sums.py", "jaxpaged/sampling_state.py"},
     "jaxpaged/sampling_state.py": {"jaxpaged/arithmetic.py", "jaxpaged/sampling_params.py"},
     "jaxpaged/disk_cache.py": {"pallas_kernels"},
     "jaxpaged/digest.py": set(),
@@ -127,7 +135,6 @@ ALLOWED = {
     "jaxpaged/tiers": TIERS,
     # What parts from outside import; nothing of ours does.
     "jaxpaged/contracts": {"jaxpaged/sampling.py", ATTENTIONS, SAMPLERS, BLOCK_STORES, *MEMORY},
-    "jaxpaged/moved.py": set(),
     "jaxpaged/memory": MEMORY,
     "jaxpaged/models": MODELS,
     "jaxpaged/parallel": {"jaxpaged/models", "jaxpaged/digest.py", *GROUND},
@@ -135,10 +142,13 @@ ALLOWED = {
     "jaxpaged/handover": HANDOVER,
     "jaxpaged/engine": ENGINE,
     "jaxpaged/pooling": POOLING,
-    "jaxpaged/learn": LEARN,
+    # What serves imports none of them: commands do when they run, and `LLM.learner` when it is called.
+    "jaxpaged/research/__init__.py": set(),
+    "jaxpaged/research/learn": LEARN,
     "jaxpaged/api": API,
-    "jaxpaged/__init__.py": {"jaxpaged/engine/async_llm_engine.py", *API},
-    "jaxpaged/replay": {"jaxpaged/__init__.py", *API},
+    "jaxpaged/compat.py": {"jaxpaged/vllm_names"},
+    "jaxpaged/__init__.py": API,
+    "jaxpaged/research/replay": {"jaxpaged/__init__.py", *API},
     "jaxpaged/batch/line_files.py": {"jaxpaged/checks.py"},
     "jaxpaged/serve": {"jaxpaged/__init__.py", "jaxpaged/batch/line_files.py", *API},
     "jaxpaged/batch/prompt_files.py": {"jaxpaged/text", *GROUND},
@@ -148,47 +158,47 @@ ALLOWED = {
         *GROUND,
     },
     "jaxpaged/batch": {"jaxpaged/__init__.py", "jaxpaged/batch/prompt_files.py", "jaxpaged/serve", *API},
-    "jaxpaged/integrations": API,
-    "jaxpaged/lab/loop.py": MEMORY,
-    "jaxpaged/lab": {"jaxpaged/__init__.py", "jaxpaged/lab/loop.py", *API},
-    "jaxpaged/bench": {"jaxpaged/__init__.py", "jaxpaged/lab", *API},
-    "jaxpaged/verify": {"jaxpaged/lab/loop.py", *MEMORY},
+    "jaxpaged/research/integrations": API,
+    "jaxpaged/research/lab/loop.py": MEMORY,
+    "jaxpaged/research/lab": {"jaxpaged/__init__.py", "jaxpaged/research/lab/loop.py", *API},
+    "jaxpaged/research/bench": {"jaxpaged/__init__.py", "jaxpaged/research/lab", *API},
+    "jaxpaged/research/verify": {"jaxpaged/research/lab/loop.py", *MEMORY},
+    "jaxpaged/research/ptx": {"jaxpaged/checks.py"},
     "jaxpaged/commands": {
         "jaxpaged/__init__.py",
         "jaxpaged/batch/answer_files.py",
         "jaxpaged/batch/prompt_files.py",
         "jaxpaged/serve",
-        "jaxpaged/bench",
-        "jaxpaged/verify",
-        "jaxpaged/lab",
+        "jaxpaged/research/bench",
+        "jaxpaged/research/verify",
+        "jaxpaged/research/ptx",
+        "jaxpaged/research/lab",
         *API,
     },
     "jaxpaged/__main__.py": {"jaxpaged/cli.py"},
     "jaxpaged/cli.py": {"jaxpaged/__init__.py", "jaxpaged/commands", "jaxpaged/checks.py"},
-    # Where vLLM's scripts import names from.
-    "jaxpaged/engine/arg_utils.py": {"jaxpaged/api"},
-    "jaxpaged/engine/async_llm_engine.py": {"jaxpaged/api"},
-    "jaxpaged/engine/llm_engine.py": {"jaxpaged/api"},
-    "jaxpaged/outputs.py": {"jaxpaged/api", "jaxpaged/engine", "jaxpaged/pooling"},
-    "jaxpaged/utils": set(),
-    "jaxpaged/v1": {"jaxpaged/api"},
-    # Old paths of the public API, for one more release.
-    **{
-        f"jaxpaged/{old}.py": {"jaxpaged/moved.py"}
-        for old in (
-            *("engine/llm", "engine/async_llm", "engine/async_engine", "engine/outputs"),
-            *("engine/blocks", "engine/transport", "ray"),
-        )
-    },
 }
 # Packages beside the standard library; None: any that pyproject.toml names.
 THIRD_PARTY = {"reference": {"numpy"}, "pallas_kernels": {"jax", "jaxtyping", "numpy"}}
 # Parts whose packages an extra of another name brings; others' extras have their own.
-EXTRAS = {"batch": "ray", "grammar": "structured", "integrations": "tunix", "kv_events": "events"}
+EXTRAS = {
+    "batch": "ray",
+    "grammar": "structured",
+    "research/integrations": "tunix",
+    "kv_events": "events",
+    **{f"research/{part}": part for part in ("verify", "lab", "bench")},
+}
 # Packages that are seldom installed, and whose distributions have other names.
 DISTRIBUTIONS = {"tunix": "google-tunix", "zmq": "pyzmq"}
+VERIFY = ROOT / "jaxpaged/research/verify"
 PACKAGES = ("jaxpaged", "pallas_kernels", "reference")
 OURS = ("jaxpaged", "pallas_kernels", "reference", "benchmarks", "tests")
+
+
+@functools.cache
+def parsed(file: Path) -> ast.Module:
+    """Return a file's tree, which all tests share and none changes."""
+    return ast.parse(file.read_text())
 
 
 def files(part: str) -> list[Path]:
@@ -201,11 +211,8 @@ def files(part: str) -> list[Path]:
 
 def imported_modules(file: Path, *, for_types: bool = True) -> set[str]:
     """Return the dotted names of all modules that a file imports, in functions too."""
-    names, tree = set(), ast.parse(file.read_text())
-    for node in ast.walk(tree):
-        if not for_types and isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-            node.body = [ast.Pass()]
-    for node in ast.walk(tree):
+    names = set()
+    for node in _nodes(parsed(file), for_types=for_types):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -215,6 +222,14 @@ def imported_modules(file: Path, *, for_types: bool = True) -> set[str]:
             module = ".".join([*above, *filter(None, [node.module])])
             names |= {f"{module}.{alias.name}" for alias in node.names}
     return names
+
+
+def _nodes(tree: ast.AST, *, for_types: bool) -> Iterator[ast.AST]:
+    """Yield all nodes of a tree; without `for_types` not those that only type checkers read."""
+    yield tree
+    is_skipped = not for_types and isinstance(tree, ast.If) and ast.unparse(tree.test) == "TYPE_CHECKING"
+    for node in tree.orelse if is_skipped else ast.iter_child_nodes(tree):
+        yield from _nodes(node, for_types=for_types)
 
 
 def module_name(file: Path) -> str:
@@ -267,7 +282,8 @@ def test_every_package_that_is_imported_comes_with_the_wheel():
     for file in [*files("jaxpaged"), *files("pallas_kernels")]:
         for top in {module.split(".")[0] for module in imported_modules(file)} - {*OURS}:
             if top not in sys.stdlib_module_names:
-                part = file.relative_to(ROOT).parts[1].removesuffix(".py")
+                parts = file.relative_to(ROOT).with_suffix("").parts
+                part = "/".join(parts[1:3]) if parts[1] == "research" else parts[1]
                 lines = [*project["dependencies"], *extras.get(EXTRAS.get(part, part), ())]
                 dependencies = {re.split(r"[<>=\[]", line)[0].replace("_", "-") for line in lines}
                 # What is not installed here goes by its own name.
@@ -278,7 +294,7 @@ def test_every_package_that_is_imported_comes_with_the_wheel():
 
 def test_the_oracles_travel_under_a_name_that_clashes_with_nobodys():
     """A link, which a wheel resolves: see test_wheel.py."""
-    link = ROOT / "jaxpaged/verify/oracles"
+    link = ROOT / "jaxpaged/research/verify/oracles"
     assert link.is_symlink()
     assert link.resolve() == ROOT / "reference"
 
@@ -305,15 +321,15 @@ def test_layouts_are_known_by_name_to_their_registry_alone():
     for file in [*files("jaxpaged"), *files("pallas_kernels")]:
         constants = {
             node.value
-            for node in ast.walk(ast.parse(file.read_text()))
+            for node in ast.walk(parsed(file))
             if isinstance(node, ast.Constant) and isinstance(node.value, str)
         }
         # The cases of kernels that take two arrays are in either order.
-        if file.parent != registry.parent and not file.is_relative_to(ROOT / "jaxpaged/verify"):
+        if file.parent != registry.parent and not file.is_relative_to(ROOT / "jaxpaged/research/verify"):
             assert len(constants & (names - {"token", "fp8_e4m3", "fp8_e5m2"})) <= 1, file
 
 
-@pytest.mark.parametrize(("top", "module"), [("ray", "batch.ray"), ("tunix", "integrations.tunix")])
+@pytest.mark.parametrize(("top", "module"), [("ray", "batch.ray"), ("tunix", "research.integrations.tunix")])
 def test_a_package_is_imported_by_one_file_that_nothing_imports(top, module):
     only = f"jaxpaged.{module}"
     for file in [*files("jaxpaged"), *files("pallas_kernels")]:
@@ -341,10 +357,11 @@ def test_the_compiled_part_has_no_thread_and_no_clock():
 
 def test_jit_and_donation_are_only_in_the_loop():
     for file in sorted((ROOT / "jaxpaged").rglob("*.py")):
-        uses = {
-            node.attr for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Attribute)
-        } & {"jit", "pmap"}
-        allowed = file.name in ("loop.py", "program.py") or file.is_relative_to(ROOT / "jaxpaged/verify")
+        uses = {node.attr for node in ast.walk(parsed(file)) if isinstance(node, ast.Attribute)} & {
+            "jit",
+            "pmap",
+        }
+        allowed = file.name in ("loop.py", "program.py") or file.is_relative_to(VERIFY)
         assert not uses or allowed, f"{file.relative_to(ROOT)} uses {uses}"
 
 
@@ -362,7 +379,7 @@ def test_tests_reach_into_few_private_names():
     """Own attributes do not count, and neither do names of the standard library and of JAX."""
     found = []
     for file in sorted((ROOT / "tests").rglob("*.py")):
-        for node in ast.walk(ast.parse(file.read_text())):
+        for node in ast.walk(parsed(file)):
             if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.endswith("_"):
                 is_ours = ast.unparse(node.value) not in ("self", "cls", "sys", "os", "jax")
                 if is_ours and node.attr not in ("_replace", "_asdict", "_fields"):

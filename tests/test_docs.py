@@ -27,7 +27,7 @@ import pytest
 from jaxpaged import cli
 from jaxpaged.api import llm as llm_module
 from jaxpaged.config import EngineConfig
-from jaxpaged.lab.belady import LAB_POLICIES
+from jaxpaged.research.lab.belady import LAB_POLICIES
 from pallas_kernels.layouts import LAYOUTS
 from tests import tiny, tiny_lora
 from tests.lab import tracing
@@ -57,7 +57,7 @@ SLOW = {
 }
 LANGUAGES = {"python", "sh", "json", "text"}
 NOT_INSTALLED = {"ray", "torch", "tunix"}  # what may be missing where the tests run
-NEEDING_THEM = ("jaxpaged.batch.ray", "jaxpaged.integrations.tunix")
+NEEDING_THEM = ("jaxpaged.batch.ray", "jaxpaged.research.integrations.tunix")
 BLOCK = re.compile(
     r"(?:<!-- not run: (?P<why>.+?) -->\n)?^```(?P<language>\w*)\n(?P<source>.*?)^```$", re.M | re.S
 )

@@ -7,8 +7,8 @@ import pytest
 
 from benchmarks import scale
 from benchmarks.scale import LLAMA_70B, Group
-from jaxpaged.lab import decoders
-from jaxpaged.lab.serving import roofline
+from jaxpaged.research.lab import decoders
+from jaxpaged.research.lab.serving import roofline
 
 PAGE = Path(__file__).parents[1] / "docs/research/scale.md"
 

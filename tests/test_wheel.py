@@ -24,8 +24,8 @@ print(result.outputs[0].token_ids)
 ORACLES = """
 import importlib.util
 import numpy as np
-from jaxpaged.verify import verify_kernel
-from jaxpaged.verify.oracles import cache_ops, engine
+from jaxpaged.research.verify import verify_kernel
+from jaxpaged.research.verify.oracles import cache_ops, engine
 assert "site-packages" in cache_ops.__file__, cache_ops.__file__
 assert importlib.util.find_spec("reference") is None
 assert verify_kernel(cache_ops.copy_blocks, "copy_blocks").ok

@@ -118,7 +118,7 @@ def run(args: argparse.Namespace) -> None:
         raise InputError("--trace must be given with --workload trace, and only then")
     require(("httpx", *(("matplotlib",) if args.plot else ())), "bench")
 
-    from jaxpaged.bench import client, report, workloads
+    from jaxpaged.research.bench import client, report, workloads
 
     asked = workloads.make(args)
     warmups = workloads.make(args, seed=args.seed + 1, num_requests=args.num_warmups)
@@ -135,7 +135,7 @@ def run(args: argparse.Namespace) -> None:
             if file is not None:
                 _append(file, "".join(report.line(each) + "\n" for each in texts))
     if args.plot is not None:
-        from jaxpaged.bench import plot
+        from jaxpaged.research.bench import plot
 
         plot.draw([measured for _, measured in runs], lines, args.plot)
     if any(line["failed"] for line in lines):

@@ -120,7 +120,7 @@ def run_latency(args: argparse.Namespace) -> None:
     checked_int("num_iters_warmup", args.num_iters_warmup, "an int >= 0", 0)
     engine = _checked_engine_options(args)
 
-    from jaxpaged.bench import offline
+    from jaxpaged.research.bench import offline
 
     offline.latency(args, engine)
 
@@ -150,7 +150,7 @@ def run_throughput(args: argparse.Namespace) -> None:
     check("--lora-path", args.lora_path, rule, given == bool(engine_options(args).get("enable_lora")))
     engine = _checked_engine_options(args)
 
-    from jaxpaged.bench import offline
+    from jaxpaged.research.bench import offline
 
     offline.throughput(args, engine)
 

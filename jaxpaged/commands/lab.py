@@ -11,14 +11,14 @@ from jaxpaged.checks import InputError, check, checked_int, checked_number
 from jaxpaged.commands.parser import Commands, require
 from jaxpaged.config import EngineConfig, EvictionPolicy
 from jaxpaged.contracts import versions
-from jaxpaged.lab.combination import UNBOUNDED, Combination, default_cache_tokens
+from jaxpaged.research.lab.combination import UNBOUNDED, Combination, default_cache_tokens
 
 if TYPE_CHECKING:
-    from jaxpaged.lab.decoders import Decoder
-    from jaxpaged.lab.serving.replay import Served
-    from jaxpaged.lab.serving.roofline import Roofline
-    from jaxpaged.lab.sweep import Result
-    from jaxpaged.lab.traces import Trace
+    from jaxpaged.research.lab.decoders import Decoder
+    from jaxpaged.research.lab.serving.replay import Served
+    from jaxpaged.research.lab.serving.roofline import Roofline
+    from jaxpaged.research.lab.sweep import Result
+    from jaxpaged.research.lab.traces import Trace
 
 TABLES = (".csv", ".md")
 MOST_WARMUP = 1 - 1e-9
@@ -140,9 +140,9 @@ def run(args: argparse.Namespace) -> None:
 
     from jaxpaged.contracts import layer_kinds
     from jaxpaged.engine import machine
-    from jaxpaged.lab import belady, decoders, sweep, traces
-    from jaxpaged.lab.serving import replay, roofline
     from jaxpaged.memory import eviction
+    from jaxpaged.research.lab import belady, decoders, sweep, traces
+    from jaxpaged.research.lab.serving import replay, roofline
 
     peak = roofline.named(args.gpu)
     decoder = decoders.named(args.decoder)
@@ -209,7 +209,7 @@ def run(args: argparse.Namespace) -> None:
     if args.table is not None:
         _write_table(args.table, results)
     if args.out is not None:
-        from jaxpaged.lab import report
+        from jaxpaged.research.lab import report
 
         of_gpu = replay.Serving(args.gpu, args.decoder, config, served.num_requests, caches)
         command = shlex.join(["jaxpaged", *args.words])
@@ -220,7 +220,7 @@ def run(args: argparse.Namespace) -> None:
 
 def _print_tiers(args: argparse.Namespace, trace: "Trace", peak: "Roofline", decoder: "Decoder") -> None:
     """Replay the trace through tiers, and print what each gives. Raises `InputError`."""
-    from jaxpaged.lab import tiers
+    from jaxpaged.research.lab import tiers
 
     sizes = tiers.sizes_of(args.tiers)
     check(
@@ -248,7 +248,7 @@ def _print_tiers(args: argparse.Namespace, trace: "Trace", peak: "Roofline", dec
 
 def _write_table(path: str, results: "list[Result]") -> None:
     """Write a row for each combination. Raises `InputError`."""
-    from jaxpaged.lab import tables
+    from jaxpaged.research.lab import tables
 
     rows = [result.line() for result in results]
     text = tables.to_csv(rows) if Path(path).suffix == ".csv" else tables.to_markdown(rows)

@@ -10,8 +10,8 @@ from jaxpaged.commands import verify_parts
 from jaxpaged.commands.parser import Commands
 
 if TYPE_CHECKING:
-    from jaxpaged.verify.kernels import Terms
-    from jaxpaged.verify.report import Outcome
+    from jaxpaged.research.verify.kernels import Terms
+    from jaxpaged.research.verify.report import Outcome
 
 KINDS = ("v0", "v063", "v1", "v1_split", "policy")
 EXIT_WRONG = 1  # something was found, or nothing was verified
@@ -29,6 +29,7 @@ def add_verify(commands: Commands) -> None:
     _add_allocator(kinds)
     verify_parts.add_layout(kinds)
     verify_parts.add_policy(kinds)
+    verify_parts.add_ptx(kinds)
 
 
 def _add_kernel(kinds: Commands) -> None:
@@ -80,7 +81,7 @@ def _add_shrink_seconds(parser: argparse.ArgumentParser) -> None:
 
 def verify_kernel(args: argparse.Namespace) -> int:
     """Print the report; the exit code is 0 if something was verified and nothing was wrong."""
-    from jaxpaged.verify import frameworks, report, shrinking
+    from jaxpaged.research.verify import frameworks, report, shrinking
 
     terms = _terms(args)
     function = frameworks.named(args.function)
@@ -139,7 +140,7 @@ def _add_allocator(kinds: Commands) -> None:
 
 def verify_allocator(args: argparse.Namespace) -> int:
     """Print the report, or a replay; the exit code is 0 if the two sides agree."""
-    from jaxpaged.verify import allocators, frameworks
+    from jaxpaged.research.verify import allocators, frameworks
 
     may_be_module = args.kind in (None, "policy")
     theirs = None
@@ -163,7 +164,7 @@ def verify_allocator(args: argparse.Namespace) -> int:
 
 
 def _terms(args: argparse.Namespace) -> "Terms":
-    from jaxpaged.verify.kernels import Terms
+    from jaxpaged.research.verify.kernels import Terms
 
     only = {}
     for given in args.only:

@@ -126,7 +126,7 @@ class Engine(Rest):
         self._worker.abort([handle.request_id for handle in handles])
 
     def snapshot(self) -> Snapshot:
-        """Return the state after the run under way, or of a stopped engine: see `jaxpaged.replay.report`."""
+        """Return the state after the run under way, or of a stopped engine: see `research.replay.report`."""
         self.refuse_here("ask for a snapshot")
         return self._worker.ask(Driver.snapshot)
 
@@ -374,7 +374,7 @@ class _Worker:
                 run_began = next_began
                 self._deliver_all(deltas)
         except BaseException as error:
-            logging.exception("the engine stops; jaxpaged.replay.report(engine, path) still writes its state")
+            logging.exception("the engine stops; research.replay.report(engine, path) still writes its state")
             dead = EngineDeadError(f"the engine stopped by {type(error).__name__}: {error}")
             dead.__cause__ = error
             self.stop(dead)

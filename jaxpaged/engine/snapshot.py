@@ -11,7 +11,7 @@ from jaxpaged.step.state import EngineState
 
 @dataclasses.dataclass(frozen=True)
 class Snapshot:
-    """An engine between two runs, as values of the host; `jaxpaged.replay` writes it to a file."""
+    """An engine between two runs, as values of the host; `jaxpaged.research.replay` writes it to a file."""
 
     state: EngineState  # NumPy arrays; of K and V only shapes and types
     step_config: StepConfig

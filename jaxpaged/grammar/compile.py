@@ -119,7 +119,7 @@ class Constraint:
                 start = tag.node(lambda schema: schema_rules(schema, style, named))
             else:
                 start = schema_rules(self._schema, style, named)
-            return lark_of(Rules(start, named)) + recursive.EVERY_TOKEN
+            return recursive.JSON_SOURCE + lark_of(Rules(start, named)) + recursive.EVERY_TOKEN
         except UnmetError:
             raise
         except GrammarError:
@@ -157,6 +157,7 @@ class Constraint:
         """Rules of a `grammar` that we read ourselves, in their simplest form; None of another one."""
         grammar = self.fields["grammar"]
         self._check_length("grammar", grammar)
+        recursive.check_text(grammar)
         return simplest(read_gbnf(grammar)) if is_gbnf(grammar) else None
 
     @property

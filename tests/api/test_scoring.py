@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxpaged import InputError, SamplingParams
-from jaxpaged.learn.learner import padded
+from jaxpaged.research.learn.learner import padded
 from reference import sampler as reference
 from tests import tiny
 

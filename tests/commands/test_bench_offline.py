@@ -6,9 +6,9 @@ import pytest
 
 from jaxpaged import cli
 from jaxpaged.api.llm import LLM
-from jaxpaged.bench import datasets
 from jaxpaged.checks import InputError
 from jaxpaged.commands import bench_offline
+from jaxpaged.research.bench import datasets
 from tests import tiny, tiny_lora
 from tests.commands.test_cli import FAST
 from tests.tiny_gguf import write_gguf

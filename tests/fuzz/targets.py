@@ -11,16 +11,18 @@ from typing import Any
 import numpy as np
 from pydantic import ValidationError
 
-from jaxpaged import replay
 from jaxpaged.batch import prompt_files
 from jaxpaged.checks import InputError
 from jaxpaged.engine.driver_calls import CALL_CLASSES
 from jaxpaged.handover.blocks import BlockFormat, Blocks
-from jaxpaged.lab import traces
 from jaxpaged.lora import LoRARequest
 from jaxpaged.models import loading, lora
 from jaxpaged.models.families.llama import NAMES
 from jaxpaged.parallel import messages
+from jaxpaged.research import replay
+from jaxpaged.research.lab import traces
+from jaxpaged.research.verify import allocators
+from jaxpaged.research.verify.history import History
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.serve import bounds
 from jaxpaged.serve.parsers import REASONING_PARSERS, TOOL_PARSERS
@@ -38,8 +40,6 @@ from jaxpaged.serve.schemas import (
 from jaxpaged.serve.tools import Form, ToolDeltas
 from jaxpaged.step.state import empty_rows
 from jaxpaged.text.conversations import read_items, read_messages
-from jaxpaged.verify import allocators
-from jaxpaged.verify.history import History
 from tests import tiny, tiny_lora
 from tests.fuzz.fuzzer import Target
 from tests.tiny_gguf import write_gguf
@@ -314,13 +314,13 @@ TARGETS = {
     target.name: target
     for target in (
         Target("blocks", lambda data, _: Blocks.from_bytes(data), blocks, ("handover/blocks", "untrusted")),
-        Target("dump", parse_dump, dumps, ("replay/dump", "untrusted")),
+        Target("dump", parse_dump, dumps, ("research/replay/dump", "untrusted")),
         Target("gguf", parse_gguf, gguf_files, ("models/", "gguf/gguf_reader")),
         Target("directory", parse_directory, directories, ("models/",)),
         Target("adapter", parse_adapter, adapters, ("models/lora", "models/files/safetensors_files")),
-        Target("trace", parse_trace, trace_lines, ("lab/traces",)),
+        Target("trace", parse_trace, trace_lines, ("research/lab/traces",)),
         Target("prompts", parse_prompts, prompt_lines, ("prompt_files", "sampling_params", "checks")),
-        Target("history", parse_history, histories, ("verify/allocators", "untrusted")),
+        Target("history", parse_history, histories, ("research/verify/allocators", "untrusted")),
         Target("message", lambda data, _: messages.decode(data, CALL_CLASSES), calls, ("parallel/messages",)),
         Target(
             "body", parse_body, bodies, ("serve/bounds", "serve/schemas", "conversations", "sampling_params")

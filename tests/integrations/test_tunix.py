@@ -9,14 +9,14 @@ from flax import nnx
 
 import jaxpaged
 from jaxpaged import InputError, SamplingParams
-from jaxpaged.integrations.tunix_weights import from_tunix
+from jaxpaged.research.integrations.tunix_weights import from_tunix
 from tests import tiny
 from tests.api.tiny_llm import OPTIONS
 from tests.integrations import tunix_protocol
 from tests.tiny_gguf import write_gguf
 
 base_rollout = tunix_protocol.stand_in()
-from jaxpaged.integrations.tunix import JaxpagedRollout  # noqa: E402
+from jaxpaged.research.integrations.tunix import JaxpagedRollout  # noqa: E402
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, MLP = 32, 6, 2, 8, 48
 # By Hugging Face's ending: Tunix's, its axes, and whether its matrix is transposed.

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpaged.verify.cases.decode import DecodeCase, make_inputs
-from jaxpaged.verify.cases.frame import AttentionCase, oracle
+from jaxpaged.research.verify.cases.decode import DecodeCase, make_inputs
+from jaxpaged.research.verify.cases.frame import AttentionCase, oracle
 from pallas_kernels import ops
 from pallas_kernels.ops import choice
 from pallas_kernels.ops.checks import check_attention

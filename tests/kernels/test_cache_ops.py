@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxpaged.verify import Terms, cases_of, check
-from jaxpaged.verify.cases.caches import CopyCase, MergeCase, Pairs, WriteCase
+from jaxpaged.research.verify import Terms, cases_of, check
+from jaxpaged.research.verify.cases.caches import CopyCase, MergeCase, Pairs, WriteCase
 from pallas_kernels import ops
 from pallas_kernels.support import Options
 from pallas_kernels.xla import attention as xla

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpaged.verify.cases.decode import DecodeCase
+from jaxpaged.research.verify.cases.decode import DecodeCase
 from pallas_kernels.gpu import common, cp_async
 from tests.kernels.checks import assert_close
 from tests.kernels.interpreter import fresh_interpreter, races_found

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxpaged.verify.layouts import judged
+from jaxpaged.research.verify.layouts import judged
 from pallas_kernels import layouts, native, ops, support
 from pallas_kernels.gpu import common
 from pallas_kernels.gpu.partitioning import Partitioning

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 from jax.extend import core
 
-from jaxpaged.verify.cases.decode import CASES, DecodeCase, case
-from jaxpaged.verify.oracles.attention import BlockSparse
+from jaxpaged.research.verify.cases.decode import CASES, DecodeCase, case
+from jaxpaged.research.verify.oracles.attention import BlockSparse
 from pallas_kernels import ops
 from pallas_kernels.gpu import common, tuning
 from pallas_kernels.gpu.decode import attention as mosaic

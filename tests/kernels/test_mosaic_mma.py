@@ -20,8 +20,8 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from benchmarks import compile_report, cuda_compiler
-from jaxpaged.verify.cases.decode import DecodeCase
-from jaxpaged.verify.cases.tiles import TileCase
+from jaxpaged.research.verify.cases.decode import DecodeCase
+from jaxpaged.research.verify.cases.tiles import TileCase
 from pallas_kernels import layouts, support
 from pallas_kernels.gpu import targets, tuning
 from pallas_kernels.gpu.prompt import program

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpaged.verify.cases.tiles import CASES, TileCase, inputs
+from jaxpaged.research.verify.cases.tiles import CASES, TileCase, inputs
 from pallas_kernels import ops
 from pallas_kernels.gpu.decode import attention as mosaic
 from pallas_kernels.gpu.partitioning import Partitioning

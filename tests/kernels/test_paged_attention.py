@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.experimental import checkify
 
-from jaxpaged.verify.cases.decode import CASES, DecodeCase, case
+from jaxpaged.research.verify.cases.decode import CASES, DecodeCase, case
 from tests.kernels.checks import OPERATIONS, PROGRAMS, STATIC, assert_close, inputs
 
 QUICK = {version: jax.jit(operation, static_argnames=STATIC) for version, operation in OPERATIONS.items()}

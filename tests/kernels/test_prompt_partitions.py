@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxpaged.verify.cases.tiles import TileCase
+from jaxpaged.research.verify.cases.tiles import TileCase
 from pallas_kernels.gpu import common
 from pallas_kernels.gpu.partitioning import Partitioning, PartitionList
 from pallas_kernels.gpu.prompt import partitions

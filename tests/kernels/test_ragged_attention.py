@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpaged.verify.cases import ragged
-from jaxpaged.verify.cases.frame import oracle
+from jaxpaged.research.verify.cases import ragged
+from jaxpaged.research.verify.cases.frame import oracle
 from pallas_kernels import ops
 from reference import attention as reference_attention
 from tests.kernels.interpreter import fresh_interpreter, races_found, shadow_reads

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from benchmarks import cards
-from jaxpaged.verify.cases.decode import DecodeCase
+from jaxpaged.research.verify.cases.decode import DecodeCase
 from pallas_kernels import ops, support
 from pallas_kernels.gpu import dense_product, ptxas, targets
 from pallas_kernels.gpu.decode.attention import default_partitioning

@@ -9,13 +9,13 @@ import pytest
 from jaxpaged import cli
 from jaxpaged.checks import InputError
 from jaxpaged.contracts import layer_kinds
-from jaxpaged.lab import decoders, sweep, traces
-from jaxpaged.lab.combination import Combination
-from jaxpaged.lab.decoders import Decoder, blocks_in
-from jaxpaged.lab.serving import replay
-from jaxpaged.lab.serving.loop import FIRST_TOKEN
-from jaxpaged.lab.serving.roofline import Roofline, cache_tokens, seconds_of_step
 from jaxpaged.memory.cache_specs import FULL, ChunkedLocal, SlidingWindow
+from jaxpaged.research.lab import decoders, sweep, traces
+from jaxpaged.research.lab.combination import Combination
+from jaxpaged.research.lab.decoders import Decoder, blocks_in
+from jaxpaged.research.lab.serving import replay
+from jaxpaged.research.lab.serving.loop import FIRST_TOKEN
+from jaxpaged.research.lab.serving.roofline import Roofline, cache_tokens, seconds_of_step
 from jaxpaged.step.state import Counter
 from reference.engine_blocks import Blocks
 from reference.engine_state import EngineConfig, Reach, Request, Row, Step

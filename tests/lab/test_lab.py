@@ -10,10 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpaged import cli, lab
-from jaxpaged.lab import belady, loop, sweep, traces
-from jaxpaged.lab.combination import Combination
+from jaxpaged import cli
 from jaxpaged.memory import prefix_cache
+from jaxpaged.research import lab
+from jaxpaged.research.lab import belady, loop, sweep, traces
+from jaxpaged.research.lab.combination import Combination
 from reference import eviction
 from reference.prompts import Prompts
 from tests.lab.tracing import conversations, write

@@ -6,8 +6,8 @@ import re
 import pytest
 
 from jaxpaged import cli
-from jaxpaged.lab import traces
-from jaxpaged.lab.combination import Combination
+from jaxpaged.research.lab import traces
+from jaxpaged.research.lab.combination import Combination
 from reference import tiers as oracle
 from tests.lab.test_lab import by_hand
 from tests.lab.tracing import conversations, write

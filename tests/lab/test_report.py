@@ -9,13 +9,13 @@ import pytest
 
 import jaxpaged
 from jaxpaged.config import EngineConfig
-from jaxpaged.lab import questions, report, report_figures, traces
-from jaxpaged.lab.belady import LAB_POLICIES
-from jaxpaged.lab.colours import colours
-from jaxpaged.lab.combination import Combination
-from jaxpaged.lab.loop import LIFETIMES
-from jaxpaged.lab.serving.replay import Memory, Served, Serving
-from jaxpaged.lab.sweep import Result
+from jaxpaged.research.lab import questions, report, report_figures, traces
+from jaxpaged.research.lab.belady import LAB_POLICIES
+from jaxpaged.research.lab.colours import colours
+from jaxpaged.research.lab.combination import Combination
+from jaxpaged.research.lab.loop import LIFETIMES
+from jaxpaged.research.lab.serving.replay import Memory, Served, Serving
+from jaxpaged.research.lab.sweep import Result
 from jaxpaged.step.state import Counter
 from tests.lab.tracing import BLOCK, conversations, write
 

@@ -10,12 +10,12 @@ import pytest
 
 from jaxpaged import cli, config
 from jaxpaged.config import PREFILL_TILE
-from jaxpaged.lab import traces
-from jaxpaged.lab.combination import Combination
-from jaxpaged.lab.decoders import LLAMA_8B, Decoder
-from jaxpaged.lab.serving import replay
-from jaxpaged.lab.serving.loop import FINISHED, FIRST_TOKEN, STARTED
-from jaxpaged.lab.serving.roofline import Roofline, seconds_of_step
+from jaxpaged.research.lab import traces
+from jaxpaged.research.lab.combination import Combination
+from jaxpaged.research.lab.decoders import LLAMA_8B, Decoder
+from jaxpaged.research.lab.serving import replay
+from jaxpaged.research.lab.serving.loop import FINISHED, FIRST_TOKEN, STARTED
+from jaxpaged.research.lab.serving.roofline import Roofline, seconds_of_step
 from jaxpaged.step.state import Counter
 from reference.engine import Engine
 from reference.engine_state import EngineConfig, Phase, Reach, Request

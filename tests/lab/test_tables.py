@@ -8,10 +8,10 @@ import itertools
 import numpy as np
 import pytest
 
-from jaxpaged import lab
 from jaxpaged.checks import InputError
-from jaxpaged.lab import sweep, traces
-from jaxpaged.lab.combination import Combination
+from jaxpaged.research import lab
+from jaxpaged.research.lab import sweep, traces
+from jaxpaged.research.lab.combination import Combination
 from tests.lab.test_lab import by_hand
 from tests.lab.tracing import conversations
 

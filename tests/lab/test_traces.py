@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxpaged.checks import InputError
-from jaxpaged.lab import traces
+from jaxpaged.research.lab import traces
 from tests.lab.tracing import conversations, write
 
 GOOD = {"timestamp": 5, "input_length": 600, "output_length": 3, "hash_ids": [7, 9]}

@@ -1,4 +1,4 @@
-"""Small traces for tests, in the formats that `jaxpaged.lab.traces` reads."""
+"""Small traces for tests, in the formats that `jaxpaged.research.lab.traces` reads."""
 
 import json
 from pathlib import Path

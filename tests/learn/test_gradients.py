@@ -11,12 +11,12 @@ from flax import nnx
 
 from jaxpaged import InputError
 from jaxpaged.config import EngineConfig
-from jaxpaged.learn.learner import Learner, padded
 from jaxpaged.models import loading
 from jaxpaged.models.decoder import Decoder
 from jaxpaged.models.families.llama import NAMES
 from jaxpaged.models.load_as import LoadAs
 from jaxpaged.models.weights import StoredWeights
+from jaxpaged.research.learn.learner import Learner, padded
 from tests import tiny, tiny_lora
 from tests.models.test_decoder import GOLDENS
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jaxpaged import LLM, SamplingParams
-from jaxpaged.learn.learner import padded
+from jaxpaged.research.learn.learner import padded
 from tests import tiny, tiny_lora
 from tests.engine.test_updates import compiling_nothing
 from tests.models.test_decoder import GOLDENS

@@ -19,11 +19,11 @@ from jaxpaged.memory.block_table import BlockTables
 from jaxpaged.memory.free_queue import FreeQueue
 from jaxpaged.memory.invariants import InvariantError, check_invariants, free_block_ids
 from jaxpaged.memory.policies import LIFO, LRU, LRU_SPLIT, NAIVE, POLICIES, Policy, Sweep, named, to_tail
+from jaxpaged.research.verify import quick
+from jaxpaged.research.verify.history import Disagreement
+from jaxpaged.research.verify.lockstep import Lockstep
+from jaxpaged.research.verify.subjects import AllocStatus, can_allocate, commit
 from jaxpaged.status import PagedMemoryError, Status, raise_if_error
-from jaxpaged.verify import quick
-from jaxpaged.verify.history import Disagreement
-from jaxpaged.verify.lockstep import Lockstep
-from jaxpaged.verify.subjects import AllocStatus, can_allocate, commit
 
 BLOCK_SIZE = 4
 MAX_SEQS = 3

@@ -10,7 +10,7 @@ import pytest
 from jaxpaged.memory import block_pool, block_table, group_content, prefix_cache
 from jaxpaged.memory.cache_specs import FULL, ChunkedLocal, SlidingWindow
 from jaxpaged.memory.policies import LRU
-from jaxpaged.verify import quick, subjects
+from jaxpaged.research.verify import quick, subjects
 from tests.outsiders.layer_kind import WindowWithSinks
 
 BLOCK_SIZE, NUM_BLOCKS = 2, 5

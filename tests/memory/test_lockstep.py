@@ -6,9 +6,9 @@ import os
 import pytest
 
 from jaxpaged.memory.policies import POLICIES
-from jaxpaged.verify import histories
-from jaxpaged.verify.lockstep import Lockstep
-from jaxpaged.verify.subjects import jitted
+from jaxpaged.research.verify import histories
+from jaxpaged.research.verify.lockstep import Lockstep
+from jaxpaged.research.verify.subjects import jitted
 from tests.marks import slow_and_nightly
 
 # Soaking: JAXPAGED_SOAK=20 runs twenty times as many histories.

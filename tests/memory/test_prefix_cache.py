@@ -13,8 +13,8 @@ from jaxpaged.memory.block_table import BlockTables
 from jaxpaged.memory.invariants import InvariantError, check_invariants
 from jaxpaged.memory.policies import LRU, LRU_SPLIT, Policy
 from jaxpaged.memory.prefix_cache import PrefixCache
+from jaxpaged.research.verify import quick, subjects
 from jaxpaged.status import Status
-from jaxpaged.verify import quick, subjects
 
 BLOCK_SIZE = 4
 MAX_SEQS = 3

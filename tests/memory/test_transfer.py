@@ -17,9 +17,9 @@ from jaxpaged.memory.invariants import check_invariants, free_block_ids
 from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.memory.policies import LRU, POLICIES
 from jaxpaged.memory.prefix_cache import PrefixCache
+from jaxpaged.research.verify import quick, subjects
+from jaxpaged.research.verify.generations import FREE_PROFILES
 from jaxpaged.status import Status
-from jaxpaged.verify import quick, subjects
-from jaxpaged.verify.generations import FREE_PROFILES
 from pallas_kernels import layouts
 from reference.engine_state import Reach
 from reference.transfer import Cache, Content

@@ -12,8 +12,8 @@ from jaxpaged.memory import block_pool, block_table, prefix_cache
 from jaxpaged.memory.block_table import BlockTables
 from jaxpaged.memory.invariants import check_invariants
 from jaxpaged.memory.policies import LRU, LRU_SPLIT, NAIVE, Policy
+from jaxpaged.research.verify.subjects import commit, look_up
 from jaxpaged.status import Status
-from jaxpaged.verify.subjects import commit, look_up
 from tests.memory.test_block_table import BLOCK_SIZE, MAX_BLOCKS, MAX_SEQS, assert_equal_states, create
 
 

@@ -8,16 +8,17 @@ import sys
 import jax
 import pytest
 
-from jaxpaged import SamplingParams, code_digest, disk_cache, replay
+from jaxpaged import SamplingParams, code_digest, disk_cache
 from jaxpaged.api.async_llm import AsyncLLM
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine import programs
 from jaxpaged.engine.setup import Setup
-from jaxpaged.lab import sweep, traces
-from jaxpaged.lab.combination import Combination
-from jaxpaged.replay import __main__ as replaying
+from jaxpaged.research import replay
+from jaxpaged.research.lab import sweep, traces
+from jaxpaged.research.lab.combination import Combination
+from jaxpaged.research.replay import __main__ as replaying
+from jaxpaged.research.verify import kernels
 from jaxpaged.status import PagedMemoryError
-from jaxpaged.verify import kernels
 from tests import tiny
 from tests.lab.tracing import conversations, write
 from tests.serve.conftest import serving

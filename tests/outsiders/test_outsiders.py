@@ -18,10 +18,10 @@ from jaxpaged.contracts.samplers import SamplingOptions
 from jaxpaged.engine import capacity
 from jaxpaged.engine.door import Door
 from jaxpaged.engine.setup import Setup
-from jaxpaged.lab import sweep, traces
-from jaxpaged.lab.combination import Combination
+from jaxpaged.research.lab import sweep, traces
+from jaxpaged.research.lab.combination import Combination
+from jaxpaged.research.verify import kernels
 from jaxpaged.sampling_params import SamplingParams
-from jaxpaged.verify import kernels
 from pallas_kernels import layouts
 from reference import sampler as reference_sampler
 from reference.prompts import Prompts

@@ -6,8 +6,8 @@ import pytest
 from jaxpaged import cli
 from jaxpaged.checks import InputError
 from jaxpaged.contracts import RankedQueue, Ranking
-from jaxpaged.verify import layouts as of_layouts
-from jaxpaged.verify import policies as of_policies
+from jaxpaged.research.verify import layouts as of_layouts
+from jaxpaged.research.verify import policies as of_policies
 from pallas_kernels.layouts import LAYOUTS
 from tests.marks import slow_and_nightly
 from tests.outsiders import policy

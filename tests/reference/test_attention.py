@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxpaged.verify.cases.decode import CASES, DecodeCase, case, make_inputs
+from jaxpaged.research.verify.cases.decode import CASES, DecodeCase, case, make_inputs
 from reference import attention, cache_ops
 
 

@@ -11,12 +11,13 @@ import jax
 import numpy as np
 import pytest
 
-from jaxpaged import replay, untrusted
+from jaxpaged import untrusted
 from jaxpaged.checks import InputError
 from jaxpaged.memory.cache_specs import FULL, SlidingWindow
 from jaxpaged.memory.policies import LRU_SPLIT
 from jaxpaged.memory.prefix_cache import hash_block
-from jaxpaged.replay import __main__ as words
+from jaxpaged.research import replay
+from jaxpaged.research.replay import __main__ as words
 from jaxpaged.step.state import without_kv
 from reference.engine_state import Request
 from tests.replay.setting import SETTING, STEP_CONFIG, VOCAB_SIZE, assert_equal, line_of
@@ -129,15 +130,15 @@ def saved(value: object) -> bytes:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda file: b"", "must be a file that jaxpaged.replay wrote, undamaged"),
-        (lambda file: b"a line of text", "must be a file that jaxpaged.replay wrote, undamaged"),
-        (lambda file: saved(np.arange(3)), "must be a file that jaxpaged.replay wrote, undamaged"),
-        (lambda file: saved(np.array([{}])), "must be a file that jaxpaged.replay wrote, undamaged"),
-        (lambda file: file[: len(file) // 2], "must be a file that jaxpaged.replay wrote, undamaged"),
-        (lambda file: file[:-1], "must be a file that jaxpaged.replay wrote, undamaged"),
-        (lambda file: rewritten(file, header=None), "must be a file that jaxpaged.replay wrote, undamaged"),
-        (lambda file: rewritten(file, header=np.array("{}")), "must be a file that jaxpaged.replay wrote"),
-        (lambda file: rewritten(file, state__rows__phase=None), "must be a file that jaxpaged.replay wrote"),
+        (lambda file: b"", "must be a file that jaxpaged's replay wrote, undamaged"),
+        (lambda file: b"a line of text", "must be a file that jaxpaged's replay wrote, undamaged"),
+        (lambda file: saved(np.arange(3)), "must be a file that jaxpaged's replay wrote, undamaged"),
+        (lambda file: saved(np.array([{}])), "must be a file that jaxpaged's replay wrote, undamaged"),
+        (lambda file: file[: len(file) // 2], "must be a file that jaxpaged's replay wrote, undamaged"),
+        (lambda file: file[:-1], "must be a file that jaxpaged's replay wrote, undamaged"),
+        (lambda file: rewritten(file, header=None), "must be a file that jaxpaged's replay wrote, undamaged"),
+        (lambda file: rewritten(file, header=np.array("{}")), "must be a file that jaxpaged's replay"),
+        (lambda file: rewritten(file, state__rows__phase=None), "must be a file that jaxpaged's replay"),
         (lambda file: rewritten(file, state__status=np.zeros(2, np.int32)), "must be a file that jaxpaged"),
         (lambda file: rewritten(file, state__status=np.zeros((), np.int64)), "must be a file that jaxpaged"),
         (lambda file: rewritten(file, header=np.array("[" * 10**6)), "JSON must have at most 32 lists"),
@@ -155,7 +156,7 @@ def saved(value: object) -> bytes:
         ),
         (
             lambda f: with_array_header(f, "{'descr': '<i8', 'fortran_order': False, 'shape': (10**15,)}"),
-            "must be a file that jaxpaged.replay wrote|the archive cannot be read",
+            "must be a file that jaxpaged's replay wrote|the archive cannot be read",
         ),
         (
             lambda f: with_array_header(f, "{'descr': '<i8', 'fortran_order': False, 'shape': (2000, 2000)}"),

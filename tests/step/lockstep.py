@@ -18,6 +18,7 @@ from jaxpaged.memory.grouping import Grouping
 from jaxpaged.memory.invariants import check_invariants, free_block_ids
 from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.memory.policies import LRU, Policy
+from jaxpaged.research.verify.generations import FREE_PROFILES
 from jaxpaged.sampling_state import token_bits
 from jaxpaged.status import Status
 from jaxpaged.step import admission, automata, scheduler
@@ -35,7 +36,6 @@ from jaxpaged.step.state import (
     place_requests,
 )
 from jaxpaged.step.step import step
-from jaxpaged.verify.generations import FREE_PROFILES
 from reference import engine_state as reference
 from reference import speculation
 from reference.engine import Engine
@@ -430,7 +430,7 @@ class LockStep:
             if (automaton := rules.get("automaton")) is not None:
                 behind = automaton.state(row.tokens[row.prompt_len :])
                 self.seen["constrained"] += behind is not None and behind >= 0
-                want = automata.WAITS if behind is None else behind
+                want = {None: automata.WAITS, -1: automata.LOST}.get(behind, behind)
                 if row.request.is_followed:
                     want = automata.RESTS if row.rests else min(want, 0)
                 assert state.rows.grammars.state[index] == want

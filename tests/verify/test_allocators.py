@@ -10,12 +10,12 @@ import pytest
 from jaxpaged import cli
 from jaxpaged.checks import InputError
 from jaxpaged.memory.policies import LIFO, Sweep, to_tail
-from jaxpaged.verify import verify_allocator
-from jaxpaged.verify.generations.v1 import BlockHash, Labels
-from jaxpaged.verify.history import Disagreement
-from jaxpaged.verify.oracles.v0.block_manager import BlockSpaceManager
-from jaxpaged.verify.oracles.v063.block_manager import SelfAttnBlockSpaceManager
-from jaxpaged.verify.oracles.v1.block_pool import BlockPool
+from jaxpaged.research.verify import verify_allocator
+from jaxpaged.research.verify.generations.v1 import BlockHash, Labels
+from jaxpaged.research.verify.history import Disagreement
+from jaxpaged.research.verify.oracles.v0.block_manager import BlockSpaceManager
+from jaxpaged.research.verify.oracles.v063.block_manager import SelfAttnBlockSpaceManager
+from jaxpaged.research.verify.oracles.v1.block_pool import BlockPool
 from tests.verify.mutants import Mutant, planted
 from tests.verify.mutants.allocators import MUTANTS
 from tests.verify.mutants.sound import block_pool, pool
@@ -81,7 +81,7 @@ def test_a_bug_is_found_and_its_history_repeats_it(
     said = capsys.readouterr().out
     assert f"disagreement: {report.sentence}" in said
     # In the place of what the file names, what is right.
-    right = f"jaxpaged.verify.oracles.{module}:{name}"
+    right = f"jaxpaged.research.verify.oracles.{module}:{name}"
     assert cli.main(["verify", "allocator", right, "--replay", str(report.saved)]) == 0
     assert capsys.readouterr().out.endswith("the two sides agree\n")
 
@@ -152,7 +152,7 @@ def test_the_command_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_manager.py").write_text(
-        "from jaxpaged.verify.oracles.v0.block_manager import BlockSpaceManager as Right\n"
+        "from jaxpaged.research.verify.oracles.v0.block_manager import BlockSpaceManager as Right\n"
         "class Mine(Right):\n"
         "    def can_allocate(self, group):\n        return type(super().can_allocate(group)).OK\n"
     )

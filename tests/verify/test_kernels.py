@@ -12,7 +12,7 @@ import pytest
 
 from jaxpaged import cli
 from jaxpaged.checks import InputError
-from jaxpaged.verify import (
+from jaxpaged.research.verify import (
     NotServed,
     Terms,
     WrongResult,
@@ -21,8 +21,8 @@ from jaxpaged.verify import (
     frameworks,
     verify_kernel,
 )
-from jaxpaged.verify.cases.decode import DecodeCase, case
-from jaxpaged.verify.cases.frame import call_of
+from jaxpaged.research.verify.cases.decode import DecodeCase, case
+from jaxpaged.research.verify.cases.frame import call_of
 from pallas_kernels import ops
 from tests.verify.mutants import Mutant, planted
 from tests.verify.mutants.kernels import MUTANTS

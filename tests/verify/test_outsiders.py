@@ -2,8 +2,8 @@
 
 import pytest
 
-from jaxpaged.verify import Terms, verify_kernel
-from jaxpaged.verify.cases.decode import case
+from jaxpaged.research.verify import Terms, verify_kernel
+from jaxpaged.research.verify.cases.decode import case
 from tests.verify.outsiders import pallas_attention, torch_attention
 
 # It multiplies by zero what it must not see, and looks up whole tables.

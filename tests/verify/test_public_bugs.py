@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from jaxpaged.verify import cases_of, verify_allocator, verify_kernel
-from jaxpaged.verify.kernels import OPERATIONS
+from jaxpaged.research.verify import cases_of, verify_allocator, verify_kernel
+from jaxpaged.research.verify.kernels import OPERATIONS
 from tests.verify.mutants import Mutant, planted
 from tests.verify.mutants.public import KERNELS, LAYOUTS, POLICIES, POOLS
 from tests.verify.mutants.sound import layout, policies
@@ -22,7 +22,7 @@ assert {bug.name for bug in BUGS} >= QUICK
 
 def verify(theirs: Any, what: str, **options: Any) -> Any:
     if what == "layout":
-        return pytest.importorskip("jaxpaged.verify.layouts").verify_layout(theirs())
+        return pytest.importorskip("jaxpaged.research.verify.layouts").verify_layout(theirs())
     if what in OPERATIONS:
         return verify_kernel(theirs, what, **options)
     kind, _, policy = what.partition(" ")

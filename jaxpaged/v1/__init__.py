@@ -1,1 +1,0 @@
-"""Import paths of engines in vLLM's scripts."""

@@ -1,1 +1,0 @@
-"""vLLM's import paths of engines."""
