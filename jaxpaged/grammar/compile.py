@@ -6,22 +6,36 @@ This runs in a process of its own (see `jaxpaged.grammar.worker`), which stops w
 import dataclasses
 import functools
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from jaxpaged.checks import shown
 from jaxpaged.grammar import recursive
 from jaxpaged.grammar.automaton import TokenAutomaton
+from jaxpaged.grammar.deterministic import ByteMachine
+from jaxpaged.grammar.gbnf import is_gbnf, read_gbnf
+from jaxpaged.grammar.lark import lark_of
 from jaxpaged.grammar.machine import byte_machine
-from jaxpaged.grammar.nodes import Either, GrammarError, Limits, Node, NotRegularError, text
-from jaxpaged.grammar.recursive_schema import schema_source, tag_source
+from jaxpaged.grammar.nodes import (
+    Either,
+    GrammarError,
+    Limits,
+    Node,
+    NotRegularError,
+    TooLargeError,
+    text,
+)
+from jaxpaged.grammar.places import UnmetError
 from jaxpaged.grammar.regex import parse_regex
-from jaxpaged.grammar.schema import Style, read_schema, schema_node
+from jaxpaged.grammar.rules import Rules, simplest
+from jaxpaged.grammar.schema import Style, read_schema, schema_node, schema_rules
 from jaxpaged.grammar.structural_tag import StructuralTag, read_structural_tag
 from jaxpaged.grammar.tables import token_automaton
 from jaxpaged.grammar.vocabulary import TokenBytes
 
 LEVELS = (4, 3, 2)  # of what is recursive, the first whose automaton is within the limits
+SHARE_OF_TIME = 0.4  # of the time limit, behind which llguidance follows what might have an automaton
 ANY_OBJECT = {"type": "object"}
 TOO_DEEP = "the grammar has names that are too long, or is nested too deep"
 
@@ -43,6 +57,10 @@ class Constraint:
         """
         problem: GrammarError | None = None
         try:
+            if (machine := self._machine) is not None:
+                if isinstance(machine, GrammarError):
+                    raise machine
+                return token_automaton(machine, tokens, self.limits)
             for node, levels in self.nodes():
                 try:
                     made = token_automaton(byte_machine(node, self.limits), tokens, self.limits)
@@ -57,27 +75,55 @@ class Constraint:
     def source(self) -> str | None:
         """Return the source that llguidance is to follow; None for a constraint that gets an automaton.
 
-        A `grammar` goes to llguidance. So does JSON of any depth, of a schema that refers to itself or allows
-        any value, where llguidance is installed and reads the schema as we do, unless `max_depth` is given.
-        Raises `GrammarError` for a `grammar` that cannot go there, and for a schema that cannot be met.
+        What is recursive goes to llguidance: a `grammar`, and JSON of any depth unless `max_depth` is given.
+        So does what is too large for an automaton. Without llguidance, and where it cannot follow a schema
+        exactly, there is None. Raises `GrammarError` for a `grammar` that cannot go there, and for what
+        cannot be met.
         """
-        fields = self.fields
-        if (grammar := fields.get("grammar")) is not None:
-            self._check_length("grammar", grammar)
+        grammar = self.fields.get("grammar")
+        if grammar is not None and self._rules is None:
             return recursive.lark_source(grammar)
-        if fields.get("max_depth") is not None or not recursive.is_installed() or not self._is_of_json:
-            return None
-        if self._tag is not None:
-            source = tag_source(self._tag, fields)
-        else:
-            source = schema_source(self._schema, fields)
         try:
-            if source is None or self._exact is not None:
+            if self._exact is not None:
+                is_small = not isinstance(self._machine, TooLargeError)
+                return None if is_small else self.large_source()
+            if self.fields.get("max_depth") is not None or (grammar is None and not recursive.is_installed()):
                 return None
-            self._node_of(1)  # if any value is valid, one is in which nothing comes again
+            if grammar is not None:
+                recursive.check_installed()
+                return lark_of(self._rules) + recursive.EVERY_TOKEN
+            return self._followed()
         except RecursionError:
+            if grammar is not None:
+                raise GrammarError(TOO_DEEP) from None
             return None  # the automaton has a sentence for it
-        return source
+
+    def large_source(self) -> str | None:
+        """Return the source of what is too large for an automaton, not recursive; None without llguidance."""
+        if not recursive.is_installed():
+            return None
+        try:
+            if self._is_of_json:
+                return self._followed()
+            assert self._exact is not None
+            return lark_of(Rules(self._exact, {})) + recursive.EVERY_TOKEN
+        except (GrammarError, RecursionError):
+            return None
+
+    def _followed(self) -> str | None:
+        """Return the source of a constraint of JSON; None where it is not followed exactly."""
+        named: dict[str, Node] = {}
+        style, tag = _style(self.fields), self._tag
+        try:
+            if tag is not None:
+                start = tag.node(lambda schema: schema_rules(schema, style, named))
+            else:
+                start = schema_rules(self._schema, style, named)
+            return recursive.JSON_SOURCE + lark_of(Rules(start, named)) + recursive.EVERY_TOKEN
+        except UnmetError:
+            raise
+        except GrammarError:
+            return None  # the automaton has a sentence for it, or fewer levels
 
     def nodes(self) -> Iterator[tuple[Node, int]]:
         """Yield its texts: exactly, or for what is recursive, to fewer and fewer levels; and to how many, 0
@@ -85,22 +131,34 @@ class Constraint:
 
         Raises `GrammarError`.
         """
-        fields = self.fields
-        if (regex := fields.get("regex")) is not None:
-            self._check_length("regex", regex)
-            yield parse_regex(regex), 0
-        elif (choice := fields.get("choice")) is not None:
-            self._check_length("choice", "".join(choice))
-            yield Either(tuple(map(text, choice))), 0
-        elif not self._is_of_json:
-            given = shown(fields.get("grammar"))
-            raise NotRegularError(f"structured_outputs.grammar={given} has no automaton")
-        elif self._exact is not None:
+        if self._exact is not None:
             yield self._exact, 0
+        elif not self._is_of_json:
+            given = shown(self.fields.get("grammar"))
+            raise NotRegularError(f"structured_outputs.grammar={given} has no automaton")
         else:
-            most = fields.get("max_depth")
+            most = self.fields.get("max_depth")
             for levels in LEVELS if most is None else (most,):
                 yield self._node_of(levels), levels
+
+    @functools.cached_property
+    def _machine(self) -> ByteMachine | GrammarError | None:
+        """The machine of all texts, or why there is none; None where they are recursive."""
+        if self._exact is None:
+            return None
+        seconds = SHARE_OF_TIME * self.limits.cpu_seconds if recursive.is_installed() else math.inf
+        try:
+            return byte_machine(self._exact, self.limits, seconds)
+        except GrammarError as problem:
+            return problem
+
+    @functools.cached_property
+    def _rules(self) -> Rules | None:
+        """Rules of a `grammar` that we read ourselves, in their simplest form; None of another one."""
+        grammar = self.fields["grammar"]
+        self._check_length("grammar", grammar)
+        recursive.check_text(grammar)
+        return simplest(read_gbnf(grammar)) if is_gbnf(grammar) else None
 
     @property
     def _is_of_json(self) -> bool:
@@ -134,10 +192,17 @@ class Constraint:
 
     @functools.cached_property
     def _exact(self) -> Node | None:
-        """All texts of a constraint of JSON; None where they may be of any depth.
-
-        Raises `GrammarError` where there are none.
-        """
+        """All its texts; None where they are recursive. Raises `GrammarError` if there is none."""
+        fields = self.fields
+        if (regex := fields.get("regex")) is not None:
+            self._check_length("regex", regex)
+            return parse_regex(regex)
+        if (choice := fields.get("choice")) is not None:
+            self._check_length("choice", "".join(choice))
+            return Either(tuple(map(text, choice)))
+        if not self._is_of_json:
+            rules = self._rules
+            return rules.start if rules is not None and not rules.named else None
         try:
             return self._node_of(0)
         except NotRegularError as problem:

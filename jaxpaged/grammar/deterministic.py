@@ -6,7 +6,7 @@ import numpy as np
 from jaxtyping import Bool, Int, UInt8
 
 from jaxpaged.grammar.automaton import NOT_ALLOWED, useful_states
-from jaxpaged.grammar.nodes import GrammarError
+from jaxpaged.grammar.nodes import TooLargeError
 
 MAX_ROUNDS = 200  # of merging
 
@@ -97,8 +97,8 @@ def renumbered(machine: ByteMachine, numbers: np.ndarray, kept: np.ndarray) -> B
     return ByteMachine(numbers[machine.steps[kept]], machine.kind_of, machine.accepting[kept])
 
 
-def too_many_states(most: int) -> GrammarError:
+def too_many_states(most: int) -> TooLargeError:
     """Return the error for a grammar of more than `most` states."""
-    return GrammarError(
+    return TooLargeError(
         f"the grammar has more than {most} states: make repetitions shorter or leave them open"
     )

@@ -56,9 +56,9 @@ def string(least: int = 0, most: int | None = None) -> Node:
     return quoted(Repeat(CHARACTER, least, most))
 
 
-def pattern_text(pattern: str, path: str) -> Node:
-    """Return texts that contain a match of a pattern. Raises `GrammarError`."""
-    return parse_regex(pattern, is_search=True, path=path)
+def pattern_text(pattern: str, path: str, *, is_wide: bool = False) -> Node:
+    """Return texts that contain a match of a pattern; `is_wide`: for any reader. Raises `GrammarError`."""
+    return parse_regex(pattern, is_search=True, is_wide=is_wide, path=path)
 
 
 def format_texts(name: str) -> list[Node]:

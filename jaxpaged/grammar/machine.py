@@ -2,6 +2,8 @@
 
 import functools
 import itertools
+import math
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -20,9 +22,11 @@ from jaxpaged.grammar.nodes import (
     Multiples,
     Node,
     Ranges,
+    Ref,
     Repeat,
     Tagged,
     Then,
+    TooLargeError,
     others,
 )
 
@@ -32,12 +36,15 @@ MAX_WORK = 5_000_000  # states of the machine with choices that are looked at
 ENCODED = ((0, 0x7F), (0x80, 0x7FF), (0x800, 0xD7FF), (0xE000, 0xFFFF), (0x10000, 0x10FFFF))
 
 
-def byte_machine(node: Node, limits: Limits) -> ByteMachine:
+def byte_machine(node: Node, limits: Limits, seconds: float = math.inf) -> ByteMachine:
     """Return the automaton of a language; each state can be reached and can reach an end.
+
+    seconds: of processor time, behind which it counts as too large.
 
     Raises `GrammarError` if no text is in the language, or it has more states than the limits allow.
     """
-    machine = _Compiler(STATES_AHEAD * limits.max_states).machine(node)
+    compiler = _Compiler(STATES_AHEAD * limits.max_states, time.process_time() + seconds)
+    machine = compiler.machine(node)
     if machine is None:
         raise GrammarError("the grammar cannot be met: no text is in it")
     if len(machine.steps) > limits.max_states:
@@ -48,8 +55,9 @@ def byte_machine(node: Node, limits: Limits) -> ByteMachine:
 class _Compiler:
     """A compiler of nodes, with the machines of parts that were made, and a bound of all work."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, deadline: float = math.inf) -> None:
         self.most, self.work = most, 0  # states of one machine; states that were looked at
+        self.deadline = deadline  # of processor time
         # By identity: nodes share parts, so a hash or a comparison of their values could take forever.
         self.known: dict[int, tuple[Node, ByteMachine | None]] = {}
 
@@ -83,6 +91,8 @@ class _Compiler:
         self.work += work
         if self.work > MAX_WORK:
             raise too_many_states(self.most // STATES_AHEAD)
+        if time.process_time() > self.deadline:
+            raise TooLargeError("the grammar takes too long to compile: make it simpler")
 
 
 class _Parts:
@@ -95,7 +105,7 @@ class _Parts:
 
     def new(self) -> int:
         if len(self.free) >= MAX_PARTS:
-            raise GrammarError(f"the grammar has more than {MAX_PARTS} parts: make repetitions shorter")
+            raise TooLargeError(f"the grammar has more than {MAX_PARTS} parts: make repetitions shorter")
         self.free.append([])
         self.arcs.append([])
         return len(self.free) - 1
@@ -130,6 +140,8 @@ class _Parts:
                 self._multiples(node, start, end)
             case Distinct():
                 self._distinct(node, start, end)
+            case Ref(name):
+                raise TypeError(f"{name} is recursive, and has no machine")
 
     def _after(self, state: int, low: int, high: int) -> int:
         new = self.new()

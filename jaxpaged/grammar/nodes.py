@@ -20,6 +20,10 @@ class GrammarError(InputError):
         self.path = path
 
 
+class TooLargeError(GrammarError):
+    """A grammar whose automaton is larger than the limits allow."""
+
+
 class NotRegularError(GrammarError):
     """A part of a schema that has no automaton.
 
@@ -140,9 +144,17 @@ class Distinct:
     most: int
 
 
-Node = Chars | Then | Either | Repeat | Members | Tagged | Both | Minus | Multiples | Distinct
+@dataclass(frozen=True)
+class Ref:
+    """A node by its name, in a language of rules (`jaxpaged.grammar.rules`)."""
+
+    name: str
+
+
+Node = Chars | Then | Either | Repeat | Members | Tagged | Both | Minus | Multiples | Distinct | Ref
 EMPTY = Then(())
 NOTHING = Either(())
+ANY = Chars(((0, MAX_POINT),))
 
 
 def chars(letters: str) -> Chars:

@@ -1,5 +1,6 @@
 """Places of a JSON schema: a part of it with its path, its errors, and the kinds of values that it allows."""
 
+import json
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -18,13 +19,14 @@ class Place(NamedTuple):
     refs: tuple[str, ...] = ()  # references followed on the way from the whole schema
     here: tuple[str, ...] = ()  # those of them that no step into a value is behind
     is_made: bool = False  # of a condition or a negation: it declares no properties
+    root: str = "#"  # path of the nearest part around it with an `$id`, from which references are looked up
 
     def at(self, *keys: str | int) -> "Place":
         """Return the part for a value inside of this one's values."""
         part, path = self.schema, self.path
         for key in keys:
             part, path = part[key], f"{path}/{escaped(key)}"
-        return Place(part, path, self.refs, (), self.is_made)
+        return Place(part, path, self.refs, (), self.is_made, path if is_root(part) else self.root)
 
     def beside(self, *keys: str | int) -> "Place":
         """Return a part for the same value."""
@@ -33,6 +35,24 @@ class Place(NamedTuple):
     def made(self, schema: Any) -> "Place":
         """Return a schema of our own that follows from this place."""
         return self._replace(schema=schema, is_made=True)
+
+    def key(self) -> tuple[str, str]:
+        """Return what is the same for places that say the same."""
+        return self.path, json.dumps(self.schema) if self.is_made else ""
+
+
+def root_of(place: "Place", whole: Any) -> Any:
+    """Return the schema from which a place's references are looked up."""
+    for key in place.root.split("/")[1:]:
+        key = key.replace("~1", "/").replace("~0", "~")
+        whole = whole[int(key)] if isinstance(whole, list) else whole[key]
+    return whole
+
+
+def is_root(schema: Any) -> bool:
+    """Return whether a part is a schema of its own, by an `$id` that is more than a fragment."""
+    name = schema.get("$id") if isinstance(schema, dict) else None
+    return isinstance(name, str) and not name.startswith("#")
 
 
 Way = tuple[Place, ...]

@@ -1,7 +1,8 @@
 """Parser of regular expressions: what ECMAScript, Python and Rust write alike, as nodes.
 
-`\\d`, `\\w` and `\\s` are ASCII's, as in ECMAScript. What no automaton follows, such as a look ahead or a
-reference back, is refused by its name.
+`\\d` and `\\w` are ASCII's, as in ECMAScript. Readers differ in what white space is: `\\s` is ASCII's, which
+is white space for all, and `\\S` what is none for any. With `is_wide`, where texts are barred, it is the
+other way round. What no automaton follows, such as a look ahead or a reference back, is refused by its name.
 """
 
 from jaxpaged.checks import shown
@@ -25,26 +26,33 @@ MAX_COUNT = 10_000  # of a repetition
 DIGITS: Ranges = ((48, 57),)
 WORDS: Ranges = ((48, 57), (65, 90), (95, 95), (97, 122))
 SPACES: Ranges = ((9, 13), (32, 32))
+# White space of ECMAScript, of Python, or of Rust.
+ANY_SPACES: Ranges = (
+    *((9, 13), (28, 32), (0x85, 0x85), (0xA0, 0xA0), (0x1680, 0x1680), (0x2000, 0x200A)),
+    *((0x2028, 0x2029), (0x202F, 0x202F), (0x205F, 0x205F), (0x3000, 0x3000), (0xFEFF, 0xFEFF)),
+)
 CLASSES = {"d": DIGITS, "w": WORDS, "s": SPACES}
 CONTROLS = {"n": 10, "r": 13, "t": 9, "f": 12, "v": 11, "0": 0, "a": 7, "e": 27}
 LINE_ENDS = "\n\r\u2028\u2029"
 ANY = Chars(((0, MAX_POINT),))
 
 
-def parse_regex(pattern: str, *, is_search: bool = False, path: str = "") -> Node:
+def parse_regex(pattern: str, *, is_search: bool = False, is_wide: bool = False, path: str = "") -> Node:
     """Return the texts that a regular expression matches as a whole; with `is_search`, that contain a match.
 
     `^` and `$` may stand at the ends of the expression's branches. The dot is any character but a line end.
+    is_wide: a text that any reader of expressions may match is in it, not only what all match.
+
     Raises `GrammarError`.
     """
-    return _Parser(pattern, is_search, path).whole()
+    return _Parser(pattern, is_search, is_wide, path).whole()
 
 
 class _Parser:
     """A reader of one expression, at `at`."""
 
-    def __init__(self, pattern: str, is_search: bool, path: str) -> None:
-        self.pattern, self.is_search, self.path = pattern, is_search, path
+    def __init__(self, pattern: str, is_search: bool, is_wide: bool, path: str) -> None:
+        self.pattern, self.is_search, self.is_wide, self.path = pattern, is_search, is_wide, path
         self.at, self.depth = 0, 0
 
     def whole(self) -> Node:
@@ -77,7 +85,7 @@ class _Parser:
         if letter == ".":
             return Chars(others(chars(LINE_ENDS).ranges))
         if letter == "\\":
-            return Chars(self.escape())
+            return Chars(self.escape(is_wide=self.is_wide))
         if letter in "^$":
             raise self.error(f"{letter} may only stand at an end of the whole expression")
         if letter in "*+?":
@@ -131,10 +139,12 @@ class _Parser:
             raise self.error(f"a repetition must have 0 <= n <= m <= {MAX_COUNT}")
         return least, most
 
-    def escape(self) -> Ranges:
+    def escape(self, *, is_wide: bool) -> Ranges:
         letter = self.next()
         if letter.lower() in CLASSES:
             ranges = CLASSES[letter.lower()]
+            if letter == ("s" if is_wide else "S"):
+                ranges = ANY_SPACES
             return ranges if letter.islower() else others(ranges)
         if letter in CONTROLS:
             return ((CONTROLS[letter], CONTROLS[letter]),)
@@ -165,17 +175,18 @@ class _Parser:
 
     def bracket(self) -> Ranges:
         is_negated = self.take("^")
+        is_wide = self.is_wide != is_negated
         found: list[tuple[int, int]] = []
         while not self.take("]"):
             if self.at == len(self.pattern):
                 raise self.error("a class is not closed by ]")
             if self.pattern.startswith(("[:", "[.", "[="), self.at):
                 raise self.error("a POSIX class is not supported")
-            low = self.in_bracket()
+            low = self.in_bracket(is_wide)
             is_range = self.peek() == "-" and self.pattern[self.at + 1 : self.at + 2] not in ("]", "")
             if is_range and len(low) == 1 and low[0][0] == low[0][1]:
                 self.at += 1
-                high = self.in_bracket()
+                high = self.in_bracket(is_wide)
                 if len(high) != 1 or high[0][0] != high[0][1] or high[0][0] < low[0][0]:
                     raise self.error("a range must end with a character that is not before its first")
                 found.append((low[0][0], high[0][0]))
@@ -183,12 +194,12 @@ class _Parser:
                 found += low
         return others(found) if is_negated else joined(found)
 
-    def in_bracket(self) -> Ranges:
+    def in_bracket(self, is_wide: bool) -> Ranges:
         letter = self.next()
         if letter == "\\":
             if self.take("b"):
                 return ((8, 8),)
-            return self.escape()
+            return self.escape(is_wide=is_wide)
         return ((ord(letter), ord(letter)),)
 
     def peek(self) -> str:

@@ -11,6 +11,7 @@ from jaxpaged.grammar.nodes import Either, Minus, Node, both, either, text
 from jaxpaged.grammar.places import Place, Way, counts, not_regular, type_of, unmet, wrong
 
 BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+OF_STRINGS = {"minLength", "maxLength", "pattern", "format", "not"}
 MAX_EXACT = 16  # characters of a decimal that no other has the double of: 15 digits and a point
 FREE_FORMATS = {"path", "file-path", "directory-path", "password"}  # any string is one
 
@@ -26,7 +27,7 @@ def string(way: Way) -> Node:
         if "pattern" in place.schema:
             texts.append(json_values.pattern_text(place.schema["pattern"], f"{place.path}/pattern"))
         if "pattern" in (other := place.schema.get("not", {})):
-            barred.append(json_values.pattern_text(other["pattern"], f"{place.path}/pattern"))
+            barred.append(json_values.pattern_text(other["pattern"], f"{place.path}/pattern", is_wide=True))
         if (name := place.schema.get("format")) is not None and name not in FREE_FORMATS:
             if name not in FORMATS:
                 raise not_regular(place.path, f"format={shown(name)} has no automaton")

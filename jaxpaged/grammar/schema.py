@@ -5,6 +5,7 @@ purpose: properties come in their order; where `properties` is given, others mus
 `additionalProperties`; an integer has no fraction and no exponent.
 """
 
+import dataclasses
 import itertools
 import json
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ from jaxpaged.grammar.nodes import (
     Members,
     Minus,
     Node,
+    Ref,
     Repeat,
     Then,
     both,
@@ -42,6 +44,7 @@ from jaxpaged.grammar.places import (
     mapping,
     names,
     not_regular,
+    root_of,
     unmet,
     wrong,
 )
@@ -66,26 +69,62 @@ def schema_node(schema: Any, style: Style = Style(), levels: int = 0) -> Node:  
     What is recursive, and values of any kind, go `levels` levels deep. Raises `NotRegularError`, with
     `is_recursive` where more levels could help, or `GrammarError` for a schema that cannot be met or is none.
     """
-    reader = _Reader(schema, style, levels)
-    node = reader.node((Place(schema, "#"),), "#")
-    if node == NOTHING:
-        raise unmet("#", "no value is valid under it")
-    return node
+    return _Reader(schema, style, levels, None).whole_node()
+
+
+def schema_rules(schema: Any, style: Style, named: dict[str, Node]) -> Node:
+    """Return the JSON texts that are valid under a schema, to any depth: by rules that are added to `named`.
+
+    Raises `GrammarError`, as `schema_node` does.
+    """
+    return _Reader(schema, style, None, named).whole_node()
 
 
 class _Reader:
-    """A reader of one schema."""
+    """A reader of one schema.
 
-    def __init__(self, schema: Any, style: Style, levels: int) -> None:
+    levels: of what is recursive; None: it goes to any depth, by references to `named`.
+    """
+
+    def __init__(self, schema: Any, style: Style, levels: int | None, named: dict[str, Node] | None) -> None:
         self.ways, self.whole, self.levels = Ways(schema, levels), schema, levels
+        self.named, self.prefix = named, str(len(named or ()))
+        self.strings: dict[str, Node] = {}
         self.only_declared = style.only_declared
         space = EMPTY if style.is_compact else style.space or Repeat(chars(" \n\r\t"))
         self.space = space
         self.comma = text(", ") if style.is_compact else Then((space, chars(","), space))
         self.colon = text(": ") if style.is_compact else Then((space, chars(":"), space))
 
+    def whole_node(self) -> Node:
+        """Return the values that are valid under the schema."""
+        node = self.node((Place(self.whole, "#"),), "#")
+        if node == NOTHING:
+            raise unmet("#", "no value is valid under it")
+        return node
+
     def node(self, places: Way, path: str) -> Node:
         """Return the values that are valid at all places; `NOTHING` or an `UnmetError` if none is."""
+        if self.named is None:
+            return self.valid(places, path)
+        by_key = {place.key(): place._replace(refs=(), here=()) for place in places}
+        return self.rule(json.dumps([*by_key]), lambda: self.valid(tuple(by_key.values()), path))
+
+    def rule(self, key: str, make: Callable[[], Node]) -> Node:
+        """Return a reference to what `make` returns, which may refer to itself."""
+        assert self.named is not None
+        name = self.prefix + key
+        if name not in self.named:
+            self.named[name] = Ref(name)
+            try:
+                self.named[name] = make()
+            except GrammarError:
+                del self.named[name]
+                raise
+        return NOTHING if self.named[name] == NOTHING else Ref(name)
+
+    def valid(self, places: Way, path: str) -> Node:
+        """Return what `node` does, worked out."""
         if not places:
             return self.any_value(path)
         found: list[Node] = []
@@ -117,13 +156,21 @@ class _Reader:
         makers: dict[str, Callable[[], Node]] = {
             "object": lambda: self.object(way),
             "array": lambda: self.array(way),
-            "string": lambda: scalars.string(way),
+            "string": lambda: self.string(way),
             "integer": lambda: scalars.number(way, is_integer=True),
             "number": lambda: scalars.number(way, is_integer=False),
             "boolean": lambda: self.listed(way, kind, {"true": True, "false": False}),
             "null": lambda: self.listed(way, kind, {"null": None}),
         }
         return makers[kind]()
+
+    def string(self, way: Way) -> Node:
+        """Return JSON strings, the same node where the same is said: so it is compiled once."""
+        said = [{key: its for key, its in place.schema.items() if key in scalars.OF_STRINGS} for place in way]
+        key = json.dumps(said)
+        if key not in self.strings:
+            self.strings[key] = scalars.string(way)
+        return self.strings[key]
 
     def listed(self, way: Way, kind: str, values: dict[str, Any]) -> Node:
         """Return the texts of a few values, without those that a way excludes."""
@@ -132,21 +179,39 @@ class _Reader:
 
     def any_value(self, path: str) -> Node:
         """Return values of any kind, in so many levels of lists and objects."""
+        if self.levels is None:
+            return self.rule("any", self.any_depth)
         if not self.levels:
             raise not_regular(path, "it allows any value", is_recursive=True)
-        plain = [json_values.string(), json_values.NUMBER, *map(text, ("true", "false", "null"))]
-        made: Node = Either(tuple(plain))
+        made: Node = Either(_scalars())
         for _ in range(self.levels - 1):
-            member = Then((json_values.string(), self.colon, made))
-            some = optional(Then((made, Repeat(Then((self.comma, made))))))
-            made = Either((*plain, self.brackets(some), self.braces(Members((), self.comma, member))))
+            made = self.around(made)
         return made
 
+    def any_depth(self) -> Node:
+        return self.around(self.rule("any", self.any_depth))
+
+    def around(self, value: Node) -> Node:
+        """Return scalars, and lists and objects of a value."""
+        member = Then((json_values.string(), self.colon, value))
+        some = optional(Then((value, Repeat(Then((self.comma, value))))))
+        return Either((*_scalars(), self.brackets(some), self.braces(Members((), self.comma, member))))
+
     def braces(self, inside: Node) -> Node:
-        return Then((chars("{"), self.space, inside, self.space, chars("}")))
+        return self.between("{", inside, "}")
 
     def brackets(self, inside: Node) -> Node:
-        return Then((chars("["), self.space, inside, self.space, chars("]")))
+        return self.between("[", inside, "]")
+
+    def between(self, begin: str, inside: Node, end: str) -> Node:
+        """Return something between two marks; where it may be empty, with one white space between them."""
+        ways: list[Node] = []
+        if isinstance(inside, Members) and inside.least == 0 and not any(its for _, its in inside.parts):
+            ways, inside = [EMPTY], dataclasses.replace(inside, least=1)
+        elif isinstance(inside, Either) and inside.parts[:1] == (EMPTY,):
+            ways, inside = [EMPTY], either(inside.parts[1:])
+        some = Then((inside, self.space, chars(end)))
+        return Then((chars(begin), self.space, either([*(Then((way, chars(end))) for way in ways), some])))
 
     def object(self, way: Way) -> Node:
         path = way[0].path
@@ -163,7 +228,7 @@ class _Reader:
             if name in required and any(each.schema is False for each in its if each.path.endswith(REST)):
                 raise unmet(path, f"it requires {shown(name)}, which additionalProperties does not allow")
             is_named = all(
-                validity.is_valid(name, place.at("propertyNames"), self.whole)
+                validity.is_valid(name, place.at("propertyNames"), root_of(place, self.whole))
                 for place in way
                 if "propertyNames" in place.schema
             )
@@ -181,7 +246,7 @@ class _Reader:
             return False
         keys = ("properties", "patternProperties", "unevaluatedProperties")
         return any(
-            key in place.schema and place.schema[key] != {}
+            key in place.schema and (place.schema[key] != {} or key == "properties")
             for place in way
             if not place.is_made
             for key in keys
@@ -241,7 +306,8 @@ class _Reader:
                     its = place.at("propertyNames")
                     name = both([name, self.if_any((its, its.made({"type": "string"})), its.path)])
             for pattern in patterns:
-                found = json_values.pattern_text(pattern, f"{way[0].path}/patternProperties")
+                where, is_wide = f"{way[0].path}/patternProperties", pattern not in inside
+                found = json_values.pattern_text(pattern, where, is_wide=is_wide)
                 found = json_values.quoted(json_values.encoded(found))
                 name = both([name, found]) if pattern in inside else Minus(name, found)
             if name != NOTHING:
@@ -369,6 +435,10 @@ class _Reader:
             made = Then((*((self.comma,) if i else ()), nodes[i], made))
             made = made if i < least else optional(made)
         return made
+
+
+def _scalars() -> tuple[Node, ...]:
+    return (json_values.string(), json_values.NUMBER, *map(text, ("true", "false", "null")))
 
 
 def _item(way: Way, i: int) -> Way:

@@ -4,7 +4,7 @@ import numpy as np
 
 from jaxpaged.grammar.automaton import NOT_ALLOWED, TokenAutomaton, automaton_of
 from jaxpaged.grammar.machine import ByteMachine
-from jaxpaged.grammar.nodes import GrammarError, Limits
+from jaxpaged.grammar.nodes import GrammarError, Limits, TooLargeError
 from jaxpaged.grammar.vocabulary import TokenBytes
 
 STATES_AT_ONCE = 128
@@ -71,5 +71,5 @@ def _columns(
     return column_of, np.stack(columns)
 
 
-def _too_large(limits: Limits) -> GrammarError:
-    return GrammarError(f"the grammar's tables have more than {limits.max_table_bytes} bytes")
+def _too_large(limits: Limits) -> TooLargeError:
+    return TooLargeError(f"the grammar's tables have more than {limits.max_table_bytes} bytes")

@@ -22,11 +22,14 @@ from jaxpaged.grammar.places import (
     count,
     counts,
     distinct,
+    escaped,
     has_kind,
+    is_root,
     kinds,
     mapping,
     names,
     not_regular,
+    root_of,
     types,
     wrong,
 )
@@ -81,7 +84,7 @@ class Ways:
     While it proves that something is void, ways may be more than the schema allows, never fewer.
     """
 
-    def __init__(self, schema: Any, levels: int) -> None:
+    def __init__(self, schema: Any, levels: int | None) -> None:
         self.whole, self.levels = schema, levels
         self.num_places, self.num_proved = 0, 0
         self.num_proving = 0  # proofs begun: what is recursive is not cut in them, and `oneOf` is `anyOf`
@@ -160,26 +163,31 @@ class Ways:
         name = place.schema["$ref"]
         if not isinstance(name, str) or not (name == "#" or name.startswith("#/")):
             raise wrong(place.path, f"has $ref={shown(name)}, must begin with #/: nothing is fetched")
-        if name in place.here:
+        found, path, root = self.found(place)
+        if path in place.here:
             raise wrong(place.path, f"has $ref={shown(name)}, which refers to itself only")
-        if name in place.refs and not self.num_proving:
+        if path in place.refs and self.levels is not None and not self.num_proving:
             if not self.levels:
                 raise not_regular(place.path, f"{name} refers to itself", is_recursive=True)
-            if place.refs.count(name) >= self.levels:
+            if place.refs.count(path) >= self.levels:
                 return None
-        found = self.found(name, place.path)
-        return Place(found, name, (*place.refs, name), (*place.here, name), place.is_made)
+        return Place(found, path, (*place.refs, path), (*place.here, path), place.is_made, root)
 
-    def found(self, name: str, path: str) -> Any:
-        """Return the part of the whole schema that a reference names."""
-        part = self.whole
-        for key in name.split("/")[1:]:
-            key = urllib.parse.unquote(key).replace("~1", "/").replace("~0", "~")
+    def found(self, place: Place) -> tuple[Any, str, str]:
+        """Return the part that a place refers to, its path, and that of the schema that it is in."""
+        name, part, path, root = place.schema["$ref"], self.whole, "#", "#"
+        inside = [key.replace("~1", "/").replace("~0", "~") for key in place.root.split("/")[1:]]
+        asked = [
+            urllib.parse.unquote(key).replace("~1", "/").replace("~0", "~") for key in name.split("/")[1:]
+        ]
+        for key in (*inside, *asked):
             is_index = isinstance(part, list) and key.isdigit() and len(key) < 6 and int(key) < len(part)
             if not is_index and not (isinstance(part, dict) and key in part):
-                raise wrong(path, f"has $ref={shown(name)}, which is not in the schema")
+                raise wrong(place.path, f"has $ref={shown(name)}, which is not in the schema")
             part = part[int(key)] if is_index else part[key]
-        return part
+            path = f"{path}/{escaped(key)}"
+            root = path if is_root(part) else root
+        return part, path, root
 
     def one_of(self, place: Place) -> list[Way]:
         """Return the ways of each branch, less those of each other branch that is not proved to be apart."""
@@ -240,7 +248,7 @@ class Ways:
             value = place.schema[key]
             kind = next((COUNTS[end] for end in COUNTS if key[3:] == end), None)
             if key == "$ref":
-                if value in place.refs:
+                if isinstance(value, str) and value[:1] == "#" and self.found(place)[1] in place.refs:
                     raise not_regular(place.path, f"a negation of {shown(value)} refers to itself")
                 target = self.target(place)
                 assert target is not None
@@ -343,7 +351,9 @@ class Ways:
             if closing := CLOSING & set(place.schema):
                 raise not_regular(place.path, f"{min(closing)} beside an enum is not followed")
             if set(place.schema) - {"enum", "const", "type"}:
-                kept = [value for value in kept if validity.is_valid(value, place, self.whole)]
+                kept = [
+                    value for value in kept if validity.is_valid(value, place, root_of(place, self.whole))
+                ]
         return kept
 
 

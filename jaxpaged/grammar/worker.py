@@ -26,7 +26,7 @@ from jaxpaged.checks import shown
 from jaxpaged.grammar import files, recursive
 from jaxpaged.grammar.automaton import TokenAutomaton
 from jaxpaged.grammar.compile import TOO_DEEP, Constraint
-from jaxpaged.grammar.nodes import GrammarError, Limits
+from jaxpaged.grammar.nodes import GrammarError, Limits, TooLargeError
 from jaxpaged.grammar.recursive import Language
 from jaxpaged.grammar.vocabulary import TokenBytes
 
@@ -230,7 +230,8 @@ def _compile(fields: Mapping[str, Any], tokens: TokenBytes, limits: Limits, pipe
 def _answer(fields: Mapping[str, Any], tokens: TokenBytes, limits: Limits) -> tuple[bytes, bytes]:
     """Return the answer to one constraint: its source for llguidance, or an automaton.
 
-    A schema that llguidance refuses gets an automaton. Raises `GrammarError`.
+    A schema that llguidance refuses gets an automaton; what has too large tables goes to llguidance. Raises
+    `GrammarError`.
     """
     constraint = Constraint(fields, limits)
     if (source := constraint.source()) is not None:
@@ -240,7 +241,13 @@ def _answer(fields: Mapping[str, Any], tokens: TokenBytes, limits: Limits) -> tu
         except GrammarError:
             if fields.get("grammar") is not None:
                 raise
-    return AUTOMATON, files.to_bytes(constraint.automaton(tokens))
+    try:
+        return AUTOMATON, files.to_bytes(constraint.automaton(tokens))
+    except TooLargeError:
+        if source is not None or (source := constraint.large_source()) is None:
+            raise
+    _in_small_stack(lambda: Language(source, tokens).try_out())
+    return SOURCE, source.encode()
 
 
 def _in_small_stack(read: Callable[[], Any]) -> None:

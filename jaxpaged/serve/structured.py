@@ -138,22 +138,17 @@ def _parameters(tool: Mapping[str, Any]) -> Mapping[str, Any]:
     found = tool["function"].get("parameters")
     name = f"tools: parameters of {tool['function']['name']}"
     check(name, found, "a JSON schema", found is None or isinstance(found, Mapping))
-    return found or {"type": "object", "properties": {}}
+    return found or {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 def _schema_of_calls(tools: Sequence[Mapping[str, Any]], *, parallel: bool) -> dict[str, Any]:
-    """Return the schema of a list of calls. Definitions inside the parameters move to its top."""
-    definitions: dict[str, Any] = {}
+    """Return the schema of a list of calls.
+
+    Each tool's parameters are a schema of their own inside of it: what they refer to is looked up from there.
+    """
     calls = []
-    for tool in tools:
-        parameters = dict(_parameters(tool))
-        for place in ("$defs", "definitions"):
-            for name, its in (parameters.pop(place, None) or {}).items():
-                if definitions.setdefault(place, {}).setdefault(name, its) != its:
-                    raise InputError(
-                        f"tools: {place}/{name} must mean the same in the parameters of all tools, where "
-                        "tool_choice is 'required'"
-                    )
+    for i, tool in enumerate(tools):
+        parameters = {**_parameters(tool), "$id": f"tool:{i}"}
         properties = {
             "name": {"type": "string", "enum": [tool["function"]["name"]]},
             "parameters": parameters,
@@ -168,4 +163,4 @@ def _schema_of_calls(tools: Sequence[Mapping[str, Any]], *, parallel: bool) -> d
         )
     most = {} if parallel else {"maxItems": 1}
     items = calls[0] if len(calls) == 1 else {"anyOf": calls}
-    return {"type": "array", "minItems": 1, "items": items} | most | definitions
+    return {"type": "array", "minItems": 1, "items": items} | most

@@ -35,7 +35,24 @@ CASES = {
         ({"type": "string", "maxLength": 2}, ['""', '"🙂🙂"', '"\\u0041b"'], ['"abc"']),
         ({"type": "string", "minLength": 1.0, "maxLength": 1}, ['"a"'], ['""', '"ab"']),
     ],
+    "$id": [
+        (
+            {
+                "type": "array",
+                "items": {
+                    "$id": "of:its:own",
+                    "anyOf": [{"$ref": "#/$defs/a"}],
+                    "$defs": {"a": {"const": 1}},
+                },
+                "$defs": {"a": {"const": 2}},
+            },
+            ["[1]"],
+            ["[2]"],
+        ),
+    ],
     "pattern": [
+        ({"type": "string", "pattern": "^\\S+$"}, ['"ab"'], ['"\u00a0"', '"a\ufeffb"', '"a\u3000"']),
+        ({"type": "string", "not": {"pattern": "\\s"}}, ['"ab"'], ['"\u00a0"', '"a b"']),
         ({"type": "string", "pattern": "^a+$"}, ['"a"', '"aaa"'], ['""', '"ab"', '"ba"']),
         ({"type": "string", "pattern": "b"}, ['"b"', '"abc"', '"\\nb"'], ['"a"', '""']),
         ({"type": "string", "pattern": '^["\\\\\\n]{2}$'}, ['"\\"\\\\"', '"\\n\\n"'], ['""\\"', '"nn"']),

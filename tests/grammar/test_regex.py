@@ -59,6 +59,22 @@ def test_a_search_finds_its_match_anywhere():
     assert {text: accepts(made, VOCABULARY, text) for text in found} == found
 
 
+SPACES = [chr(point) for point in range(0x10000) if chr(point).isspace() or point == 0xFEFF]
+
+
+def test_white_space_is_none_for_any_reader_where_it_is_barred():
+    """ECMAScript has U+FEFF, Python U+001C: `\\S` allows neither, and `\\s` only what is ASCII's for both."""
+    for pattern in (r"\S", r"[^\s]", r"[\S]"):
+        made = automaton(parse_regex(pattern))
+        assert [text for text in SPACES if accepts(made, VOCABULARY, text)] == []
+        assert all(accepts(made, VOCABULARY, text) for text in "aé漢🙂")
+    for pattern in (r"\s", r"[^\S]", r"[\s]"):
+        made = automaton(parse_regex(pattern))
+        assert [text for text in SPACES if accepts(made, VOCABULARY, text)] == [*"\t\n\v\f\r "]
+        wide = automaton(parse_regex(pattern, is_wide=True))
+        assert all(accepts(wide, VOCABULARY, text) for text in SPACES)
+
+
 @pytest.mark.parametrize(
     "node",
     [

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from jaxpaged.serve.parsers import REASONING_PARSERS, TOOL_PARSERS, detected
 from jaxpaged.serve.parsers.base import Source
+from jaxpaged.serve.parsers.values import ParameterTypes
 from jaxpaged.serve.tools import Form, ToolDeltas
 
 
@@ -344,3 +345,27 @@ def test_a_template_tells_how_its_model_writes():
         (None, "{{ messages }}"),
     ):
         assert detected(TOOL_PARSERS, text) == name
+
+
+def test_plain_text_arguments_have_the_types_that_a_reference_or_a_constant_gives():
+    parameters = {
+        "$defs": {
+            "level": {"type": "integer"},
+            "name": {"type": "string"},
+            "base": {"properties": {"tags": {"type": "array"}}},
+        },
+        "allOf": [{"$ref": "#/$defs/base"}],
+        "properties": {
+            "level": {"$ref": "#/$defs/level"},
+            "name": {"$ref": "#/$defs/name"},
+            "maybe": {"anyOf": [{"$ref": "#/$defs/level"}, {"type": "null"}]},
+            "five": {"const": 5},
+            "loop": {"$ref": "#/properties/loop"},
+            "far": {"$ref": "https://elsewhere"},
+        },
+    }
+    types = ParameterTypes([{"function": {"name": "f", "parameters": parameters}}])
+    written = {"level": "2", "name": '{"x": 1}', "maybe": "3", "five": "5", "tags": '["a"]', "loop": "1"}
+    right = {"level": 2, "name": '{"x": 1}', "maybe": 3, "five": 5, "tags": ["a"], "loop": "1", "far": "1"}
+    written["far"] = "1"
+    assert {name: json.loads(types.json("f", name, text)) for name, text in written.items()} == right

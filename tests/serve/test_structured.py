@@ -15,7 +15,7 @@ from jaxpaged.grammar.nodes import Limits
 from jaxpaged.serve import opening
 from jaxpaged.serve.parsers import TOOL_PARSERS
 from jaxpaged.serve.replies import ApiError
-from jaxpaged.serve.structured import strict_calls
+from jaxpaged.serve.structured import forced, strict_calls
 from tests import tiny, tiny_lora
 from tests.grammar.languages import VOCABULARY, accepts
 from tests.serve.conftest import ENGINE, serving, soon
@@ -393,3 +393,41 @@ def test_what_cannot_be_asked_is_refused_in_one_sentence(served, body, message):
     reply = served.http.post("/v1/chat/completions", json={"messages": MESSAGES} | body)
     assert reply.status_code == 400
     assert message in reply.json()["error"]["message"]
+
+
+NUMBER = {"type": "object", "properties": {"z": {"type": "integer"}}, "required": ["z"]}
+TREE = {
+    "type": "object",
+    "properties": {"v": {"type": "integer"}, "next": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}},
+    "required": ["v", "next"],
+}
+BY_NAME = {"$defs": {"N": {"const": 1}}, "type": "object", "properties": {"n": {"$ref": "#/$defs/N"}}}
+FORCED = [  # parameters, right arguments, and wrong ones
+    (
+        {"type": "object", "properties": {"a": NUMBER, "b": {"$ref": "#/properties/a"}}},
+        {"a": {"z": 1}, "b": {"z": 2}},
+        {"b": 1},
+    ),
+    (TREE, {"v": 1, "next": {"v": 2, "next": None}}, {"v": 1, "next": [{"name": "f", "parameters": {}}]}),
+    (BY_NAME, {"n": 1}, {"n": 2}),
+    ({"type": "object", "properties": {}}, {}, {"x": 1}),
+    (None, {}, {"x": 1}),
+]
+
+
+@pytest.mark.parametrize(("parameters", "right", "wrong"), FORCED)
+def test_a_forced_call_has_arguments_by_its_own_schema(parameters, right, wrong):
+    """What parameters refer to is in them, wherever they stand; a tool without any is called with {}."""
+    tools = [
+        {"type": "function", "function": {"name": "f"} | ({"parameters": parameters} if parameters else {})},
+        {
+            "type": "function",
+            "function": {"name": "g", "parameters": {**BY_NAME, "$defs": {"N": {"const": 3}}}},
+        },
+    ]
+    for choice in ("required", {"type": "function", "function": {"name": "f"}}):
+        asked = forced(tools, choice, parallel=True)[2]
+        made = Constraint({**json.loads(asked.key()), "max_depth": 3}, Limits()).automaton(VOCABULARY)
+        for arguments, is_right in ((right, True), (wrong, False)):
+            call = [{"name": "f", "parameters": arguments}] if choice == "required" else arguments
+            assert accepts(made, VOCABULARY, json.dumps(call)) is is_right

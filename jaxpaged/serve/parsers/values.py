@@ -1,8 +1,9 @@
 """Values of arguments that a model writes as plain text: as JSON, by the tool's own schema."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+from urllib.parse import unquote
 
 from jaxpaged.serve.parsers.base import Arguments
 from jaxpaged.text.conversations import strict_json
@@ -15,13 +16,12 @@ class ParameterTypes:
     """Types that the parameters of a request's tools may have."""
 
     def __init__(self, tools: Sequence[Mapping[str, Any]]) -> None:
-        self._properties: dict[str, Mapping[str, Any]] = {}
+        self._schemas: dict[str, Mapping[str, Any]] = {}
         for tool in tools:
             function = tool.get("function")
             if isinstance(function, Mapping) and isinstance(name := function.get("name"), str):
                 schema = function.get("parameters")
-                properties = schema.get("properties") if isinstance(schema, Mapping) else None
-                self._properties[name] = properties if isinstance(properties, Mapping) else {}
+                self._schemas[name] = schema if isinstance(schema, Mapping) else {}
 
     def is_text(self, function: str, parameter: str) -> bool:
         """Return whether a parameter is nothing but a text: so is one of which the schema says nothing."""
@@ -43,11 +43,44 @@ class ParameterTypes:
         return json.dumps(text, ensure_ascii=False)
 
     def _types(self, function: str, parameter: str) -> set[str]:
-        return _types_of(self._properties.get(function, {}).get(parameter), 0)
+        whole = self._schemas.get(function, {})
+        found = set[str]()
+        for part in _for_same_value(whole, whole, 0):
+            properties = part.get("properties")
+            if isinstance(properties, Mapping) and parameter in properties:
+                found |= _types_of(properties[parameter], whole, 0)
+        return found
 
 
-def _types_of(schema: object, depth: int) -> set[str]:
-    """Return the names of types that a JSON schema allows, as far as it says so itself."""
+def _for_same_value(schema: object, whole: Mapping[str, Any], depth: int) -> Iterator[Mapping[str, Any]]:
+    """Yield a schema, and those that it refers to or combines for the same value."""
+    if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
+        return
+    yield schema
+    several = [schema.get(name) for name in ("anyOf", "oneOf", "allOf")]
+    parts = [each for branches in several if isinstance(branches, list) for each in branches]
+    for part in [*parts, *([_target(schema["$ref"], whole)] if "$ref" in schema else [])]:
+        yield from _for_same_value(part, whole, depth + 1)
+
+
+def _target(name: object, whole: Mapping[str, Any]) -> object:
+    """Return the part of a schema that a reference names; None if there is none."""
+    part: object = whole
+    if not isinstance(name, str) or name.partition("/")[0] != "#":
+        return None
+    for key in name.split("/")[1:]:
+        key = unquote(key).replace("~1", "/").replace("~0", "~")
+        if isinstance(part, Mapping):
+            part = part.get(key)
+        elif isinstance(part, list) and key.isdecimal() and len(key) < 6 and int(key) < len(part):
+            part = part[int(key)]
+        else:
+            return None
+    return part
+
+
+def _types_of(schema: object, whole: Mapping[str, Any], depth: int) -> set[str]:
+    """Return the names of types that a JSON schema allows, as far as it says so, or what it refers to."""
     if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
         return set()
     types = schema.get("type")
@@ -55,12 +88,16 @@ def _types_of(schema: object, depth: int) -> set[str]:
     for name in ("anyOf", "oneOf", "allOf"):
         several = schema.get(name)
         for each in several if isinstance(several, list) else ():
-            found |= _types_of(each, depth + 1)
+            found |= _types_of(each, whole, depth + 1)
+    if "$ref" in schema:
+        found |= _types_of(_target(schema["$ref"], whole), whole, depth + 1)
     if not found:
         values = schema.get("enum")
         for value in values if isinstance(values, list) else ():
             found |= _types_of_value(value)
-        if "properties" in schema or "$ref" in schema:
+        if "const" in schema:
+            found |= _types_of_value(schema["const"])
+        if "properties" in schema:
             found.add("object")
         if "items" in schema:
             found.add("array")
