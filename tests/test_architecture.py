@@ -97,7 +97,7 @@ ALLOWED = {
     },
     KV_EVENTS_OPTIONS: {"jaxpaged/checks.py"},
     "jaxpaged/kv_events": {"jaxpaged/routing.py", *GROUND},
-    "jaxpaged/speculation.py": {"jaxpaged/checks.py"},
+    "jaxpaged/speculation.py": {"jaxpaged/checks.py", "jaxpaged/vllm_names"},
     "jaxpaged/sampling_params.py": {
         "jaxpaged/checks.py",
         "jaxpaged/compat.py",

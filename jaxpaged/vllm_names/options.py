@@ -20,9 +20,7 @@ def defaults() -> dict[str, object]:
 
 def unknown_option(name: str, known: Iterable[str]) -> UnknownNameError:
     """Return the error for an option of an engine that neither vLLM nor this engine has."""
-    from jaxpaged.sampling_params import SamplingParams  # no module that imports nothing heavy needs it
-
-    if name in SamplingParams.__dataclass_fields__:
+    if name in known_names()["names"]["SamplingParams"]:
         return UnknownNameError(f"option {name!r} must be given to SamplingParams: it is none of an engine")
     return unknown("option ", name, sorted(known))
 
