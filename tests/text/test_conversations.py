@@ -174,7 +174,7 @@ def test_a_text_is_no_list_that_is_written_as_such(shown):
 
 
 def test_what_one_clients_variables_do_to_a_template_is_no_other_clients():
-    """Without `mode` the template writes nothing: what suits it is found with each client's own."""
+    """A template that writes nothing without `mode` is tried with each client's own."""
     by_mode = (
         "{% for m in messages %}{% if mode == 'parts' %}{% for p in m.content %}{{ p.text }}{% endfor %}"
         "{% elif mode == 'text' %}{{ '' + m.content }}{% endif %}{% endfor %}"
