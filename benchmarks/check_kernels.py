@@ -2,6 +2,7 @@
 
     python -m benchmarks.check_kernels [--out FILE]         on an NVIDIA GPU
     python -m benchmarks.check_kernels --kernel prompts     one of the kernels
+    python -m benchmarks.check_kernels --case group_3       one case, by its name; may be given several times
     python -m benchmarks.check_kernels --smoke              a few of the cases, interpreted, on a CPU
 
 JSON lines on stdout, one a case and version of the kernel: the error that is largest beside what is allowed
@@ -31,6 +32,7 @@ from tests.kernels import checks
 KERNELS = ["decode", "prompts", "products"]
 _SMOKE = flags.DEFINE_boolean("smoke", False, "A few cases, in the interpreter.")
 _KERNEL = flags.DEFINE_multi_enum("kernel", KERNELS, KERNELS, "Of which kernel: may be given several times.")
+_CASE = flags.DEFINE_multi_string("case", [], "A case by its name: only it, of any kernel named.")
 _OUT = flags.DEFINE_string("out", None, "Append one JSON line per case and version to this file.")
 
 CASES = (
@@ -66,14 +68,15 @@ def main(argv: list[str]) -> None:
     record.start(argv)
     results = record.Results("check_kernels", _OUT.value, short=True, **device.described(_SMOKE.value))
     num_wrong = 0
-    names: tuple[str, ...]
-    names, of_tiles = (SMOKE, tiles.CASES[:1]) if _SMOKE.value else (CASES, tiles.CASES)
-    of_tiles = [c for c in of_tiles if kernel_of(c) in _KERNEL.value]
-    names = names if "decode" in _KERNEL.value else ()
-    products = PRODUCTS[:1] if _SMOKE.value else PRODUCTS
-    lines = [check(names, interpret=_SMOKE.value), check_tiles(of_tiles, interpret=_SMOKE.value)]
-    if "products" in _KERNEL.value:
-        lines.append(check_products(products, interpret=_SMOKE.value))
+    try:
+        names, of_tiles, products = chosen(_KERNEL.value, _CASE.value, smoke=_SMOKE.value)
+    except ValueError as error:
+        raise app.UsageError(str(error)) from None
+    lines = [
+        check(names, interpret=_SMOKE.value),
+        check_tiles(of_tiles, interpret=_SMOKE.value),
+        check_products(products, interpret=_SMOKE.value),
+    ]
     for line in itertools.chain(*lines):
         results.put(line)
         num_wrong += not line.get("ok", True)
@@ -81,7 +84,36 @@ def main(argv: list[str]) -> None:
         sys.exit(f"{num_wrong} of the lines above are not ok")
 
 
-def check(names: tuple[str, ...], *, interpret: bool) -> Iterator[dict[str, Any]]:
+def chosen(
+    kernels: Sequence[str], only: Sequence[str], *, smoke: bool = False
+) -> tuple[list[str], list[tiles.TileCase], list[tuple[int, int, int, str]]]:
+    """Return the cases of these kernels: decode steps, tiles and products; with `only`, those of these names.
+
+    Raises ValueError for a name that no case of these kernels has.
+    """
+    decode = [*CASES] if "decode" in kernels else []
+    of_tiles = [c for c in tiles.CASES if kernel_of(c) in kernels]
+    products = [*PRODUCTS] if "products" in kernels else []
+    known = {*decode, *(c.name for c in of_tiles), *map(product_name, products)}
+    if unknown := sorted(set(only) - known):
+        raise ValueError(f"case={unknown} must be among {sorted(known)}")
+    if only:
+        decode = [name for name in decode if name in only]
+        of_tiles = [c for c in of_tiles if c.name in only]
+        products = [sizes for sizes in products if product_name(sizes) in only]
+    elif smoke:
+        decode = [name for name in decode if name in SMOKE]
+        of_tiles = [c for c in of_tiles if c is tiles.CASES[0]]
+        products = products[:1]
+    return decode, of_tiles, products
+
+
+def product_name(sizes: tuple[int, int, int, str]) -> str:
+    """Return the name of a product's case: rows, inputs, outputs and type."""
+    return "x".join(map(str, sizes))
+
+
+def check(names: Sequence[str], *, interpret: bool) -> Iterator[dict[str, Any]]:
     """Return a line for each case and version."""
     for name in names:
         for version in checks.PROGRAMS:
@@ -122,7 +154,7 @@ def check_products(
 ) -> Iterator[dict[str, Any]]:
     """Return a line for each product with a layer's weights."""
     for sizes in cases:
-        line: dict[str, Any] = {"case": "x".join(map(str, sizes)), "version": "product"}
+        line: dict[str, Any] = {"case": product_name(sizes), "version": "product"}
         try:
             yield line | compare_products(*sizes, interpret=interpret)
         except Exception as error:

@@ -1,6 +1,7 @@
 """Decode attention on a GPU: correctness first, then microseconds and the share of what memory can give.
 
     python -m benchmarks.decode_attention --out results.jsonl     the grid, as far as --budget seconds go
+    python -m benchmarks.decode_attention --first                 256 rows of 1,126 tokens, bfloat16 and fp8
     python -m benchmarks.decode_attention --sweep                 tile sizes, stages and partition sizes
     python -m benchmarks.decode_attention --smoke                 everything once, tiny, on a CPU
 
@@ -34,11 +35,12 @@ from pallas_kernels.gpu.partitioning import Partitioning
 from reference import attention
 
 _SMOKE = flags.DEFINE_boolean("smoke", False, "Tiny sizes, in the interpreter.")
+_FIRST = flags.DEFINE_boolean("first", False, "256 rows of 1,126 tokens alone, in bfloat16 and in fp8.")
 _SWEEP = flags.DEFINE_boolean("sweep", False, "Try configurations instead of the grid.")
 _BUDGET = flags.DEFINE_float("budget", 240, "Seconds in which measurements begin.")
 _OUT = flags.DEFINE_string("out", None, "Append one JSON line per measurement to this file.")
 
-CONTEXTS: tuple[int | str, ...] = (1100, 512, 2048, 8192, 32768, "ragged")
+CONTEXTS: tuple[int | str, ...] = (1126, 512, 2048, 8192, 32768, "ragged")
 # Rows cut by their own length, and rows in one piece: what cutting and merging gains or costs.
 VERSIONS = {"decode": ops.paged_attention, "v1": ops.paged_attention_v1}
 KERNEL = "paged_attention_kernel"
@@ -56,9 +58,18 @@ class Setup:
     capacity: int = 32768  # tokens a row of a table can hold
     pool_bytes: int = 8 * 10**9  # K and V together
     repeats: int = 7
+    versions: tuple[str, ...] = ("decode", "v1")
     interpret: bool = False
 
 
+FIRST = Setup(  # what decides whether an 8-bit cache is read as fast as memory gives it
+    models=("llama-3-8b",),
+    num_seqs=(256,),
+    contexts=(1126,),
+    block_sizes=(16,),
+    capacity=2048,
+    versions=("decode",),
+)
 SMOKE = Setup(
     models=("llama-70b/8",),
     num_seqs=(2,),
@@ -68,6 +79,7 @@ SMOKE = Setup(
     capacity=128,
     pool_bytes=2 * 10**6,
     repeats=1,
+    versions=("decode",),
     interpret=True,
 )
 
@@ -76,7 +88,7 @@ def main(argv: list[str]) -> None:
     """Run as a module."""
     record.start(argv)
     budget = record.Budget(_BUDGET.value)
-    setup = SMOKE if _SMOKE.value else Setup()
+    setup = SMOKE if _SMOKE.value else FIRST if _FIRST.value else Setup()
     results = record.Results("decode_attention", _OUT.value, short=True, **device.described(setup.interpret))
     bandwidth = device.read_bandwidth(setup.pool_bytes)
     results.put({"what": "read bandwidth", "gb_per_s": round(bandwidth / 1e9, 1)})
@@ -145,7 +157,8 @@ def grid(setup: Setup, bandwidth: float) -> Iterator[dict[str, Any]]:
         for num_seqs in setup.num_seqs:
             shape = {"model": model, "cache": cache_dtype, "block_size": block_size, "num_seqs": num_seqs}
             programs = {}
-            for version, operation in list(VERSIONS.items())[: 1 if setup.interpret else None]:
+            for version in setup.versions:
+                operation = VERSIONS[version]
                 options: dict[str, Any] = {
                     "implementation": "mosaic_gpu",
                     "interpret": setup.interpret,

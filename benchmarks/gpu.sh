@@ -1,13 +1,16 @@
 #!/bin/sh
-# Everything that needs a GPU, one of Ampere or later, in four commands that each end within nine minutes, with a table.
+# Everything that needs a GPU, one of Ampere or later, in five commands that each end within nine minutes, with a table.
 #
-#   sh benchmarks/gpu.sh [FOLDER] [--sweep]     decode attention: is it right on this chip, then how fast; its peers
+#   sh benchmarks/gpu.sh [FOLDER]               what must be known first: one decode case, then decode attention of 256 rows of
+#                                               1,126 tokens in bfloat16 and fp8, its peers, prompts, the engine's overhead
+#   sh benchmarks/gpu.sh [FOLDER] --decode      decode attention: is it right on this chip, then how fast; its peers
+#   sh benchmarks/gpu.sh [FOLDER] --sweep       its tile sizes, stages and partitions
 #   sh benchmarks/gpu.sh [FOLDER] --prefill     attention of prompts, likewise
 #   sh benchmarks/gpu.sh [FOLDER] --engine      the engine: a step's overhead, with and without CUDA graphs, then
 #                                               decoding in the shapes of well-known models
 #   sh benchmarks/gpu.sh [FOLDER] --products    products with a layer's weights: is the kernel right, and how fast beside
 #                                               cuBLAS; then decoding with and without the loop over layers
-#   sh benchmarks/gpu.sh [FOLDER] --smoke       all four, tiny, on a CPU
+#   sh benchmarks/gpu.sh [FOLDER] --smoke       all of these, tiny, on a CPU, but for --sweep
 #
 # What --engine shows of three choices that were made without a chip. step_overhead fails, and decode_shapes with it,
 # where a GPU does not launch a graph of loops: the engine would log that and let the host turn its loop
@@ -17,8 +20,9 @@
 # "jaxpaged generate --verbose" logs, with the sum that "jaxpaged info" prints.
 #
 # Results go to FOLDER, or $OUT, or out: a JSON line each, as soon as it is there, so a run that is stopped keeps
-# what it has. A step that fails does not keep the next from running, but the command fails in the end; without
-# --smoke it fails at once where JAX uses no GPU that our kernels serve. Lines say what share is reached of what the
+# what it has. A step ends at a limit of its own, at most STEP_SECONDS if that is set, and is killed where it hangs. One that
+# fails does not keep the next from running, but the command fails in the end; without --smoke it fails at once where JAX
+# uses no GPU that our kernels serve. Lines say what share is reached of what the
 # card's datasheet says (pallas_kernels/gpu/targets.py), or of reading alone.
 # Cases and peers that do not serve the GPU are named with the reason.
 #
@@ -54,14 +58,26 @@ print(*(name for name in sys.argv[1:] if importlib.util.find_spec(name) is None)
 step() {
     left=$((end - $(date +%s)))
     [ "$left" -gt "$1" ] && left=$1
+    [ "$left" -gt "${STEP_SECONDS:-$left}" ] && left=$STEP_SECONDS
     file=$2 module=$3
     shift 3
-    if [ "$left" -lt 5 ]; then
+    if [ "$left" -lt 1 ]; then
         echo "gpu.sh: no time left for $module" >&2
         failed="$failed $module"
     else
-        timeout "$left" "$python" -m "benchmarks.$module" --out "$folder/$file" "$@" $smoke || failed="$failed $module"
+        timeout -k 2 "$left" "$python" -m "benchmarks.$module" --out "$folder/$file" "$@" $smoke || failed="$failed $module"
     fi
+}
+
+# What tells most comes first. A chip may be lent for ten minutes only.
+first() {
+    step 60 first.jsonl check_kernels --kernel decode --case head_major
+    step 110 first.jsonl decode_attention --first
+    [ -n "$smoke" ] || step 60 first.jsonl attention_peers --what decode --of jax --budget 30
+    [ -n "$smoke" ] || step 60 first.jsonl attention_peers --what decode $torch --budget 30
+    [ -n "$smoke" ] || step 90 first.jsonl prompt_attention --budget 60
+    [ -n "$smoke" ] || step 80 first.jsonl step_overhead --gpu
+    [ -n "$smoke" ] || step 60 first.jsonl check_kernels --kernel decode --case float8_e4m3fn_per_head --case int8_per_head
 }
 
 # In a smoke run one process stands for two that differ in flags: starting and compiling takes the time.
@@ -113,11 +129,12 @@ smoke= torch='--of torch'
 if [ "$mode" = --smoke ]; then
     smoke=--smoke torch=
     export JAX_PLATFORMS=cpu JAX_DISABLE_MOST_OPTIMIZATIONS=true JAXPAGED_NATIVE=0 # for what compiles quickly
+    first
     decode
     prefill
     engine
     products
-    table "$folder/decode.jsonl" "$folder/prefill.jsonl" "$folder/engine.jsonl" "$folder/products.jsonl"
+    table "$folder/first.jsonl" "$folder/decode.jsonl" "$folder/prefill.jsonl" "$folder/engine.jsonl" "$folder/products.jsonl"
     exit
 fi
 # JAX looks for ptxas in NVIDIA's Python packages, or where this says.
@@ -133,9 +150,11 @@ case "$mode" in
 --prefill) prefill && table "$folder/prefill.jsonl" ;;
 --engine) engine && table "$folder/engine.jsonl" ;;
 --products) products && table "$folder/products.jsonl" ;;
-'' | --sweep) decode "$@" && table "$folder/decode.jsonl" ;;
+'') first && table "$folder/first.jsonl" ;;
+--decode) decode && table "$folder/decode.jsonl" ;;
+--sweep) decode --sweep && table "$folder/decode.jsonl" ;;
 *)
-    echo "gpu.sh: $mode must be --prefill, --engine, --products, --sweep or --smoke" >&2
+    echo "gpu.sh: $mode must be --decode, --sweep, --prefill, --engine, --products or --smoke" >&2
     exit 2
     ;;
 esac

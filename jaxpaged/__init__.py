@@ -23,16 +23,21 @@ if TYPE_CHECKING:
     from jaxpaged.api.outputs import BeamSearchOutput, BeamSearchSequence, CompletionOutput, RequestOutput
     from jaxpaged.handover.blocks import Blocks
     from jaxpaged.pooling.outputs import (
+        ClassificationOutput,
         ClassificationRequestOutput,
+        EmbeddingOutput,
         EmbeddingRequestOutput,
         PoolingOutput,
         PoolingParams,
         PoolingRequestOutput,
+        ScoringOutput,
         ScoringRequestOutput,
     )
 
 compat.install()
+_name_of_vllms = compat.names_of("")
 __version__ = "0.1.0"
+__version_tuple__ = (0, 1, 0)
 __all__ = [
     "LLM",
     "AsyncEngineArgs",
@@ -42,8 +47,10 @@ __all__ = [
     "BeamSearchParams",
     "BeamSearchSequence",
     "Blocks",
+    "ClassificationOutput",
     "ClassificationRequestOutput",
     "CompletionOutput",
+    "EmbeddingOutput",
     "EmbeddingRequestOutput",
     "EngineArgs",
     "EngineConfig",
@@ -57,6 +64,7 @@ __all__ = [
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "ScoringOutput",
     "ScoringRequestOutput",
     "StructuredOutputsParams",
     "TextPrompt",
@@ -73,7 +81,10 @@ _HOME = {
     "Blocks": "jaxpaged.handover.blocks",
     "CompletionOutput": "jaxpaged.api.outputs",
     "RequestOutput": "jaxpaged.api.outputs",
+    "ClassificationOutput": "jaxpaged.pooling.outputs",
     "ClassificationRequestOutput": "jaxpaged.pooling.outputs",
+    "EmbeddingOutput": "jaxpaged.pooling.outputs",
+    "ScoringOutput": "jaxpaged.pooling.outputs",
     "EmbeddingRequestOutput": "jaxpaged.pooling.outputs",
     "PoolingOutput": "jaxpaged.pooling.outputs",
     "PoolingParams": "jaxpaged.pooling.outputs",
@@ -83,6 +94,4 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return compat.look_up(_HOME[name], name)
+    return compat.look_up(_HOME[name], name) if name in _HOME else _name_of_vllms(name)

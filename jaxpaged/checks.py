@@ -3,6 +3,7 @@
 Numbers may be NumPy's; what a check gives back is Python's own. Imports nothing heavy.
 """
 
+import difflib
 import json
 import numbers
 from collections.abc import Iterable, Mapping
@@ -16,6 +17,18 @@ MAX_SALT_CHARS = 1024
 
 class InputError(ValueError):
     """A mistake in what the user gave: one sentence with the name, the value and the rule."""
+
+
+class UnknownNameError(InputError, TypeError):
+    """A name that nobody knows, among those that were given. It is a `TypeError`, as Python's own is."""
+
+
+def unknown(what: str, name: object, known: Iterable[str]) -> UnknownNameError:
+    """Return the error for a name that is none of those known: it says them all, and the nearest."""
+    known = [*map(str, known)]
+    near = difflib.get_close_matches(name, known, 1, 0.7) if isinstance(name, str) else []
+    hint = f"the nearest is {near[0]!r}" if near else "it is unknown"
+    return UnknownNameError(f"{what}{shown(name)} must be one of {', '.join(known)}: {hint}")
 
 
 def shown(value: object) -> str:
@@ -122,13 +135,34 @@ def parsed_json(name: str, value: object, rule: str) -> Any:
         raise InputError(f"{name}={shown(value)} must be {rule}") from None
 
 
+def read_finite_json(text: str | bytes) -> Any:
+    """Parse JSON as its standard has it, whose numbers are float64's.
+
+    Python's own reader takes NaN and Infinity, and makes infinity of 1e999; nothing that is written back may
+    have them. Raises `ValueError`, or `RecursionError` for text that is too deep.
+    """
+    return json.loads(text, parse_constant=_no_number, parse_float=_finite)
+
+
+def _no_number(text: str) -> Any:
+    raise ValueError(f"{text} is no number there")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if number - number != 0:
+        raise ValueError(f"{text[:40]} is beyond the numbers of float64")
+    return number
+
+
 def checked_mapping(name: str, value: object, rule: str, keys: Iterable[str]) -> Mapping[str, Any]:
     """Return the value if it is a mapping without other keys than these. Raises `InputError`."""
     check(name, value, rule, isinstance(value, Mapping))
     assert isinstance(value, Mapping)
     keys = tuple(keys)
     for key in value:
-        checked_choice(f"{name}: key", key, keys)
+        if key not in keys:
+            raise unknown(f"{name}: key=", key, keys)
     return value
 
 

@@ -1,8 +1,9 @@
 """Import paths that no file of ours has: vLLM's, and old ones of our own. One table of each, one finder.
 
 `from jaxpaged.v1.engine.async_llm import AsyncLLM` works because `VLLM_PATHS` says where the class is
-defined. An old path warns and leads to the new module. Both tables hold fixed names, so that no name from
-outside chooses a module. The finder comes last: a file of the package always goes before it.
+defined. A module of vLLM's that is not served is refused in a sentence. An old path warns and leads to the
+new module. The tables hold fixed names, so that no name from outside chooses a module. The finder comes last:
+a file of the package always goes before it. What vLLM has at each path is in `vllm_names/names.json`.
 """
 
 import importlib
@@ -11,36 +12,121 @@ import importlib.machinery
 import sys
 import types
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from jaxpaged.vllm_names.judge import known_names
+
+_API = "jaxpaged.api"
+_HELPERS = "jaxpaged.api.vllm_helpers"
 _OUTPUTS = "jaxpaged.api.outputs"
 _POOLING_OUTPUTS = "jaxpaged.pooling.outputs"
+_READER = "jaxpaged.api.metrics_reader"
+_TEMPLATES = {"load_chat_template": _HELPERS}
+
+
+def _at(location: str, *names: str) -> dict[str, str]:
+    """Return where each name is defined: all at one location."""
+    return dict.fromkeys(names, location)
+
+
 # vLLM's modules, without the package's name: each name, and where it is defined, "module" or "module:name".
 VLLM_PATHS: dict[str, dict[str, str]] = {
-    "engine.arg_utils": {
-        "AsyncEngineArgs": "jaxpaged.api.arg_utils",
-        "EngineArgs": "jaxpaged.api.arg_utils",
-    },
-    "engine.async_llm_engine": {"AsyncLLMEngine": "jaxpaged.api.async_llm:AsyncLLM"},
-    "engine.llm_engine": {"LLMEngine": "jaxpaged.api.llm_engine"},
+    "config": _at(_HELPERS, "PoolerConfig"),
+    "config.pooler": _at(_HELPERS, "PoolerConfig"),
+    "distributed": _at(_HELPERS, "cleanup_dist_env_and_memory"),
+    "distributed.parallel_state": _at(_HELPERS, "cleanup_dist_env_and_memory"),
+    "engine.arg_utils": _at(f"{_API}.arg_utils", "AsyncEngineArgs", "EngineArgs"),
+    "engine.async_llm_engine": {"AsyncLLMEngine": f"{_API}.async_llm:AsyncLLM"},
+    "engine.llm_engine": _at(f"{_API}.llm_engine", "LLMEngine"),
+    "engine.protocol": {"EngineClient": f"{_API}.async_llm:AsyncLLM"},
+    "entrypoints.chat_utils": _TEMPLATES,
+    "entrypoints.llm": _at(f"{_API}.llm", "LLM"),
+    "inputs.data": _at("jaxpaged.inputs", "PromptType", "TextPrompt", "TokensPrompt"),
+    "inputs.llm": _at("jaxpaged.inputs", "PromptType", "TextPrompt", "TokensPrompt"),
+    "logger": _at(_HELPERS, "init_logger"),
+    "logprobs": _at(_OUTPUTS, "Logprob"),
     "outputs": {
-        "BeamSearchOutput": _OUTPUTS,
-        "BeamSearchSequence": _OUTPUTS,
-        "ClassificationRequestOutput": _POOLING_OUTPUTS,
-        "CompletionOutput": _OUTPUTS,
-        "EmbeddingRequestOutput": _POOLING_OUTPUTS,
-        "Logprob": _OUTPUTS,
-        "PoolingRequestOutput": _POOLING_OUTPUTS,
+        **_at(
+            _OUTPUTS, "BeamSearchOutput", "BeamSearchSequence", "CompletionOutput", "Logprob", "RequestOutput"
+        ),
+        **_at(_POOLING_OUTPUTS, "ClassificationOutput", "ClassificationRequestOutput", "EmbeddingOutput"),
+        **_at(_POOLING_OUTPUTS, "EmbeddingRequestOutput", "PoolingOutput", "PoolingRequestOutput"),
+        **_at(_POOLING_OUTPUTS, "ScoringOutput", "ScoringRequestOutput"),
         "RequestMetrics": "jaxpaged.engine.handle",
-        "RequestOutput": _OUTPUTS,
-        "ScoringRequestOutput": _POOLING_OUTPUTS,
     },
-    "utils": {"FlexibleArgumentParser": "jaxpaged.api.argument_parser"},
-    "utils.argparse_utils": {"FlexibleArgumentParser": "jaxpaged.api.argument_parser"},
-    "v1.engine.async_llm": {"AsyncLLM": "jaxpaged.api.async_llm"},
-    "v1.engine.llm_engine": {"LLMEngine": "jaxpaged.api.llm_engine"},
+    "platforms": _at(_HELPERS, "current_platform"),
+    "pooling_params": _at(_POOLING_OUTPUTS, "PoolingParams"),
+    "renderers.chat_utils": _TEMPLATES,
+    "sequence": _at(_OUTPUTS, "Logprob"),
+    "usage.usage_lib": _at(_HELPERS, "UsageContext"),
+    "utils": {
+        "FlexibleArgumentParser": f"{_API}.argument_parser",
+        **_at(_HELPERS, "get_ip", "get_open_port", "random_uuid"),
+    },
+    "utils.argparse_utils": _at(f"{_API}.argument_parser", "FlexibleArgumentParser"),
+    "utils.network_utils": _at(_HELPERS, "get_ip", "get_open_port", "get_open_ports_list"),
+    "utils.print_utils": _at(_HELPERS, "print_embeddings"),
+    "utils.system_utils": _at(_HELPERS, "set_ulimit"),
+    "v1.core.kv_cache_utils": _at(_HELPERS, "ExternalBlockHash"),
+    "v1.engine.async_llm": _at(f"{_API}.async_llm", "AsyncLLM"),
+    "v1.engine.exceptions": _at("jaxpaged.engine.handle", "EngineDeadError"),
+    "v1.engine.llm_engine": _at(f"{_API}.llm_engine", "LLMEngine"),
+    "v1.metrics.reader": _at(_READER, "Counter", "Gauge", "Histogram", "Metric", "Vector"),
+    "version": {"__version__": "jaxpaged", "__version_tuple__": "jaxpaged"},
 }
+_MEDIA = "it is about images, sound and video, and requests are of text"
+_JAX = "kernels and compilation are JAX's"
+_DESCRIBED = "models are described, not written as modules; use jaxpaged.models (docs/guides/models.md)"
+_COMPILED = "a request's code cannot run in the compiled step; use sampler= (docs/research/contracts.md)"
+_INSIDE = "it is the inside of vLLM's engine; here that is one compiled program"
+# vLLM's modules that are not served, with all below them, and names of modules that are: "module" or
+# "module:name". What each is, and what to take instead.
+REFUSED_PATHS: dict[str, str] = {
+    "ModelRegistry": _DESCRIBED,
+    "initialize_ray_cluster": "replicas on Ray are in jaxpaged.batch.ray",
+    **_at(_MEDIA, "assets", "multimodal", "config.multimodal", "config.speech_to_text"),
+    **_at(_MEDIA, "entrypoints.speech_to_text"),
+    **_at(_JAX, "_aiter_ops", "_custom_ops", "_xpu_ops", "compilation", "cute_utils", "device_allocator"),
+    **_at(_JAX, "env_override", "ir", "kernels", "scalar_type", "third_party", "tilelang_utils"),
+    **_at(_JAX, "triton_utils", "vllm_flash_attn", "config.attention", "config.compilation", "config.kernel"),
+    **_at(_JAX, "forward_context", "platforms"),
+    **_at(_INSIDE, "_version", "connections", "engine", "exceptions", "logger", "logging_utils", "logprobs"),
+    **_at(_INSIDE, "outputs", "pooling_params", "sampling_params", "sequence", "snapshot", "tasks", "v1"),
+    **_at(_INSIDE, "version"),
+    "inputs": "prompts are texts or token ids; use TextPrompt or TokensPrompt",
+    "benchmarks": "measurements are other ones; use `jaxpaged bench`",
+    "collect_env": "it reports vLLM's installation; use `jaxpaged info`",
+    "config": "options are plain arguments; use EngineArgs(...) or LLM(...)",
+    "config.VllmConfig": "options are plain arguments; use EngineArgs(...) or LLM(...)",
+    "distributed": "devices talk by XLA's own collectives; use tensor_parallel_size or data_parallel_size",
+    "distributed.kv_events": "events have classes of their own; use jaxpaged.kv_events",
+    "distributed.kv_transfer": "caches are handed over by bytes; use LLM.export_blocks and LLM.adopt_blocks",
+    "distributed.weight_transfer": "weights are handed over as arrays or files; use LLM.update_weights",
+    "entrypoints": "the server's routes are its own; use `jaxpaged serve`",
+    "envs": "there are no variables that choose what vLLM does; use options of LLM(...)",
+    "logits_process": _COMPILED,
+    "lora": "adapters are read by the engine; use LoRARequest",
+    "model_executor": _DESCRIBED,
+    "model_inspection": "models are arrays; use LLM.weights",
+    "models": _DESCRIBED,
+    "parser": "parsers are chosen by name; use --tool-call-parser and --reasoning-parser",
+    "plugins": "parts from outside are named by options; see docs/research/contracts.md",
+    "profiler": "traces are JAX's; use jax.profiler",
+    "ray": "replicas on Ray are in jaxpaged.batch.ray",
+    "reasoning": "parsers are chosen by name; use --reasoning-parser",
+    "renderers": "prompts are rendered by the model's template; use LLM.chat",
+    "tokenizers": "a tokenizer is transformers' own; use LLM.get_tokenizer",
+    "tool_parsers": "parsers are chosen by name; use --tool-call-parser",
+    "tracing": "there are no traces of requests; use /metrics of the server",
+    "transformers_utils": "files are read by jaxpaged.models.loading; use LLM(...)",
+    "usage": "nothing is reported to anybody",
+    "utils": "it is a helper of vLLM's own code; Python or NumPy has one",
+    "v1.metrics": "metrics are the server's; use /metrics, or LLM.get_metrics",
+    "v1.sample": _COMPILED,
+}
+
+
 # Old paths of modules and packages, with everything below them, and the new ones: for one more release.
 OLD_PATHS: dict[str, str] = {
     "bench": "research.bench",
@@ -60,7 +146,7 @@ OLD_PATHS: dict[str, str] = {
 
 
 def install() -> None:
-    """Let Python find the paths of both tables, behind all files; a second call does nothing."""
+    """Let Python find the paths of all tables, behind all files; a second call does nothing."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.append(_Finder())
 
@@ -71,13 +157,48 @@ def look_up(location: str, name: str) -> Any:
     return getattr(importlib.import_module(module), other or name)
 
 
+def refusal(path: str) -> str | None:
+    """Return why a module of vLLM's, or a name "module.name" in one, is not served; None if none is known.
+
+    The longest entry of `REFUSED_PATHS` that holds the path decides.
+    """
+    known = [each for each in REFUSED_PATHS if f"{path}.".startswith(f"{each}.")]
+    if not known:
+        return None
+    meaning, _, use = REFUSED_PATHS[max(known, key=len)].partition("; ")
+    return f"vLLM's {path} is not served: {meaning}" + (f" ({use})" if use else "")
+
+
+def names_of(path: str) -> Callable[[str], Any]:
+    """Return the `__getattr__` of a module at one of vLLM's paths, for names that it does not define.
+
+    A name of `VLLM_PATHS` is looked up where it is defined. A name that vLLM has there and that is not served
+    raises `ImportError` with a sentence; one that nobody knows raises `AttributeError`, as in any module.
+    """
+    names = VLLM_PATHS.get(path, {})
+
+    def look_up_name(name: str) -> Any:
+        if name in names:
+            return look_up(names[name], name)
+        if name in known_names()["modules"].get(path, ()):
+            full = f"{path}.{name}".lstrip(".")
+            raise ImportError(refusal(full) or f"vLLM's {full} is not served")
+        module = ".".join(filter(None, (__package__, path)))
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+
+    return look_up_name
+
+
 class _Finder(importlib.abc.MetaPathFinder):
     """A finder of modules that only the tables have."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Return how to make the module, or None for a path that no table has."""
+        """Return how to make the module, or None for a path that no table has.
+
+        Raises `ModuleNotFoundError` with a sentence for a module of vLLM's that is not served.
+        """
         top, _, below = fullname.partition(".")
         if top != __package__ or not below:
             return None
@@ -88,6 +209,8 @@ class _Finder(importlib.abc.MetaPathFinder):
                 loader = _MovedLoader(f"{top}.{new}{below.removeprefix(old)}")
                 is_package = not below.endswith("__main__")
                 return importlib.machinery.ModuleSpec(fullname, loader, is_package=is_package)
+        if reason := refusal(below):
+            raise ModuleNotFoundError(reason, name=fullname)
         return None
 
 
@@ -95,17 +218,12 @@ class _NamesLoader(importlib.abc.Loader):
     """A loader of a module of vLLM's, whose names are looked up when they are first used."""
 
     def __init__(self, path: str) -> None:
-        self.names = VLLM_PATHS.get(path, {})
+        self.path = path
 
     def exec_module(self, module: types.ModuleType) -> None:
-        def look_up_name(name: str) -> Any:
-            if name not in self.names:
-                raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
-            return look_up(self.names[name], name)
-
         module.__doc__ = "Names at vLLM's import path; `jaxpaged.compat` says where each is defined."
-        module.__all__ = sorted(self.names)  # type: ignore[attr-defined]
-        module.__getattr__ = look_up_name  # type: ignore[method-assign]
+        module.__all__ = sorted(VLLM_PATHS.get(self.path, ()))  # type: ignore[attr-defined]
+        module.__getattr__ = names_of(self.path)  # type: ignore[method-assign]
 
 
 class _MovedLoader(importlib.abc.InspectLoader):

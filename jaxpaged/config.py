@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 from jaxpaged.checks import INT32_MAX, check, checked_bool, checked_int
+from jaxpaged.compat import names_of
 from jaxpaged.config_rules import check_processes, check_together
 from jaxpaged.kv_events.options import KVEvents, kv_events
 from jaxpaged.options import (
@@ -18,6 +19,7 @@ from jaxpaged.options import (
     option,
     optional,
     ours_or_path,
+    store_of_blocks,
     text,
     whole,
     yes_or_no,
@@ -202,7 +204,7 @@ class EngineConfig:
     # "package.module:Name" a store of one's own.
     kv_offloading_backend: Any = option(
         "host",
-        ours_or_path(("host", "native"), "host, disk:DIR, or 'package.module:Name'"),
+        store_of_blocks,
         flag=text("stores of such blocks: host (default); with disk:DIR or module:Name one below it, too"),
     )
     kv_offloading_disk_size: float = option(
@@ -425,3 +427,8 @@ class EngineConfig:
 
 
 _CHECKS = checks_of(EngineConfig)
+
+
+# Names that vLLM has here, and modules below: `compat` has both.
+__path__: list[str] = []
+__getattr__ = names_of("config")

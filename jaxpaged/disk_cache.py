@@ -9,14 +9,16 @@ since it was imported, the sources do not describe what runs, and nothing is kep
 import contextlib
 import functools
 import hashlib
+import itertools
+import math
 import os
 import platform
 import re
+import secrets
 import shutil
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,9 @@ from pallas_kernels.compilation_cache import why_untrusted
 
 OURS = ("jaxpaged", "pallas_kernels")
 UNFINISHED = "unfinished-"  # begins the names of what is being written
+UNFINISHED_NAME = re.compile(UNFINISHED + r"[0-9a-f]{32}(\.lock)?")
+KEY_BYTES = 32
+KEY_DIGITS = 32  # of a key, in the name of what is kept
 UNFINISHED_SECONDS = 3600  # nobody writes at one thing for so long
 
 _folder: Path | None = None  # None: nothing is kept. A process has one.
@@ -50,7 +55,7 @@ def path_of(made_from: object, suffix: str) -> Path | None:
     if name := replaced():
         _say(f"{name} is not what its source file says: nothing is read from {_folder} or kept there")
         return None
-    return _folder / f"{key_of(made_from).hex()[:32]}{suffix}"
+    return _folder / f"{key_of(made_from).hex()[:KEY_DIGITS]}{suffix}"
 
 
 def key_of(made_from: object) -> bytes:
@@ -71,14 +76,20 @@ def is_own(path: Path) -> bool:
 def write_file(path: Path, content: bytes) -> None:
     """Write a file so that another process sees all of it or nothing, and nothing is left if that fails."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=UNFINISHED, delete=False) as whole:
-        try:
-            whole.write(content)
-            whole.close()
-            os.replace(whole.name, path)
-        except BaseException:  # a disk that is full, for one
-            Path(whole.name).unlink(missing_ok=True)
-            raise
+    whole = path.parent / unfinished_name()
+    descriptor = os.open(whole, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        with open(descriptor, "wb") as file:
+            file.write(content)
+        os.replace(whole, path)
+    except BaseException:  # a disk that is full, for one
+        whole.unlink(missing_ok=True)
+        raise
+
+
+def unfinished_name() -> str:
+    """Return a new name for what is being written. Only such names are removed when they are old."""
+    return UNFINISHED + secrets.token_hex(16)
 
 
 @contextlib.contextmanager
@@ -113,13 +124,37 @@ def alone(path: Path) -> Iterator[bool]:
 def new_folder(beside: Path) -> Path:
     """Return an empty folder to write a thing into that will be renamed to `beside`."""
     beside.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return Path(tempfile.mkdtemp(dir=beside.parent, prefix=UNFINISHED))
+    folder = beside.parent / unfinished_name()
+    folder.mkdir(mode=0o700)
+    return folder
 
 
-def prune(like: Path, most: int) -> None:
-    """Leave `most` of all things with this one's suffix: the ones used longest ago go, and what processes
-    that were killed have left unfinished.
+def key_at_start(path: Path) -> bytes:
+    """Return the key with which a file of ours begins."""
+    with path.open("rb") as file:
+        return file.read(KEY_BYTES)
+
+
+def prune(
+    like: Path, most: int, key_in: Callable[[Path], bytes] | None = None, most_bytes: float = math.inf
+) -> None:
+    """Leave `most` of all things with this one's suffix, and of files so many bytes together: the ones used
+    longest ago go, and what processes that were killed have left unfinished.
+
+    Only what has a name of ours is counted and removed: the folder may be one that the user shares with
+    other programs.
+
+    key_in: returns the key that a thing says it was made for. What has another name than that is left alone.
     """
+    name = re.compile(rf"[0-9a-f]{{{KEY_DIGITS}}}{re.escape(like.suffix)}")
+
+    def is_ours(path: Path) -> bool:
+        if not name.fullmatch(path.name) or path.is_symlink():
+            return False
+        try:
+            return key_in is None or key_in(path).hex()[:KEY_DIGITS] == path.stem
+        except Exception:  # whatever bytes of anybody make it raise
+            return False
 
     def last_use(path: Path) -> float:
         try:
@@ -127,9 +162,18 @@ def prune(like: Path, most: int) -> None:
         except FileNotFoundError:  # another process prunes, too
             return 0.0
 
-    used = sorted(like.parent.glob(f"*{like.suffix}"), key=last_use, reverse=True)
+    def size(path: Path) -> int:
+        try:
+            return path.stat().st_size
+        except FileNotFoundError:
+            return 0
+
+    used = sorted(filter(is_ours, like.parent.glob(f"*{like.suffix}")), key=last_use, reverse=True)
     long_ago = time.time() - UNFINISHED_SECONDS
-    left = [path for path in like.parent.glob(f"{UNFINISHED}*") if last_use(path) < long_ago]
+    unfinished = (path for path in like.parent.glob(f"{UNFINISHED}*") if UNFINISHED_NAME.fullmatch(path.name))
+    left = [path for path in unfinished if last_use(path) < long_ago]
+    sizes = itertools.accumulate(map(size, used[:most]))
+    most = sum(total <= most_bytes for total in sizes)
     for path in used[most:] + left:
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any, NotRequired, TypedDict
 
 from jaxpaged.checks import check
+from jaxpaged.compat import names_of
 
 __all__ = ["PromptType", "TextPrompt", "TokensPrompt", "check_prompt_keys"]
 
@@ -52,3 +53,8 @@ def check_prompt_keys(prompt: Any) -> None:
             check(key, value, "left out: inputs that are not text are not supported", is_empty)
         else:
             check("key of a prompt", key, f"one of {', '.join(KEYS)}", key in KEYS)
+
+
+# Names that vLLM has here, and modules below: `compat` has both.
+__path__: list[str] = []
+__getattr__ = names_of("inputs")

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 from jaxpaged.checks import FLOAT32_MAX, INT32_MAX, check, checked_choice, checked_int, checked_number, is_int
@@ -11,6 +12,7 @@ from jaxpaged.checks import FLOAT32_MAX, INT32_MAX, check, checked_choice, check
 type Check = Callable[[str, Any], Any]
 
 AUTO: Literal["auto"] = "auto"
+DISK_PREFIX = "disk:"  # of a store of blocks in a directory
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}  # vLLM's
 
 
@@ -105,6 +107,17 @@ def ours_or_path(choices: tuple[str, ...], rule: str) -> Check:
         return value
 
     return check_one
+
+
+def store_of_blocks(name: str, value: Any) -> Any:
+    """Check that a value names a store of blocks, or is one; never the working directory as a whole."""
+    value = ours_or_path(("host", "native"), "host, disk:DIR, or 'package.module:Name'")(name, value)
+    if isinstance(value, str) and value.startswith(DISK_PREFIX):
+        folder = value.removeprefix(DISK_PREFIX).strip()
+        check(
+            name, value, "disk:DIR with a directory that is not the working directory", Path(folder) != Path()
+        )
+    return value
 
 
 def text(help_: str) -> dict[str, Any]:

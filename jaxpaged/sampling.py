@@ -9,11 +9,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, Key, Num, UInt32
+from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
 from jaxpaged import row_sums
 from jaxpaged.arithmetic import cdiv
 from jaxpaged.config import LogprobsMode
+from jaxpaged.sampling_filters import filtered, ordered
 from jaxpaged.sampling_params import MAX_LOGPROBS
 from jaxpaged.sampling_state import LogitRules, SamplingState
 
@@ -91,7 +92,7 @@ def _drawn(logits: Float[Array, "rows vocab"], keys: Key[Array, " rows"]) -> Int
     weights = jnp.exp(jnp.pad(logits, padding, constant_values=-jnp.inf))
     weights = weights.reshape(num_rows, -1, DRAWN_GROUP)
     uniform = jax.vmap(lambda key: jax.random.uniform(key, (2,)))(keys)
-    group = _inverted(jnp.sum(weights, axis=2), uniform[:, 0])
+    group = _inverted(row_sums.total(weights)[..., 0], uniform[:, 0])
     in_group = jnp.take_along_axis(weights, group[:, None, None], axis=1)[:, 0]
     return group * DRAWN_GROUP + _inverted(in_group, uniform[:, 1])
 
@@ -105,20 +106,6 @@ def _inverted(weights: Float[Array, "rows n"], uniform: Float[Array, " rows"]) -
     num_places = weights.shape[1]
     first = jnp.min(jnp.where(exceeds, jnp.arange(num_places, dtype=jnp.int32), num_places), axis=1)
     return jnp.where(first < num_places, first, likeliest(weights))  # should rounding leave none
-
-
-def filtered(
-    logits: Float[Array, "rows vocab"], largest: Float[Array, " rows"], options: SamplingState
-) -> Float[Array, "rows vocab"]:
-    """Return logits whose `softmax` is the distribution that sampling rows draw from: divided by the
-    temperature, and without the excluded tokens.
-
-    Logits are taken relative to the row's largest, so that a small temperature gives minus infinity at worst.
-    """
-    samples = options.temperature > 0
-    scaled = (logits - largest[:, None]) / jnp.where(samples, options.temperature, 1)[:, None]
-    filters = samples & ((options.top_k > 0) | (options.top_p < 1) | (options.min_p > 0))
-    return lax.cond(jnp.any(filters), lambda: filter_rows(scaled, options), lambda: scaled)
 
 
 def edited(
@@ -340,7 +327,7 @@ def score_candidates(
     logits: Float[Array, "rows vocab"], token_ids: Int[Array, "rows n"]
 ) -> Float[Array, "rows n"]:
     """Return the log-probabilities of given tokens of each row, as `score` has them; -inf for token -1."""
-    total = jax.nn.logsumexp(logits, axis=1, keepdims=True)
+    total = row_sums.logsumexp(logits)
     values = jnp.take_along_axis(logits, jnp.maximum(token_ids, 0), axis=1) - total
     return jnp.where(token_ids < 0, -jnp.inf, values)
 
@@ -360,7 +347,7 @@ def first_ranked(logits: Float[Array, "rows vocab"], num: int) -> Int[Array, "ro
         best = jnp.argmax(left, axis=1).astype(jnp.int32)
         return left.at[row, best].set(jnp.iinfo(jnp.int32).min), ids.at[:, i].set(best)
 
-    start = (_ordered(logits), jnp.zeros((logits.shape[0], num), jnp.int32))
+    start = (ordered(logits), jnp.zeros((logits.shape[0], num), jnp.int32))
     return lax.fori_loop(0, num, find_one, start)[1]
 
 
@@ -383,65 +370,3 @@ def likeliest(logits: Float[Array, "rows vocab"]) -> Int[Array, " rows"]:
     is_largest = logits == jnp.max(logits, axis=-1, keepdims=True)
     first = jnp.min(jnp.where(is_largest, jnp.arange(vocab, dtype=jnp.int32), vocab), axis=-1)
     return jnp.minimum(first, vocab - 1)  # of a row of NaN, where nothing equals the largest
-
-
-def filter_rows(scaled: Float[Array, "rows vocab"], options: SamplingState) -> Float[Array, "rows vocab"]:
-    """Replace by minus infinity what min_p, then top_k, then top_p exclude. The likeliest token, 0 in
-    `scaled`, stays.
-
-    Ties at the last place kept are broken by token id, the lower one first. Nothing is sorted.
-    """
-    keys = _ordered(scaled)
-    everything = jnp.ones(scaled.shape, bool)
-
-    def among_top_k() -> Bool[Array, "rows vocab"]:
-        top_k = jnp.where(options.top_k == 0, scaled.shape[1], options.top_k)
-        return _ranked_before(keys, jnp.ones(scaled.shape, jnp.int32), top_k)
-
-    def within_top_p(keep: Bool[Array, "rows vocab"]) -> Bool[Array, "rows vocab"]:
-        probability = jax.nn.softmax(jnp.where(keep, scaled, -jnp.inf), axis=1)
-        # Sums are rounded, and may reach 1 before the end: but 1 keeps all.
-        return keep & (_ranked_before(keys, probability, options.top_p) | (options.top_p >= 1)[:, None])
-
-    keep = jnp.exp(scaled) >= options.min_p[:, None]
-    keep &= lax.cond(jnp.any(options.top_k > 0), among_top_k, lambda: everything)
-    keep = lax.cond(jnp.any(options.top_p < 1), within_top_p, lambda keep: keep, keep)
-    return jnp.where(keep, scaled, -jnp.inf)
-
-
-def _ordered(x: Float[Array, "*shape"]) -> Int[Array, "*shape"]:
-    """Map float32 to int32 of the same order: negative numbers have all bits but the sign inverted; both
-    zeros are 0.
-    """
-    bits = jnp.where(x == 0, 0, lax.bitcast_convert_type(x, jnp.int32))
-    return jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-
-
-def _ranked_before(
-    keys: Int[Array, "rows vocab"], weights: Num[Array, "rows vocab"], bounds: Num[Array, " rows"]
-) -> Bool[Array, "rows vocab"]:
-    """Return, for each row ranked by falling key (equal keys by index), the entries before which the
-    weights sum to less than the row's bound. Equal keys must have equal weights.
-
-    The key of the last such entry is found bit by bit, with a sum over the row for each bit.
-    """
-
-    def reach(least: Int[Array, " rows"]) -> Bool[Array, " rows"]:
-        return jnp.sum(jnp.where(keys >= least[:, None], weights, 0), axis=1) >= bounds
-
-    def add_bit(i: Int[Array, ""], last: Int[Array, " rows"]) -> Int[Array, " rows"]:
-        higher = last + (jnp.int32(1) << (31 - i))  # the first time past the sign: from the smallest to 0
-        return jnp.where(reach(higher), higher, last)
-
-    smallest = jnp.full(keys.shape[:1], jnp.iinfo(jnp.int32).min)
-    last = lax.fori_loop(0, 32, add_bit, smallest)[:, None]
-    is_last = keys == last
-
-    def first_equals() -> Bool[Array, "rows vocab"]:
-        above = jnp.sum(jnp.where(keys > last, weights, 0), axis=1, keepdims=True)
-        each = jnp.max(jnp.where(is_last, weights, 0), axis=1, keepdims=True)
-        num_before = jnp.cumsum(is_last, axis=1, dtype=jnp.int32) - 1
-        return is_last & (above + num_before * each < bounds[:, None])
-
-    has_equals = jnp.any(jnp.sum(is_last, axis=1, dtype=jnp.int32) > 1)
-    return (keys > last) | lax.cond(has_equals, first_equals, lambda: is_last)

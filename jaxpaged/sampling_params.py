@@ -19,7 +19,9 @@ from jaxpaged.checks import (
     checked_number,
     is_int,
     shown,
+    unknown,
 )
+from jaxpaged.compat import names_of
 from jaxpaged.options import checks_of, choice, number, option, optional, whole
 from jaxpaged.structured_outputs import StructuredOutputsParams, structured_outputs
 from jaxpaged.vllm_names.judge import BEAM_NAMES, SAMPLING_NAMES, Names, without_neutral
@@ -54,6 +56,8 @@ def _taking_vllms[T](names: Names) -> Callable[[type[T]], type[T]]:
         def __init__(self: Any, **options: Any) -> None:
             if not options.keys() <= fields.keys():
                 options = without_neutral(options, fields, names)
+                for name in options.keys() - fields.keys():
+                    raise unknown(f"{cls.__name__}: option ", name, fields)
             if any(value is None for value in options.values()):
                 options = {n: v for n, v in options.items() if v is not None or n not in not_none}
             init(self, **options)
@@ -421,3 +425,7 @@ _CHECKS = checks_of(SamplingParams)
 FROM_MODEL = tuple(
     field.name for field in dataclasses.fields(SamplingParams) if field.metadata.get("from_model")
 )
+
+
+# Names that vLLM has here.
+__getattr__ = names_of("sampling_params")

@@ -5,6 +5,8 @@ import os
 from typing import Any
 
 from jaxpaged.checks import INT32_MAX, check, checked_int, checked_mapping, checked_number, parsed_json
+from jaxpaged.vllm_names.judge import check_keys
+from jaxpaged.vllm_names.table import SPECULATION
 
 # Methods of vLLM's, by what they need.
 OTHER_METHODS = "eagle", "medusa", "mlp_speculator", "ngram_gpu"
@@ -137,6 +139,9 @@ def speculation(name: str, value: Any) -> Speculation | None:
     if value is None or isinstance(value, Speculation):
         return value
     rule = 'None or a mapping such as {"method": "ngram", "num_speculative_tokens": 7}'
-    value = checked_mapping(name, parsed_json(name, value, rule), rule, Speculation.__dataclass_fields__)
+    ours = Speculation.__dataclass_fields__
+    value = checked_mapping(name, parsed_json(name, value, rule), rule, [*ours, *SPECULATION])
+    check_keys(name, {key: its for key, its in value.items() if key not in ours}, SPECULATION)
+    value = {key: its for key, its in value.items() if key in ours}
     by_model = {"method": DRAFT_MODEL} if value.get("model") is not None else {}
     return Speculation(**by_model | {**value})

@@ -12,7 +12,7 @@ import numpy as np
 
 from . import altup
 from .experts import choose, sparse_mixer
-from .parts import Weights, activate, linear, norm
+from .parts import Weights, activate, gated, linear, norm
 
 
 class Rope(Protocol):
@@ -264,15 +264,6 @@ def attention(
     return linear(weights, f"{name}.o", out.reshape(num_tokens, -1))
 
 
-def gated(config: Config, gate: np.ndarray, out: np.ndarray) -> np.ndarray:
-    """Return what attention gives, [num_tokens, heads, head_dim], times a gate of each head, or of each
-    coordinate.
-    """
-    gate = gate.reshape(len(out), -1, 1 if config.output_gate == "head" else out.shape[-1])
-    factors = 1 / (1 + np.exp(-gate)) if config.gate_activation == "sigmoid" else np.log1p(np.exp(gate))
-    return out * factors
-
-
 def qk_normed(
     config: Config, weights: Weights, name: str, q: np.ndarray, k: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -397,6 +388,8 @@ def frequency(rope: Rope, pair: int, max_len: int) -> float:
     if hasattr(scaling, "long_factors"):
         is_long = max_len > scaling.original_max_len
         return plain / (scaling.long_factors if is_long else scaling.short_factors)[pair]
+    if type(scaling).__name__ == "DynamicScaling":
+        return dynamic_frequency(rope, pair, max_len)
     if hasattr(scaling, "num_pairs"):
         return plain / scaling.factor if pair < scaling.num_pairs else 0.0
     if hasattr(scaling, "low_freq_factor"):
@@ -404,6 +397,20 @@ def frequency(rope: Rope, pair: int, max_len: int) -> float:
     if hasattr(scaling, "beta_fast"):
         return yarn_frequency(rope, plain, pair)
     return plain / scaling.factor
+
+
+def dynamic_frequency(rope: Rope, pair: int, max_len: int) -> float:
+    """Return a frequency of RoPE with a "dynamic" scaling: NTK-aware, for the longest sequence it serves.
+
+    Up to the original length nothing is scaled. Beyond it, theta is what transformers takes for a sequence of
+    `factor` times the original length; as in vLLM, for shorter ones, too: keys in a cache keep their angles.
+    """
+    scaling, theta = rope.scaling, rope.theta
+    if max_len > scaling.original_max_len:
+        longest = scaling.factor * scaling.original_max_len
+        stretch = scaling.factor * longest / scaling.original_max_len - (scaling.factor - 1)
+        theta *= stretch ** (rope.dim / (rope.dim - 2))
+    return theta ** (-2 * pair / rope.dim)
 
 
 def llama3_frequency(plain: float, scaling: Any) -> float:

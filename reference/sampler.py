@@ -28,12 +28,14 @@ class TokenAutomaton:
     opens: int | None = None
 
     def state(self, answer: Sequence[int]) -> int | None:
-        """Return the state behind an answer; -1 after its end; None before its beginning."""
+        """Return the state behind an answer, the same behind its end; -1 behind a token that may not come;
+        None before its beginning.
+        """
         state = 0 if self.opens is None else None
         for token in answer:
             if state is None:
                 state = 0 if token == self.opens else None
-            elif state >= 0:
+            elif state >= 0 and not (token in self.end_tokens and state in self.accepting):
                 state = self.moves[state].get(token, -1)
         return state
 

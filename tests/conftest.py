@@ -23,6 +23,7 @@ CHECKED = [
     "jaxpaged.models",
     "jaxpaged.parallel",
     "jaxpaged.sampling",
+    "jaxpaged.sampling_filters",
     "jaxpaged.step",
 ]
 install_import_hook(CHECKED, f"{typechecker.__name__}.check")

@@ -1,10 +1,12 @@
 """The arrows between the parts point one way."""
 
 import ast
+import functools
 import importlib.metadata
 import re
 import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ KV_EVENTS_OPTIONS = "jaxpaged/kv_events/options.py"
 GROUND = {
     "jaxpaged/arithmetic.py",
     "jaxpaged/checks.py",
+    "jaxpaged/compat.py",
     "jaxpaged/config.py",
     "jaxpaged/inputs.py",
     KV_EVENTS_OPTIONS,
@@ -50,6 +53,7 @@ STEP = {
     "jaxpaged/step",
     "jaxpaged/parallel",
     "jaxpaged/sampling.py",
+    "jaxpaged/sampling_filters.py",
     "jaxpaged/sampling_state.py",
     SAMPLERS,
     *MODELS,
@@ -83,6 +87,7 @@ ALLOWED = {
     "jaxpaged/config_rules.py": {"jaxpaged/checks.py", "jaxpaged/speculation.py"},
     "jaxpaged/config.py": {
         "jaxpaged/checks.py",
+        "jaxpaged/compat.py",
         "jaxpaged/config_rules.py",
         KV_EVENTS_OPTIONS,
         "jaxpaged/options.py",
@@ -94,6 +99,7 @@ ALLOWED = {
     "jaxpaged/speculation.py": {"jaxpaged/checks.py"},
     "jaxpaged/sampling_params.py": {
         "jaxpaged/checks.py",
+        "jaxpaged/compat.py",
         "jaxpaged/options.py",
         "jaxpaged/sampling_lists.py",
         "jaxpaged/structured_outputs.py",
@@ -103,7 +109,7 @@ ALLOWED = {
     "jaxpaged/structured_outputs.py": {"jaxpaged/checks.py"},
     "jaxpaged/vllm_names": {"jaxpaged/checks.py"},
     "jaxpaged/lora": {"jaxpaged/checks.py"},
-    "jaxpaged/inputs.py": {"jaxpaged/checks.py"},
+    "jaxpaged/inputs.py": {"jaxpaged/checks.py", "jaxpaged/compat.py"},
     "jaxpaged/untrusted.py": {"jaxpaged/checks.py"},
     "jaxpaged/text": {"jaxpaged/checks.py", "jaxpaged/text/limits.py"},
     "jaxpaged/grammar": {"jaxpaged/disk_cache.py", "jaxpaged/text", *GROUND},
@@ -112,9 +118,11 @@ ALLOWED = {
         "jaxpaged/arithmetic.py",
         "jaxpaged/config.py",
         "jaxpaged/row_sums.py",
+        "jaxpaged/sampling_filters.py",
         "jaxpaged/sampling_params.py",
         "jaxpaged/sampling_state.py",
     },
+    "jaxpaged/sampling_filters.py": {"jaxpaged/row_sums.py", "jaxpaged/sampling_state.py"},
     "jaxpaged/sampling_state.py": {"jaxpaged/arithmetic.py", "jaxpaged/sampling_params.py"},
     "jaxpaged/disk_cache.py": {"pallas_kernels"},
     "jaxpaged/digest.py": set(),
@@ -138,8 +146,8 @@ ALLOWED = {
     "jaxpaged/research/__init__.py": set(),
     "jaxpaged/research/learn": LEARN,
     "jaxpaged/api": API,
-    "jaxpaged/compat.py": set(),
-    "jaxpaged/__init__.py": {"jaxpaged/compat.py", *API},
+    "jaxpaged/compat.py": {"jaxpaged/vllm_names"},
+    "jaxpaged/__init__.py": API,
     "jaxpaged/research/replay": {"jaxpaged/__init__.py", *API},
     "jaxpaged/batch/line_files.py": {"jaxpaged/checks.py"},
     "jaxpaged/serve": {"jaxpaged/__init__.py", "jaxpaged/batch/line_files.py", *API},
@@ -155,6 +163,7 @@ ALLOWED = {
     "jaxpaged/research/lab": {"jaxpaged/__init__.py", "jaxpaged/research/lab/loop.py", *API},
     "jaxpaged/research/bench": {"jaxpaged/__init__.py", "jaxpaged/research/lab", *API},
     "jaxpaged/research/verify": {"jaxpaged/research/lab/loop.py", *MEMORY},
+    "jaxpaged/research/ptx": {"jaxpaged/checks.py"},
     "jaxpaged/commands": {
         "jaxpaged/__init__.py",
         "jaxpaged/batch/answer_files.py",
@@ -162,6 +171,7 @@ ALLOWED = {
         "jaxpaged/serve",
         "jaxpaged/research/bench",
         "jaxpaged/research/verify",
+        "jaxpaged/research/ptx",
         "jaxpaged/research/lab",
         *API,
     },
@@ -185,6 +195,12 @@ PACKAGES = ("jaxpaged", "pallas_kernels", "reference")
 OURS = ("jaxpaged", "pallas_kernels", "reference", "benchmarks", "tests")
 
 
+@functools.cache
+def parsed(file: Path) -> ast.Module:
+    """Return a file's tree, which all tests share and none changes."""
+    return ast.parse(file.read_text())
+
+
 def files(part: str) -> list[Path]:
     """Return the files of a part, without those that are a part of their own."""
     path = ROOT / part
@@ -195,11 +211,8 @@ def files(part: str) -> list[Path]:
 
 def imported_modules(file: Path, *, for_types: bool = True) -> set[str]:
     """Return the dotted names of all modules that a file imports, in functions too."""
-    names, tree = set(), ast.parse(file.read_text())
-    for node in ast.walk(tree):
-        if not for_types and isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-            node.body = [ast.Pass()]
-    for node in ast.walk(tree):
+    names = set()
+    for node in _nodes(parsed(file), for_types=for_types):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -209,6 +222,14 @@ def imported_modules(file: Path, *, for_types: bool = True) -> set[str]:
             module = ".".join([*above, *filter(None, [node.module])])
             names |= {f"{module}.{alias.name}" for alias in node.names}
     return names
+
+
+def _nodes(tree: ast.AST, *, for_types: bool) -> Iterator[ast.AST]:
+    """Yield all nodes of a tree; without `for_types` not those that only type checkers read."""
+    yield tree
+    is_skipped = not for_types and isinstance(tree, ast.If) and ast.unparse(tree.test) == "TYPE_CHECKING"
+    for node in tree.orelse if is_skipped else ast.iter_child_nodes(tree):
+        yield from _nodes(node, for_types=for_types)
 
 
 def module_name(file: Path) -> str:
@@ -300,7 +321,7 @@ def test_layouts_are_known_by_name_to_their_registry_alone():
     for file in [*files("jaxpaged"), *files("pallas_kernels")]:
         constants = {
             node.value
-            for node in ast.walk(ast.parse(file.read_text()))
+            for node in ast.walk(parsed(file))
             if isinstance(node, ast.Constant) and isinstance(node.value, str)
         }
         # The cases of kernels that take two arrays are in either order.
@@ -336,9 +357,10 @@ def test_the_compiled_part_has_no_thread_and_no_clock():
 
 def test_jit_and_donation_are_only_in_the_loop():
     for file in sorted((ROOT / "jaxpaged").rglob("*.py")):
-        uses = {
-            node.attr for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Attribute)
-        } & {"jit", "pmap"}
+        uses = {node.attr for node in ast.walk(parsed(file)) if isinstance(node, ast.Attribute)} & {
+            "jit",
+            "pmap",
+        }
         allowed = file.name in ("loop.py", "program.py") or file.is_relative_to(VERIFY)
         assert not uses or allowed, f"{file.relative_to(ROOT)} uses {uses}"
 
@@ -357,7 +379,7 @@ def test_tests_reach_into_few_private_names():
     """Own attributes do not count, and neither do names of the standard library and of JAX."""
     found = []
     for file in sorted((ROOT / "tests").rglob("*.py")):
-        for node in ast.walk(ast.parse(file.read_text())):
+        for node in ast.walk(parsed(file)):
             if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.endswith("_"):
                 is_ours = ast.unparse(node.value) not in ("self", "cls", "sys", "os", "jax")
                 if is_ours and node.attr not in ("_replace", "_asdict", "_fields"):

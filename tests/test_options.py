@@ -33,7 +33,8 @@ def test_a_sampling_option_is_in_few_files(option):
     """The files are its table, the device's table, its use, the contract of others' samplers and, for a few,
     the fields of OpenAI's answers and those of Tunix's rollouts.
     """
-    table = {f"jaxpaged/{name}.py" for name in ("sampling", "sampling_params", "sampling_state")}
+    use = "sampling_filters" if option.endswith("_p") else "sampling"
+    table = {f"jaxpaged/{name}.py" for name in (use, "sampling_params", "sampling_state")}
     assert table <= files_that_name(option) <= {*table, *MORE}
 
 

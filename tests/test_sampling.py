@@ -17,6 +17,7 @@ from jaxpaged.config import EngineConfig, LogprobsMode
 from jaxpaged.engine.door import Door, filled
 from jaxpaged.engine.request import Request
 from jaxpaged.sampling import Context, first_ranked, likeliest, sample
+from jaxpaged.sampling_filters import filter_rows, filtered
 from jaxpaged.sampling_params import MAX_LOGPROBS, SamplingParams
 from jaxpaged.sampling_state import SamplingState, token_bits, tokens_of
 from jaxpaged.step.config import StepConfig
@@ -122,7 +123,7 @@ def distribution(logits: jax.Array, rows: Rows):
     row = jnp.arange(len(logits))
     context = Context(row, rows.prompt_lens, rows.num_tokens, rows.token_ids)
     changed = sampling.edited(logits, rows.rules, rows.sampling.has_rules, context)
-    chance = jax.nn.softmax(sampling.filtered(changed, jnp.max(changed, axis=1), rows.sampling), axis=1)
+    chance = jax.nn.softmax(filtered(changed, jnp.max(changed, axis=1), rows.sampling), axis=1)
     greedy = likeliest(changed)
     return changed, chance, greedy, sampling.score(logits, greedy, rows.sampling.num_logprobs)
 
@@ -376,7 +377,7 @@ def test_filters_keep_what_the_reference_keeps_of_many_tokens_among_them_equal_o
         for _ in many
     ]
     largest = many.max(axis=1)
-    kept = np.isfinite(jax.jit(sampling.filtered)(many, largest, options(rows, [0] * len(rows))))
+    kept = np.isfinite(jax.jit(filtered)(many, largest, options(rows, [0] * len(rows))))
     for i, row in enumerate(rows):
         np.testing.assert_array_equal(kept[i], reference.probabilities(many[i], **row) > 0, err_msg=str(row))
 
@@ -387,7 +388,7 @@ def test_a_top_p_of_1_keeps_all_of_a_large_vocabulary_whatever_its_neighbours_as
     logits = np.random.default_rng(2).normal(scale=4, size=128_256).astype(np.float32)
     rows = [{"temperature": 1.0, "top_k": 128_256}, *[{"temperature": 1.0, "top_p": 0.5}] * (num_rows - 1)]
     tiled = np.tile(logits - logits.max(), (num_rows, 1))
-    kept = jax.jit(sampling.filter_rows)(tiled, options(rows, list(range(num_rows))))
+    kept = jax.jit(filter_rows)(tiled, options(rows, list(range(num_rows))))
     np.testing.assert_array_equal(kept[0], tiled[0])
     assert all(np.isfinite(row).sum() < 10_000 for row in kept[1:])
 

@@ -6,7 +6,7 @@ import tarfile
 import numpy as np
 import pytest
 
-from jaxpaged import BeamSearchParams, InputError, SamplingParams, StructuredOutputsParams
+from jaxpaged import LLM, BeamSearchParams, EngineArgs, InputError, SamplingParams, StructuredOutputsParams
 from jaxpaged.api.arg_utils import OF_LLM
 from jaxpaged.api.model import engine_config
 from jaxpaged.batch.prompt_files import for_llm, of_row
@@ -125,7 +125,7 @@ def test_each_flag_of_vllms_passes_with_its_default(command):
 def test_flags_are_taken_with_their_values_and_ours_are_left():
     is_ours = flags_of("serve")
     argv = "--max_model_len 64 -tp 1 -pp 1 -O3 --trust-remote-code m_a --no-enable-dbo "
-    argv += "--compilation-config.mode 3 "
+    argv += "--compilation-config.mode 3 --structured-outputs-config.backend auto "
     argv += "--load-format=auto --allowed-media-domains a b --host h --unknown -1 -- --nnodes 2"
     assert without_vllms(argv.split(), is_ours) == (
         ["--max-model-len", "64", "-tp", "1", "m_a", "--host", "h", "--unknown", "-1", "--", "--nnodes", "2"]
@@ -137,8 +137,9 @@ def test_flags_are_taken_with_their_values_and_ours_are_left():
         ),
         (["-pp=2"], "^pipeline_parallel_size=2, an option of vLLM's .* must be None or 1; use tensor_paral"),
         (["--enable-fault-tolerance"], "^enable_fault_tolerance=True, .* must be None or False$"),
+        (["--structured-outputs-config.disable-any-whitespace", "true"], "^structured_.*: disable_any_whi"),
         (["--nnodes"], "^--nnodes must have a value$"),
-        (["--rope-scaling", '{"a": 1}'], "^rope_scaling={'a': 1}, .* with another config.json$"),
+        (["--disable-sliding-window"], "^disable_sliding_window=True, .* with another config.json$"),
     ):
         with pytest.raises(InputError, match=message):
             without_vllms(argv, is_ours)
@@ -288,3 +289,69 @@ def test_the_script_reads_classes_and_their_defaults_from_source(tmp_path):
     }
     assert made["names"]["FrontendArgs"] == {"quiet": {"since": "0.9.1", "kind": "flag", "default": False}}
     assert json.loads("\n".join(make.lines(made))) == made
+
+
+DRAFTS = {"method": "draft_model", "model": "a-small-model", "num_speculative_tokens": 3}
+
+
+@pytest.mark.parametrize(
+    ("option", "values", "refusal"),
+    [
+        (
+            "structured_outputs_config",
+            {"disable_any_whitespace": True},
+            "use structured_outputs of ",
+        ),
+        ("structured_outputs_config", {"disable_additional_properties": True}, "must be None or False"),
+        ("structured_outputs_config", {"reasoning_parser": "qwen3"}, "use --reasoning-parser"),
+        ("structured_outputs_config", {"enable_in_reasoning": True}, "must be None or False"),
+        (
+            "structured_outputs_config",
+            {"backand": "auto"},
+            "the nearest is 'backend'",
+        ),
+        ("structured_outputs_config", '{"reasoning_parser": "x"}', "reasoning_parser='x', an option of vLLM"),
+        ("structured_outputs_config", 7, "=7 must be None or an object with keys of backend"),
+        ("structured_outputs_config", {"backend": "xgrammar", "disable_any_whitespace": False}, None),
+        ("structured_outputs_config", {"reasoning_parser": "", "disable_fallback": True}, None),
+        ("structured_outputs_config", '{"backend": "auto"}', None),
+        ("guided_decoding_disable_any_whitespace", True, "use structured_outputs of each request"),
+        ("guided_decoding_disable_additional_properties", True, "use structured_outputs of each request"),
+        ("guided_decoding_disable_any_whitespace", False, None),
+        ("guided_decoding_disable_fallback", True, None),
+        ("spec_decoding_acceptance_method", "typical_acceptance_sampler", "another rule"),
+        ("spec_decoding_acceptance_method", "rejection_sampler", None),
+        ("speculative_config", DRAFTS | {"draft_tensor_parallel_size": 1, "enforce_eager": True}, None),
+        ("speculative_config", DRAFTS | {"rejection_sample_method": "strict", "max_model_len": 2048}, None),
+        ("speculative_config", DRAFTS | {"rejection_sample_method": "synthetic"}, "must be None or 'strict'"),
+        ("speculative_config", DRAFTS | {"draft_tensor_parallel_size": 2}, "must be None or 1"),
+        ("speculative_config", DRAFTS | {"parallel_drafting": True}, "must be None or False"),
+        ("speculative_config", DRAFTS | {"num_speculative_token": 3}, "nearest is 'num_speculative_tokens'"),
+    ],
+)
+def test_keys_of_an_option_are_judged_as_options_are(option, values, refusal):
+    """What asks for nothing passes, and what would change answers is served or refused."""
+    if refusal is None:
+        engine_config({option: values})
+        return
+    with pytest.raises(InputError, match=refusal):
+        engine_config({option: values})
+
+
+def test_a_name_that_is_misspelled_is_told_with_the_nearest():
+    for made, options, told in (
+        (
+            SamplingParams,
+            {"max_token": 3},
+            "'max_token' must be .*: the nearest is 'max_tokens'",
+        ),
+        (BeamSearchParams, {"beam_widht": 3}, "'beam_widht' must be one of .*: the nearest is 'beam_width'"),
+        (EngineArgs, {"foo": 1}, "option 'foo' must be one of attention, .*: it is unknown"),
+        (EngineArgs, {"max_model_length": 1}, "the nearest is 'max_model_len'"),
+        (EngineArgs, {"max_tokens": 1}, "option 'max_tokens' must be given to SamplingParams"),
+        (LLM, {"max_tokens": 1, "model": "tiny"}, "option 'max_tokens' must be given to SamplingParams"),
+        (LLM, {"max_num_seq": 1, "model": "tiny"}, "the nearest is 'max_num_seqs'"),
+    ):
+        with pytest.raises(InputError, match=told) as error:
+            made(**options)
+        assert isinstance(error.value, TypeError), "as Python's own error is"

@@ -27,6 +27,8 @@ OF_LLM: dict[str, tuple[Any, Any]] = {
     "runner": (str, "auto"),
     "pooler_config": (Any, None),
     "hf_overrides": (Any, None),
+    "rope_scaling": (Any, None),
+    "rope_theta": (float | None, None),
 }
 # vLLM's for engines of asyncio that a server makes: what they log.
 OF_ASYNC: dict[str, tuple[Any, Any]] = {
@@ -70,6 +72,14 @@ class EngineArgs(_Fields):
     Fields are `model` and the other parameters of `LLM`, those of `EngineConfig`, and vLLM's options that
     change nothing here.
     """
+
+    if not TYPE_CHECKING:
+
+        def __init__(self, *args: Any, **options: Any) -> None:
+            known = {field.name for field in dataclasses.fields(_Fields)}
+            for name in options.keys() - known:
+                raise vllm_options.unknown_option(name, [*OF_LLM, *EngineConfig.__dataclass_fields__])
+            super().__init__(*args, **options)
 
     def options(self) -> dict[str, Any]:
         """Return what to call `LLM` with."""

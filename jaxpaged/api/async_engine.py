@@ -56,6 +56,7 @@ class AsyncEngine:
         """Check a request; in another thread where that takes long."""
         door = self.engine.door
         is_long = door.must_read(options.get("lora_request"))
+        is_long |= door.must_compile(params)
         is_long |= hasattr(prompt_token_ids, "__len__") and len(prompt_token_ids) > streams.CHECKED_HERE
         admit = functools.partial(door.admit, prompt_token_ids, params, **options)
         return await asyncio.to_thread(admit) if is_long else admit()

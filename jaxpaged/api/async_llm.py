@@ -4,7 +4,7 @@ import asyncio
 import dataclasses
 import functools
 import os
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from typing import Any, Self
@@ -26,7 +26,7 @@ from jaxpaged.sampling_params import SamplingParams
 # Text is cut into tokens at some two million characters a second: more than this in another thread.
 TOKENIZED_HERE = 4_000
 NUM_READERS = 4  # threads that do it
-NUM_COMPILERS = 4  # threads that wait for grammars
+NUM_COMPILERS = 4  # threads that bring automata into the arena's form
 NUM_CONTROLS = 8  # threads that wait for the engine's pauses, its sleep and new weights
 
 
@@ -135,16 +135,23 @@ class AsyncLLM:
         priority: int = 0,
         lora_request: LoRARequest | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
+        client: Hashable = None,
     ) -> Admitted:
-        """Check a prompt, and cut it into tokens; `InputError` if it could never run."""
+        """Check a prompt, and cut it into tokens; `InputError` if it could never run.
+
+        client: who asks: the time in which constraints are compiled is shared evenly. Cancelling the task
+            gives up a constraint that nobody else waits for.
+        """
         params = self.llm.get_default_sampling_params() if sampling_params is None else sampling_params
         params = with_cut(params, tokenization_kwargs)
         if self.engine.door.must_read(lora_request):
             await self.add_lora(lora_request)  # in another thread
-        if self.engine.door.must_compile(params):
-            await asyncio.get_running_loop().run_in_executor(
-                self._compilers, self.engine.door.compile_grammar, params
-            )
+        door, grammar = self.engine.door, None
+        if door.must_compile(params):
+            grammars, asked = door.checked_grammars(params), params.structured_outputs
+            made = await asyncio.wrap_future(grammars.ask(asked, client))
+            event_loop = asyncio.get_running_loop()
+            grammar = await event_loop.run_in_executor(self._compilers, grammars.take, asked, made)
         admit = functools.partial(
             self.engine.door.admit, params=params, priority=priority, lora_request=lora_request
         )
@@ -155,7 +162,9 @@ class AsyncLLM:
             without=(),
         )
         is_long = _is_long(prompt) or _work_of(params) > streams.CHECKED_HERE
-        return Admitted(*await self._read(is_long, read, prompt, admit))
+        admitted = Admitted(*await self._read(is_long, read, prompt, admit))
+        del grammar  # which was there until the request had it
+        return admitted
 
     async def stream(
         self, prompts: Sequence[Admitted], request_id: str

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Self
 from jaxpaged.api import tokens
 from jaxpaged.api.arg_utils import EngineArgs
 from jaxpaged.api.draft import draft_of
+from jaxpaged.api.metrics_reader import Metric, read_metrics
 from jaxpaged.api.prompts import (
     Prompt,
     split_prompt,
@@ -23,9 +24,9 @@ from jaxpaged.engine.engine import Engine
 from jaxpaged.engine.setup import resolve_dtype
 from jaxpaged.handover.blocks import Blocks
 from jaxpaged.lora import LoRARequest
-from jaxpaged.models import loading
+from jaxpaged.models import loading, overrides
 from jaxpaged.parallel.processes import join
-from jaxpaged.pooling.head import is_for_pooling
+from jaxpaged.pooling.head import OF_HEAD, is_for_pooling
 from jaxpaged.pooling.head import read as read_head
 from jaxpaged.pooling.llm import Pooling, PoolingMethods
 from jaxpaged.sampling_params import SamplingParams
@@ -48,10 +49,11 @@ class LoadedModel(RolloutMethods, PoolingMethods):
     `record_trace`: a file for a trace of the requests, without any text, for `jaxpaged lab` (see
     `engine.recording`). `runner`: "generate", "pooling" for vectors, classes and scores in place of answers,
     or "auto": what the model's files are made for; `pooler_config` and `hf_overrides` say how, where the
-    files do not (see `jaxpaged.pooling.head`). `options`: the fields of `EngineConfig`, and those of vLLM's
-    options that change nothing. With `num_processes`, every process makes the same: process 0 has the model
-    to ask, the others work for it and raise `SystemExit` when it ends. Raises `InputError`, a `ValueError`,
-    for a user's mistake.
+    files do not (see `jaxpaged.pooling.head`). `hf_overrides`, `rope_scaling` and `rope_theta` stand in place
+    of fields of the model's config.json, as in vLLM (see `jaxpaged.models.overrides`). `options`: the fields
+    of `EngineConfig`, and those of vLLM's options that change nothing. With `num_processes`, every process
+    makes the same: process 0 has the model to ask, the others work for it and raise `SystemExit` when it
+    ends. Raises `InputError`, a `ValueError`, for a user's mistake.
     """
 
     def __init__(
@@ -67,9 +69,12 @@ class LoadedModel(RolloutMethods, PoolingMethods):
         runner: str | None = "auto",
         pooler_config: Any = None,
         hf_overrides: Mapping[str, Any] | None = None,
+        rope_scaling: Mapping[str, Any] | None = None,
+        rope_theta: float | None = None,
         **options: Any,
     ) -> None:
         self.config = engine_config(options)
+        self.model_name = str(model)
         runner = checked_choice("runner", runner or "auto", ("auto", "generate", "pooling"))
         checked_bool("skip_tokenizer_init", skip_tokenizer_init)
         source = checked_choice("generation_config", generation_config or "auto", ("auto", "vllm"))
@@ -80,13 +85,15 @@ class LoadedModel(RolloutMethods, PoolingMethods):
         if c.distributed_init is not None:
             processes = join(c.distributed_init, c.num_processes, c.process_id, CALL_CLASSES)
         native.prepare(resolve_dtype(c))
-        checkpoint = loading.open_checkpoint(model, revision=revision, tokenizer=tokenizer)
+        said = overrides.gathered(hf_overrides, rope_scaling, rope_theta)
+        of_head = {name: said.pop(name) for name in OF_HEAD if name in said}
+        checkpoint = loading.open_checkpoint(model, revision=revision, tokenizer=tokenizer, overrides=said)
         if runner == "pooling" or (runner == "auto" and is_for_pooling(checkpoint.path)):
             machine.keep_on_disk(c.keep_programs)
             self.tokenizer = checkpoint.tokenizer
-            self.pooling = Pooling(c, checkpoint, read_head(checkpoint, pooler_config, hf_overrides))
+            self.pooling = Pooling(c, checkpoint, read_head(checkpoint, pooler_config, of_head))
             return
-        for name, value in (("pooler_config", pooler_config), ("hf_overrides", hf_overrides)):
+        for name, value in {"pooler_config": pooler_config, **of_head}.items():
             check(name, value, "None unless runner is 'pooling'", not value)
         try:
             self._default_params = SamplingParams(**checkpoint.sampling_defaults if source == "auto" else {})
@@ -118,6 +125,10 @@ class LoadedModel(RolloutMethods, PoolingMethods):
         """Return the model's tokenizer, one of transformers'. Raises `InputError` where there is none."""
         check("tokenizer", self.tokenizer, "there: the model has none", self.tokenizer is not None)
         return self.tokenizer
+
+    def get_metrics(self) -> list[Metric]:
+        """Return the engine's metrics as of now, by vLLM's names: gauges, counters and vectors."""
+        return read_metrics(self.engine, self.model_name)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return what `generate` and `chat` take where no parameters are given: a copy, to be changed."""

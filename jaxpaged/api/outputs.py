@@ -13,11 +13,13 @@ from jaxpaged.lora import LoRARequest
 from jaxpaged.step.state import FinishReason
 from jaxpaged.text.vocabulary import Names, Vocabulary, vocabulary_of
 
-FINISH_REASONS: dict[FinishReason, Literal["stop", "length", "abort"] | None] = {
+FinishedBy = Literal["stop", "length", "abort", "error"]
+FINISH_REASONS: dict[FinishReason, FinishedBy | None] = {
     FinishReason.NONE: None,
     FinishReason.STOP: "stop",
     FinishReason.LENGTH: "length",
     FinishReason.ABORT: "abort",
+    FinishReason.ERROR: "error",
 }
 
 
@@ -47,7 +49,9 @@ class CompletionOutput:
     cumulative_logprob: float | None = None  # where `SamplingParams.logprobs` is not None
     # For each place of the answer, by token id: of the token itself, and of the likeliest, in order.
     logprobs: list[dict[int, Logprob]] | None = None
-    finish_reason: Literal["stop", "length", "abort"] | None = None  # None while there is more to come
+    # None while there is more to come. "error": the grammar of a structured output could not be followed any
+    # further; the log says why. What there is of the text follows it.
+    finish_reason: FinishedBy | None = None
     stop_reason: int | str | None = None  # the stop string or `stop_token_ids` token that ended it
     # For each place of the answer: the version of the weights that sampled it (`LLM.weight_version`).
     weight_versions: list[int] | None = None
@@ -68,7 +72,7 @@ class BeamSearchSequence:
     logprobs: list[dict[int, Logprob]]  # for each place of the answer, of the candidates for it
     cum_logprob: float
     text: str | None  # of all tokens, special ones included; None without a tokenizer
-    finish_reason: Literal["stop", "length"]
+    finish_reason: FinishedBy
     stop_reason: int | None  # the token that ended it
     lora_request: LoRARequest | None = None  # the adapter it was found with
 
@@ -145,7 +149,7 @@ def beam_search_output(request: Request, found: Sequence[Delta], tokenizer: Any)
 
     def order(delta: Delta) -> tuple[float, bool, int]:
         assert delta.beam is not None
-        goes_on = delta.finish_reason is FinishReason.LENGTH
+        goes_on = delta.finish_reason is not FinishReason.STOP
         length = np.float32(len(prompt) + len(delta.token_ids) - (not goes_on))
         score = np.float32(delta.beam.cum_logprob) * length ** np.float32(-penalty)
         return -float(score), goes_on, delta.beam.rank
@@ -161,7 +165,7 @@ def beam_search_output(request: Request, found: Sequence[Delta], tokenizer: Any)
                 logprobs=_logprobs(delta.token_ids, delta.scores or [], _names(vocabulary)),  # type: ignore[arg-type]  # none of these is None
                 cum_logprob=delta.beam.cum_logprob if delta.beam else -math.inf,
                 text=None if tokenizer is None else tokenizer.decode(tokens),
-                finish_reason="stop" if has_ended else "length",
+                finish_reason=FINISH_REASONS[delta.finish_reason] or "length",
                 stop_reason=tokens[-1] if has_ended else None,
                 lora_request=request.adapter.request if request.adapter else None,
             )

@@ -19,6 +19,7 @@ from jaxpaged.config import EngineConfig
 type Lines = Sequence[Mapping[str, Any]]
 
 DIGITS = 12  # of each digest
+BEGINS = b'{"index": '  # each line of answers
 # Parts of a digest, as messages name them.
 PARTS = ("another prompt", "other sampling options", "another model or other options of it")
 # Options of engines that decide sizes and speed, and not what is answered.
@@ -146,7 +147,7 @@ class AnswerFile:
                 self._spans.append((place, end - whole))
                 self.num_answers += 0 if "error" in said else self._num_answers[place]
                 whole = end
-        self.num_dropped = self._out.cut(whole)
+        self.num_dropped = self._out.cut(whole, end, [BEGINS])
 
     def _read(self, line: bytes, number: int) -> dict[str, Any]:
         try:
@@ -185,12 +186,14 @@ def _line(value: Mapping[str, Any]) -> bytes:
 
 def model_of(config: EngineConfig, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return what answers depend on beside prompts and sampling options: those of `config` that are not in
-    `SIZES`, and `given`, names and paths of a model and its parts.
+    `SIZES`, and `given`, names and paths of a model and its parts, and fields of its config.
     """
     fields = {name: getattr(config, name) for name in config.__dataclass_fields__ if name not in SIZES}
     return fields | {name: value if value is None else _resolved(value) for name, value in given.items()}
 
 
-def _resolved(name: Any) -> str:
-    """Return a path as it is from any folder, and any other name as it is."""
+def _resolved(name: Any) -> Any:
+    """Return a path as it is from any folder, any other name as it is, and a number or JSON object, too."""
+    if isinstance(name, Mapping | int | float):
+        return name
     return os.path.realpath(name) if os.path.exists(name) else str(name)

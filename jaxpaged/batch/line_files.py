@@ -2,7 +2,7 @@
 
 import contextlib
 import io
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, Self
 
@@ -49,10 +49,18 @@ class LineFile:
             with io.BufferedReader(_Unowned(self._out)) as lines:
                 yield from (line for line in lines if line.endswith(b"\n"))
 
-    def cut(self, end: int) -> int:
-        """Drop all bytes from `end` on. Returns: how many there were."""
+    def cut(self, end: int, last: int, begins: Collection[bytes]) -> int:
+        """Drop all bytes from `end` on. Returns: how many there were.
+
+        From `last` on there is the beginning of one line, that was being written when a run ended. Raises
+        `InputError`, and drops nothing, if it does not begin as one of `begins`: then it is somebody's.
+        """
         if not self.can_be_read:
             return 0
+        self._out.seek(last)
+        tail = (self._out.read(max(map(len, begins))) or b"").rstrip(b"\0")  # which a broken disk may leave
+        if not any(tail.startswith(each[: len(tail)]) for each in begins):
+            raise InputError(f"{self.title} must be that of an earlier run: its last line is none")
         num_bytes = self._out.seek(0, io.SEEK_END) - end
         if num_bytes > 0:
             self._out.truncate(end)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxpaged.checks import InputError, check, shown
+from jaxpaged.checks import InputError, check, read_finite_json, shown, unknown
 from jaxpaged.sampling_params import SamplingParams, token_id
 from jaxpaged.text.conversations import joined, read_messages
 from jaxpaged.text.templates import template_kwargs
@@ -219,7 +219,7 @@ def _text_line(line: str, params: SamplingParams) -> PromptLine:
 def of_row(row: str | bytes | dict[str, Any], sampling: Mapping[str, Any]) -> PromptLine:
     """Return what a line of JSON asks for, or what it says as a mapping. Raises `InputError`."""
     try:
-        value = dict(row) if isinstance(row, dict) else json.loads(row)
+        value = dict(row) if isinstance(row, dict) else read_finite_json(row)
     except (ValueError, RecursionError) as error:
         raise InputError(f"must be JSON: {error}") from error
     kinds = [kind for kind in PROMPTS if kind in value] if isinstance(value, dict) else []
@@ -249,8 +249,7 @@ def of_row(row: str | bytes | dict[str, Any], sampling: Mapping[str, Any]) -> Pr
     for name, asks in value.items():
         if asks is None or passes(name, asks, SAMPLING_NAMES, own):
             continue
-        known = ", ".join([*PROMPTS, *OTHERS, *TEMPLATE, *OPTIONS])
-        raise InputError(f"option {name!r} must be one of {known}")
+        raise unknown("option ", name, [*PROMPTS, *OTHERS, *TEMPLATE, *OPTIONS])
     return PromptLine({kind: prompt}, SamplingParams(**{**sampling, **own}), **others)
 
 

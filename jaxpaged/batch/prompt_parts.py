@@ -129,6 +129,8 @@ def open_folder(folder: str | os.PathLike[str], parts: Sequence[Part], asked: Ma
     try:
         path.mkdir(parents=True, exist_ok=True)
         if not (path / JOB).exists():
+            if there := next((each.name for part in parts for each in path.glob(f"*{part.name}.*")), None):
+                raise InputError(f"folder {str(folder)!r} must be a new one: {there} is of no job of ours")
             (path / f".{JOB}").write_text(text)
             (path / f".{JOB}").replace(path / JOB)
         if (path / JOB).read_text() != text:
@@ -145,7 +147,7 @@ def answer(llm: "LLM", part: Part, folder: Path, sampling: Mapping[str, Any], *,
     "error" in place of its outputs. Raises `EngineDeadError`, and `OSError` where nothing can be written.
     """
     whole = folder / f"{part.name}.jsonl"
-    pattern = f".{part.name}.*.part"
+    pattern = f".{part.name}.{32 * '[0-9a-f]'}.part"
     num_answered = 0
     if not whole.exists():
         lines = _found(folder, pattern)
@@ -165,7 +167,7 @@ def answer(llm: "LLM", part: Part, folder: Path, sampling: Mapping[str, Any], *,
             file.flush()
             os.fsync(file.fileno())
         complete.replace(whole)
-    for leftover in (*folder.glob(pattern), *folder.glob(f".{part.name}.*.whole")):
+    for leftover in (*folder.glob(pattern), *folder.glob(pattern.removesuffix("part") + "whole")):
         leftover.unlink(missing_ok=True)
     return num_answered
 

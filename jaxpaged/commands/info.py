@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> None:
     from jaxpaged.engine import capacity, gpu_flags, machine, start
     from jaxpaged.engine.drafted import shapes_beside
     from jaxpaged.engine.setup import Setup, resolve_dtype
-    from jaxpaged.models import loading
+    from jaxpaged.models import loading, overrides
     from jaxpaged.models.quantised import codes as quantised
     from pallas_kernels import native
     from pallas_kernels.compilation_cache import compilation_cache_dir
@@ -51,7 +51,9 @@ def run(args: argparse.Namespace) -> None:
     folder = compilation_cache_dir()
     programs = ("programs", f"kept in {folder}" if folder else "not kept")
     try:
-        checkpoint = loading.open_checkpoint(args.model)
+        checkpoint = loading.open_checkpoint(
+            args.model, overrides=overrides.gathered(args.hf_overrides, args.rope_scaling, args.rope_theta)
+        )
     except InputError as error:
         if args.model != loading.SMOLLM2:
             raise

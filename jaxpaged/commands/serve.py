@@ -117,10 +117,9 @@ def add_serve(commands: Commands) -> None:
         help="generate, pooling (embeddings, classes and scores in place of answers), or auto (default): as "
         "the model's files say",
     )
-    for name in ("pooler-config", "hf-overrides"):
-        group.add_argument(
-            f"--{name}", metavar="JSON", help="settings of a pooling model that its files lack"
-        )
+    group.add_argument(
+        "--pooler-config", metavar="JSON", help="settings of a pooling model that its files lack"
+    )
     group.add_argument("--log-level", help="debug, info (default: a line for each request), warning or error")
     add_engine_options(serve)
 
@@ -192,10 +191,9 @@ def _pooling_options(args: argparse.Namespace) -> dict[str, Any]:
     from jaxpaged.untrusted import read_json  # imports NumPy
 
     options: dict[str, Any] = {"runner": args.runner}
-    for name in ("pooler_config", "hf_overrides"):
-        if (text := getattr(args, name)) is not None:
-            options[name] = read_json(text)
-            check(f"--{name.replace('_', '-')}", text, "a JSON object", isinstance(options[name], dict))
+    if (text := args.pooler_config) is not None:
+        options["pooler_config"] = read_json(text)
+        check("--pooler-config", text, "a JSON object", isinstance(options["pooler_config"], dict))
     return options
 
 

@@ -29,6 +29,7 @@ def add_verify(commands: Commands) -> None:
     _add_allocator(kinds)
     verify_parts.add_layout(kinds)
     verify_parts.add_policy(kinds)
+    verify_parts.add_ptx(kinds)
 
 
 def _add_kernel(kinds: Commands) -> None:

@@ -1,4 +1,4 @@
-"""The command line of `jaxpaged verify layout` and `verify policy`. Imports nothing heavy at the top."""
+"""The command line of `jaxpaged verify layout`, `policy` and `ptx`. Imports nothing heavy at the top."""
 
 import argparse
 
@@ -62,3 +62,26 @@ def verify_policy(args: argparse.Namespace) -> int:
     )
     print(report)
     return 0 if report.ok else EXIT_WRONG
+
+
+def add_ptx(kinds: Commands) -> None:
+    ptx = kinds.add_parser("ptx", help="run compiled GPU kernels without a GPU, and look for their faults")
+    ptx.set_defaults(command=verify_ptx)
+    ptx.add_argument(
+        "files", nargs="+", metavar="FILE", help="launches, as python -m benchmarks.compile_ptx writes them"
+    )
+    ptx.add_argument("--seeds", type=int, default=1, metavar="N", help="orders of warps to try (default 1)")
+    ptx.add_argument("--counts", action="store_true", help="also print instructions by role")
+
+
+def verify_ptx(args: argparse.Namespace) -> int:
+    """Print a line for each launch and seed; the exit code is 0 if all are right and have no race."""
+    from jaxpaged.research.ptx import report
+
+    checked_int("seeds", args.seeds, "an int from 1 to 1000", 1, 1000)
+    is_right = True
+    for file in args.files:
+        for line in report.lines(file, args.seeds, has_counts=args.counts):
+            print(line.text, flush=True)
+            is_right &= line.is_right
+    return 0 if is_right else EXIT_WRONG

@@ -13,6 +13,8 @@ import numpy as np
 from jaxpaged.checks import InputError, shown
 from jaxpaged.contracts import versions
 
+MOST_KEPT_SECONDS = 30 * 24 * 3600  # for which a request may have its prompt's blocks kept
+
 
 @dataclasses.dataclass(frozen=True)
 class BlockKey:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from jaxpaged.engine.by_host import Follower, Language
-from jaxpaged.step.automata import BLOCK_WORDS, FREE, RESTS, WAITS, state_behind
+from jaxpaged.step.automata import BLOCK_WORDS, FREE, LOST, RESTS, WAITS, state_behind
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -46,6 +46,15 @@ class Grammar:
     def follower(self, opens: int | None, *, is_beam: bool = False) -> Follower | None:
         """Return what follows an answer, which begins; None where the device does."""
         return None if self.language is None else Follower(self.language, opens, is_beam=is_beam)
+
+    def problem(self, answer: list[int], opens: int | None) -> str | None:
+        """Return why an answer cannot go on from these tokens; None if it can. For any thread."""
+        if self.language is None:
+            is_lost = state_behind(self.automaton, answer, opens) == LOST
+            return "it has a token that they bar" if is_lost else None
+        follower = Follower(self.language, opens)
+        follower.due(answer)
+        return follower.problem
 
     def chunks(self, size: int) -> Iterator[tuple[np.ndarray, int]]:
         """Yield its blocks, `size` at a time, [size, BLOCK_WORDS], and how many of them are its own."""

@@ -22,6 +22,7 @@ class ArenaWriter:
     _replicas: Any
     _mesh: Any
     _state: EngineState
+    _abort_rows: Any
 
     @CALLS.shared
     def write_automaton(self, blocks: np.ndarray, first: int, count: int) -> None:
@@ -30,9 +31,14 @@ class ArenaWriter:
         self._state = dataclasses.replace(self._state, arena=arena)
 
     def write_masks(self) -> None:
-        """Write the next masks of rows that rest behind a token that was read, and of new rows."""
-        for lines in itertools.batched(self.rows.masks_due(self._rooms.first_word), MASK_LINES):
+        """Write the next masks of rows that rest behind a token that was read, and of new rows.
+
+        An answer whose grammar cannot be followed ends.
+        """
+        due, lost = self.rows.masks_due(self._rooms.first_word)
+        for lines in itertools.batched(due, MASK_LINES):
             self.send_masks(lines)
+        self._abort_rows(lost)
 
     def send_masks(self, lines: Sequence[Line]) -> None:
         vocab_size = self.door.model_config.vocab_size

@@ -7,13 +7,16 @@ from typing import NamedTuple, Protocol, Self
 import numpy as np
 
 from jaxpaged.arithmetic import cdiv
-from jaxpaged.step.automata import FREE, MASK_BY_HOST, mask_words
+from jaxpaged.grammar.nodes import LostError
+from jaxpaged.step.automata import MASK_BY_HOST, mask_words
 
 MASK_LINES = 8  # masks written in one dispatch
 
 
 class Place(Protocol):
-    """Place of an answer in a grammar, as `jaxpaged.grammar.recursive.Matcher` is one."""
+    """Place of an answer in a grammar, as `jaxpaged.grammar.recursive.Matcher` is one. May raise
+    `LostError`.
+    """
 
     def advance(self, token: int) -> bool: ...
     def allowed(self) -> np.ndarray: ...
@@ -32,14 +35,18 @@ class Follower:
     opens: the token behind which the grammar begins; None: at the answer's beginning.
     is_beam: the answer is a beam's. Its row rests behind every token, for the beams of a search go on
         together: where nothing is barred, too.
+
+    problem: why the grammar cannot be followed any further; None while it can. The answer must end then, for
+        no token of it may come unconstrained.
     """
 
     def __init__(self, language: Language, opens: int | None, *, is_beam: bool = False) -> None:
         self._language, self._opens, self._is_beam = language, opens, is_beam
-        self._place = language.matcher() if opens is None else None
-        self._is_lost = False
+        self._place: Place | None = None
+        self._is_dead = False  # a beam that no answer will be: it went where the grammar has no way
         self._num_read = 0  # tokens of the answer
         self._num_told = -1  # tokens that the last mask was behind
+        self.problem: str | None = None
 
     def copy(self) -> Self:
         """Return the follower of another answer that is the same so far."""
@@ -50,26 +57,41 @@ class Follower:
     def due(self, answer: Sequence[int]) -> tuple[int, np.ndarray | None] | None:
         """Return the state that the row is to get behind its answer, and its mask, None if nothing is barred.
 
-        FREE behind a token that the grammar bars. None: nothing has come since the last time, the grammar has
-        not begun, or the row is free already.
+        None: nothing has come since the last time, the grammar has not begun, or there is a problem.
         """
-        was_lost = self._is_lost
+        if self.problem is not None:
+            return None
+        try:
+            return self._due(answer)
+        except LostError as error:
+            self.problem = str(error)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a panic in Rust code is no `Exception`
+            self.problem = f"its parser raised {type(error).__name__}: {error}"
+        return None
+
+    def _due(self, answer: Sequence[int]) -> tuple[int, np.ndarray | None] | None:
+        if self._opens is None and self._place is None:
+            self._place = self._language.matcher()
         for token in answer[self._num_read :]:
             if self._place is None:
                 self._place = self._language.matcher() if token == self._opens else None
-            elif not self._is_lost:
-                self._is_lost = not self._place.advance(token)
+            elif not self._is_dead and not self._place.advance(token):
+                if not self._is_beam:
+                    raise LostError(f"the token {token} came, which it bars")
+                self._is_dead = True
         self._num_read = len(answer)
         if self._num_told == self._num_read:
             return None
-        if self._place is not None and not self._is_lost:
-            found: tuple[int, np.ndarray | None] = (0, self._place.allowed())
+        if self._place is not None and not self._is_dead:
+            found: tuple[int, np.ndarray | None] = 0, self._place.allowed()
+            if found[1] is not None and not found[1].any():
+                raise LostError("it is complete, and the model has no token that ends an answer")
         elif self._is_beam:
             found = 0, None
-        elif self._place is None or was_lost:
-            return None
         else:
-            found = FREE, None
+            return None
         self._num_told = self._num_read
         return found
 

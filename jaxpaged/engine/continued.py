@@ -80,6 +80,10 @@ def _check_goes_on(request: Request, tokens: tuple[int, ...], tokenizer: Any) ->
     ends = [token for token in tokens[request.params.min_tokens :] if token in request.stop_token_ids]
     if ends:
         raise InputError(f"continue_from must have no token that ends the answer: {ends[0]} is one")
+    if request.grammar is not None:
+        problem = request.grammar.problem([*tokens], request.grammar_opens)
+        rule = f"the beginning of an answer that structured_outputs allow: {problem}"
+        check("continue_from", [*tokens], rule, problem is None)
     if request.params.stop and tokenizer is not None:
         told = Texts(tokenizer, request.params, request.prompt_token_ids)(Delta(0, list(tokens), None, 0))
         check("continue_from", told.stop_reason, "without a stop string in it", not told.finish_reason)

@@ -22,6 +22,7 @@ from jaxpaged.checks import (
     shown,
 )
 from jaxpaged.config import EngineConfig
+from jaxpaged.contracts.block_stores import MOST_KEPT_SECONDS
 from jaxpaged.engine.adapters import Adapter, Adapters
 from jaxpaged.engine.arena import Grammar
 from jaxpaged.engine.candidates import check_told
@@ -193,7 +194,8 @@ class Door:
         if kv_cache_ttl is not None:
             kept = kv_cache_ttl if self.config.kv_offloading_size is None else None
             check("kv_cache_ttl", kept, "None without kv_offloading_size", kept is None)
-            kv_cache_ttl = checked_number("kv_cache_ttl", kv_cache_ttl, "a number >= 0", 0, float("inf"))
+            rule = f"a number from 0 to {MOST_KEPT_SECONDS}, in seconds"
+            kv_cache_ttl = checked_number("kv_cache_ttl", kv_cache_ttl, rule, 0, MOST_KEPT_SECONDS)
         adapter = self._adapter(lora_request)
         eos = () if params.ignore_eos or trace is not None else self.model_config.eos_token_ids
         edits = self._edits(params)
@@ -242,10 +244,17 @@ class Door:
         """
         if params.structured_outputs is None:
             return None
+        return self.checked_grammars(params).get(params.structured_outputs).for_one()
+
+    def checked_grammars(self, params: SamplingParams) -> Grammars:
+        """Return the grammars of an engine that has them. Raises `InputError`."""
+        asked, eos = params.structured_outputs, self.model_config.eos_token_ids
         rule = "None without structured_outputs_mib, the device's memory for them, and a tokenizer"
-        check("structured_outputs", params.structured_outputs, rule, self.grammars is not None)
+        check("structured_outputs", asked, rule, self.grammars is not None)
+        rule = "None for a model without an end-of-sequence token, which a complete answer ends with"
+        check("structured_outputs", asked, rule, bool(eos))
         assert self.grammars is not None
-        return self.grammars.get(params.structured_outputs).for_one()
+        return self.grammars
 
     def _opens(self, params: SamplingParams) -> int | None:
         asked = params.structured_outputs

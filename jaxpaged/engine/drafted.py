@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 from flax import nnx
 
+from jaxpaged.engine import start
 from jaxpaged.engine.setup import Setup
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.decoder import Decoder, abstract
@@ -35,6 +36,11 @@ def beside(
 ) -> Callable[[LoadAs], Decoder]:
     """Return what loads the model with the one that drafts for it, if there is one."""
     return load_model if draft is None else _joined(load_model, draft.load, setup)
+
+
+def weights(draft: Draft, setup: Setup) -> nnx.State:
+    """Load the weights of what drafts alone, onto the devices of a setup."""
+    return nnx.state(start.load(setup, lambda _: draft.load(setup.draft_load_as)))
 
 
 def shapes_beside(

@@ -95,7 +95,7 @@ class Driver(Offloading, ArenaWriter, RoutedReader):
         max_len = None if size is None else capacity.served_len(setup, size)
         logging.info("attention: %s (%s)", setup.attention, setup.attention_reason)
         model = start.load(setup, load_model)
-        self._load_model, self._names = load_model, adapter_names
+        self._load_model, self._names, self._draft = load_model, adapter_names, draft
         for implementation, count in quantised.implementations(nnx.state(model)).items():
             logging.info("products with quantised weights: %s for %d of them", implementation, count)
         adapters = beside(model, adapter_names, setup)

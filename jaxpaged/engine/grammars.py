@@ -1,8 +1,11 @@
 """Grammars of requests: compiled while the thread that asks waits, and kept while they are used."""
 
 import collections
+import hashlib
 import threading
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 from jaxpaged.checks import InputError, check
@@ -17,6 +20,7 @@ from jaxpaged.structured_outputs import StructuredOutputsParams
 # Words of grammars that are kept in the host's memory, in arenas: 4 times what the device has room for.
 KEPT_ARENAS = 4
 MOST_FOLLOWED = 64  # grammars of them that the host follows
+MOST_REFUSED = 1024  # constraints that are remembered as too large
 
 
 def grammars_of(config: EngineConfig, model_config: ModelConfig, tokenizer: Any) -> "Grammars | None":
@@ -25,7 +29,7 @@ def grammars_of(config: EngineConfig, model_config: ModelConfig, tokenizer: Any)
         return None
     vocab_size = model_config.vocab_size
     cache = GrammarCache(tokenizer, vocab_size, model_config.eos_token_ids)
-    return Grammars(lambda params: cache.get(params).result(), vocab_size, config.arena_words, cache.close)
+    return Grammars(None, vocab_size, config.arena_words, cache.close, cache.get, cache.under_way)
 
 
 class Grammars:
@@ -34,18 +38,25 @@ class Grammars:
     compile_: returns the automaton of a constraint, or the language of a recursive one; raises `InputError`.
     num_words: words of the device's arena.
     close: ends what compiles.
+    ask: returns the future of what `compile_` does, by constraint and client; in its place.
+    under_way: returns the keys of constraints that are compiled now.
     """
 
     def __init__(
         self,
-        compile_: Callable[[StructuredOutputsParams], Any],
+        compile_: Callable[[StructuredOutputsParams], Any] | None,
         vocab_size: int,
         num_words: int,
         close: Callable[[], None] = lambda: None,
+        ask: Callable[[StructuredOutputsParams, Hashable], Future[Any]] | None = None,
+        under_way: Callable[[], Sequence[str]] = list,
     ) -> None:
         self._compile, self._vocab_size, self._num_words = compile_, vocab_size, num_words
-        self.close = close
+        self._ask, self.close, self.under_way = ask, close, under_way
         self._kept: collections.OrderedDict[str, Grammar] = collections.OrderedDict()
+        # Those of requests under way are found, too, when others have taken their room.
+        self._in_use: weakref.WeakValueDictionary[str, Grammar] = weakref.WeakValueDictionary()
+        self._refused: collections.OrderedDict[str, str] = collections.OrderedDict()  # that have no room
         self._lock = threading.Lock()
 
     def get(self, params: StructuredOutputsParams) -> Grammar:
@@ -53,14 +64,42 @@ class Grammars:
 
         Raises `InputError` for one that cannot be compiled, or that the arena could never hold.
         """
+        if (known := self._known(params)) is not None:
+            return known
+        made = self.ask(params)
+        try:
+            return self.take(params, made.result())
+        finally:
+            made.cancel()  # where the wait was interrupted
+
+    def ask(self, params: StructuredOutputsParams, client: Hashable = None) -> Future[Any]:
+        """Return the future of what a constraint is compiled to, for `take`. Cancelling it gives it up.
+
+        client: who asks: the time of compiling is shared evenly. Raises `InputError` as the future does.
+        """
+        with self._lock:
+            if (why := self._refused.get(_short(params))) is not None:
+                raise InputError(why)
+        if self._ask is not None:
+            return self._ask(params, client)
+        assert self._compile is not None
+        made: Future[Any] = Future()
+        made.set_result(self._compile(params))
+        return made
+
+    def take(self, params: StructuredOutputsParams, compiled: Any) -> Grammar:
+        """Return the grammar of what a constraint was compiled to, and keep it. Raises `InputError`."""
         key = params.key()
+        try:
+            made = self._made(params, compiled)  # without the lock: others need not wait for it
+        except InputError as error:
+            with self._lock:
+                self._refused[_short(params)] = str(error)
+                while len(self._refused) > MOST_REFUSED:
+                    self._refused.popitem(last=False)
+            raise
         with self._lock:
-            if (known := self._kept.get(key)) is not None:
-                self._kept.move_to_end(key)
-                return known
-        made = self._made(params)  # without the lock: others need not wait for it
-        with self._lock:
-            made = self._kept.setdefault(key, made)
+            made = self._in_use[key] = self._kept.setdefault(key, made)
             most = KEPT_ARENAS * self._num_words
             while len(self._kept) > 1 and sum(len(its.words) for its in self._kept.values()) > most:
                 self._kept.popitem(last=False)
@@ -68,6 +107,14 @@ class Grammars:
             for key in followed[:-MOST_FOLLOWED]:
                 del self._kept[key]
         return made
+
+    def _known(self, params: StructuredOutputsParams) -> Grammar | None:
+        key = params.key()
+        with self._lock:
+            if (known := self._kept.get(key)) is not None:
+                self._kept.move_to_end(key)
+                return known
+            return self._in_use.get(key)
 
     def for_search(self, grammar: Grammar, width: int) -> Grammar:
         """Return the grammar of a beam search. Raises `InputError` if its masks could never have room."""
@@ -79,11 +126,9 @@ class Grammars:
 
     def has(self, params: StructuredOutputsParams) -> bool:
         """Check whether a grammar is here, so that nothing has to be compiled."""
-        with self._lock:
-            return params.key() in self._kept
+        return self._known(params) is not None
 
-    def _made(self, params: StructuredOutputsParams) -> Grammar:
-        automaton = self._compile(params)
+    def _made(self, params: StructuredOutputsParams, automaton: Any) -> Grammar:
         if not isinstance(automaton, Automaton):
             return self._by_host(params, automaton)
         words = encoded(automaton, self._vocab_size)
@@ -106,3 +151,7 @@ class Grammars:
                 f"structured_outputs_mib={self._num_words >> 18}"
             )
         return Grammar(None, words, language)
+
+
+def _short(params: StructuredOutputsParams) -> str:
+    return hashlib.sha256(params.key().encode()).hexdigest()

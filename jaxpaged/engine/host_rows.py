@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+from absl import logging
 
 from jaxpaged.engine.by_host import Follower, Line
 from jaxpaged.engine.candidates import told_candidates
@@ -30,6 +31,7 @@ class HostRow:
     candidates: dict[int, np.ndarray] = dataclasses.field(default_factory=dict)  # their scores, likewise
     scores: list[Score] = dataclasses.field(default_factory=list)  # of the answer, in a beam search
     follower: Follower | None = None  # of a grammar that the host follows
+    problem: str | None = None  # why the host ended it, if that was no abort
 
     @property
     def arrival(self) -> int:
@@ -41,6 +43,13 @@ class HostRow:
         if self.answer or self.request.params.prompt_logprobs is None:
             return None
         return [None, *(score for _, tile in sorted(self.prompt_scores.items()) for score in tile)]
+
+    def reason(self, reported: int) -> FinishReason:
+        """Return why the answer ended, by what the device reports."""
+        reason = FinishReason(reported)
+        if reason is FinishReason.ERROR:
+            _log_end(self, "a token came that it bars")
+        return FinishReason.ERROR if reason is FinishReason.ABORT and self.problem is not None else reason
 
     def routed(self, report: Any, row: int, num_new: int, routed_of: Any) -> np.ndarray | None:
         """Return the experts of the tokens that were computed since the last report: at first those of the
@@ -147,19 +156,36 @@ class HostRows:
         taken = self._columns[self._columns["arrival"] != 0]
         return bool(taken["is_read_whole"].all())
 
-    def masks_due(self, first_word: Callable[[Request], int]) -> list[Line]:
+    def masks_due(self, first_word: Callable[[Request], int]) -> tuple[list[Line], list[HostRow]]:
         """Return the masks that are to be written for rows whose grammars the host follows.
 
         first_word: returns the word of the arena at which a request's grammar begins.
+
+        Returns too the rows whose answers are to end, for their grammars cannot be followed: all of a search.
         """
-        lines = []
+        lines, lost = list[Line](), list[HostRow]()
         for row in np.flatnonzero(self._columns["is_followed"]).tolist():
             entry = self._rows[row]
             assert entry is not None
             assert entry.follower is not None
             if (due := entry.follower.due(entry.answer)) is not None:
                 lines.append(Line(row, first_word(entry.request), *due))
-        return lines
+            if entry.follower.problem is not None and not entry.is_aborted:
+                lost += self._end(entry, entry.follower.problem)
+        return lines, lost
+
+    def _end(self, entry: HostRow, problem: str) -> list[HostRow]:
+        """Mark the rows of a request, or of a whole search, as ended by the host, and return them."""
+        request = entry.request
+        first = request.request_id - request.index
+        ended = [entry]
+        if request.beams is not None:
+            numbers = range(first, first + 2 * request.beams.beam_width)
+            ended = [its for _, its in self.taken() if its.request.request_id in numbers]
+        _log_end(entry, problem)
+        for its in ended:
+            its.is_aborted, its.problem = True, problem
+        return ended
 
     def waiting(self) -> list[tuple[tuple[int, int], int]]:
         """Return order and row of each request that can be recalled without loss: new or preempted, alone."""
@@ -256,7 +282,7 @@ class HostRows:
                     token_ids=its_tokens,
                     scores=None if num_top is None else scores_of(report.new_scores, (row, new), num_top),
                     num_hit_tokens=num_hits,
-                    finish_reason=FinishReason(reason),
+                    finish_reason=entry.reason(reason),
                     stop_reason=its_tokens[-1] if its_own else None,
                     prompt_scores=entry.scores_of_prompt() if its_tokens else None,
                     candidate_logprobs=entry.scores_of_candidates() if its_tokens else None,
@@ -288,7 +314,7 @@ class HostRows:
             num_top = request.params.logprobs or 0
             entry.answer = answer + report.new_token_ids[row][new].tolist()
             entry.scores = scores + scores_of(report.new_scores, (row, new), num_top)
-            if reason := FinishReason(int(report.finish_reason[row])):
+            if reason := entry.reason(int(report.finish_reason[row])):
                 deltas.append(
                     Delta(
                         request_id=request.request_id,
@@ -315,6 +341,11 @@ class HostRows:
                 entry.prompt_scores[start] = scores_of(prompts.scores, at, request.params.prompt_logprobs)
             if request.params.prompt_logprob_token_ids is not None and prompts.candidates is not None:
                 entry.candidates[start] = np.array(prompts.candidates[at])
+
+
+def _log_end(entry: HostRow, problem: str) -> None:
+    what = "request %d ends with an error behind %d tokens: its grammar cannot be followed: %s"
+    logging.warning(what, entry.request.request_id, len(entry.answer), problem)
 
 
 def _sets(words: np.ndarray) -> tuple[tuple[int, ...], ...]:

@@ -216,7 +216,8 @@ class Offloading(Passing):
                 continue
             del self._arrivals[first]
             if promotion is not None:
-                self._promoted[first] = set(promotion.promoted)
+                if arrival.waiting[0][0].request_id == first:  # no other takes it, and it may be aborted
+                    self._promoted[first] = set(promotion.promoted)
                 num_bytes = len(promotion.promoted) * exchange.block_bytes(self._state.kv_cache)
                 self.rule.below.note(num_bytes, time.monotonic() - promotion.began)
             for request, answer in arrival.waiting:

@@ -143,7 +143,7 @@ def _compile(
         payload, *_ = serialize_executable.serialize(program.call)
         body = SIZES.pack(program.temporary_bytes, program.result_bytes) + payload
         disk_cache.write_file(path, HEAD.pack(key, hashlib.sha256(body).digest()) + body)
-        disk_cache.prune(path, MOST_PROGRAMS)
+        disk_cache.prune(path, MOST_PROGRAMS, disk_cache.key_at_start)
     except Exception as error:  # a disk that is full, a kind of program that cannot be written down
         logging.warning("the program cannot be kept in %s: %s", path, error)
     return program

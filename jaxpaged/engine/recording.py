@@ -21,11 +21,12 @@ from pathlib import Path
 import numpy as np
 from absl import logging
 
-from jaxpaged.checks import InputError
+from jaxpaged.checks import InputError, check
 from jaxpaged.engine.handle import EngineDeadError, Handle, Item, Sink
 from jaxpaged.engine.request import Delta, Request
 from jaxpaged.engine.texts import TextError
 
+BEGINS = b'{"timestamp": '  # each line of a trace
 ID_BYTES = 7  # so that ids fit into an int64
 
 
@@ -41,9 +42,15 @@ class Recorder:
     """Writes the requests of one engine down, in the order in which they came, each when it has ended."""
 
     def __init__(self, path: str | os.PathLike[str], block_size: int) -> None:
-        """Open the file; what was in it is gone. Raises `InputError` if it cannot be written."""
+        """Open the file; a trace that was in it is gone. Raises `InputError` if it can't be written, or holds
+        anything else.
+        """
         self._path: Path | None = Path(path)  # None once it cannot be written any more
         try:
+            if self._path.is_file():
+                with self._path.open("rb") as file:
+                    begin = file.read(len(BEGINS))
+                check("record_trace", str(path), "a new file, or a trace", begin in (b"", BEGINS))
             self._path.write_text("", encoding="utf-8")
         except OSError as error:
             raise InputError(f"record_trace={str(path)!r} cannot be written: {error}") from error

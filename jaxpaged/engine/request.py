@@ -112,6 +112,13 @@ class DraftCounts:
         pairs = zip(dataclasses.astuple(self), dataclasses.astuple(more), strict=True)
         return DraftCounts(*(ours + its for ours, its in pairs))
 
+    def share(self, num_tokens: int, of: int) -> "DraftCounts":
+        """Return the share of the first `num_tokens` of `of` tokens, for which these are the counts.
+
+        Steps and right drafts together are never more than the tokens.
+        """
+        return DraftCounts(*(each * num_tokens // of for each in dataclasses.astuple(self)))
+
     @property
     def draft_acceptance_rate(self) -> float:
         """Share of the drafts that were right; 0 without drafts."""

@@ -1,6 +1,7 @@
 """Residence: which of a driver's memory is there, and what takes its place. For the engine's thread only."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -9,7 +10,8 @@ import numpy as np
 from flax import nnx
 
 from jaxpaged.checks import check
-from jaxpaged.engine import start, updates
+from jaxpaged.engine import drafted, start, updates
+from jaxpaged.engine.drafted import Draft
 from jaxpaged.engine.driver_calls import CALLS
 from jaxpaged.engine.request import Delta
 from jaxpaged.models.changes import Given
@@ -41,6 +43,7 @@ class Residence:
     _read: Callable[[Any], list[Delta]]
     _load_model: Callable[[LoadAs], Decoder]
     _names: Names | None
+    _draft: Draft | None
     _forget_prefixes: Callable[[], None]
     forget_tiers: Callable[[], None]
     settle_blocks: Callable[[], None]
@@ -109,20 +112,35 @@ class Residence:
         check("version", new_version, rule, new_version > self.weight_version)
         if isinstance(weights, nnx.State):
             check("num_processes", self.setup.config.num_processes, "1 for a pytree", self.send_call is None)
-            adopted = updates.adopted(self.params, weights)
+            adopted = updates.adopted(self._with_draft(), weights)
             deltas = self.stand_down() if KV_CACHE in self.resident else []
             self._take(adopted)
         else:
             if self._asleep is not None or weights.missing:
                 self.require(WEIGHTS)
             update = self._update(weights)
+            params = self._with_draft()
             deltas = self.stand_down() if KV_CACHE in self.resident else []
             if self.send_call is None:
+                self.params = params
                 self._put(update)
             else:
                 self._put_weights({name: np.asarray(array) for name, array in weights.items()})
         self.weight_version = new_version
         return deltas
+
+    def _with_draft(self) -> nnx.State:
+        """Return the parameters with the weights of the model that drafts, which sleep may have taken."""
+        if self._draft is None:
+            return self.params
+        if self._asleep is not None:
+            return updates.with_draft(self.params, lambda: self._awake()[updates.DRAFT])
+        return updates.with_draft(self.params, functools.partial(drafted.weights, self._draft, self.setup))
+
+    def _awake(self) -> nnx.State:
+        """Return the weights that sleep has put into the host's memory, on the device."""
+        shapes = updates.without_adapters(self.params)
+        return jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), self._asleep, shapes)
 
     def _update(self, given: Mapping[str, Any]) -> updates.Update:
         assert self._names is not None
@@ -188,8 +206,7 @@ class Residence:
     def _restore(self, what: Sequence[str]) -> None:
         if WEIGHTS in what:
             if self._asleep is not None:
-                shapes = updates.without_adapters(self.params)
-                weights = jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), self._asleep, shapes)
+                weights = self._awake()
             else:
                 weights = updates.without_adapters(nnx.state(start.load(self.setup, self._load_model)))
                 self.weight_version += 1

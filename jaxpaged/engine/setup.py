@@ -185,7 +185,7 @@ class Setup:
         """
         wanted, most = self.config.max_model_len, self.whole.max_model_len
         if wanted is None or wanted == AUTO:
-            return most
+            return self.whole.default_max_len
         check("max_model_len", wanted, f"at most the model's {most}", wanted <= most)
         return wanted
 

@@ -36,8 +36,8 @@ type Run = Callable[[nnx.State, EngineState, np.ndarray, np.bool_], tuple[Engine
 type Shapes = Callable[[LoadAs], Decoder]
 
 
-def load(setup: Setup, load_model: Callable[[LoadAs], Decoder]) -> Decoder:
-    """Load the model onto the devices of a setup; its arrays are those of all devices."""
+def load[Model: nnx.Module](setup: Setup, load_model: Callable[[LoadAs], Model]) -> Model:
+    """Load a model onto the devices of a setup; its arrays are those of all devices."""
     if setup.mesh is None:
         return load_model(setup.load_as())
     return assembled(setup.mesh, lambda number: load_model(setup.load_as(number)))

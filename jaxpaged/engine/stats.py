@@ -50,3 +50,29 @@ class Stats:
             num_free_blocks=int(report.num_free_blocks),
             num_cached_blocks=int(report.num_cached_blocks),
         )
+
+    def gauges(self) -> list[tuple[str, str, float]]:
+        """Return what goes up and down: vLLM's name without its prefix, a sentence, and the value."""
+        return [
+            ("num_requests_running", "Answers that run.", self.num_running),
+            ("num_requests_waiting", "Answers that wait.", self.num_waiting),
+            (
+                "kv_cache_usage_perc",
+                "The share of blocks in use, from 0 to 1.",
+                1 - self.num_free_blocks / self.num_blocks,
+            ),
+        ]
+
+    def totals(self, *, with_drafts: bool) -> list[tuple[str, str, int]]:
+        """Return what only grows: vLLM's name without its prefix, a sentence, and the count."""
+        prefix_cache = [
+            ("prefix_cache_queries", "Tokens looked up in the prefix cache.", self.num_lookup_tokens),
+            ("prefix_cache_hits", "Tokens found there.", self.num_hit_tokens),
+            ("num_preemptions", "Times that a request gave way.", self.num_preemptions),
+        ]
+        drafts = [
+            ("spec_decode_num_drafts", "Steps of a sequence with drafts.", self.num_drafts),
+            ("spec_decode_num_draft_tokens", "Tokens drafted.", self.num_draft_tokens),
+            ("spec_decode_num_accepted_tokens", "Drafts that were right.", self.num_accepted_tokens),
+        ]
+        return prefix_cache + drafts if with_drafts else prefix_cache

@@ -2,7 +2,7 @@
 
 import gc
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -68,6 +68,18 @@ def with_weights(params: nnx.State, weights: nnx.State) -> nnx.State:
 def own_weights(params: nnx.State) -> nnx.State:
     """Return the model's weights without those of a model that drafts for it."""
     return _state_of(its for its in pairs(params) if _is_own(*its))
+
+
+def with_draft(params: nnx.State, load: Callable[[], nnx.State]) -> nnx.State:
+    """Return parameters in which the weights of a model that drafts are arrays, loaded if they are away.
+
+    No update brings them: its names are those of the served model.
+    """
+    draft = [variable.get_value() for path, variable in pairs(params) if DRAFT in path]
+    if not any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(draft)):
+        return params
+    kept = (its for its in pairs(params) if DRAFT not in its[0])
+    return _state_of([*kept, *(((DRAFT, *path), variable) for path, variable in pairs(load()))])
 
 
 def _is_own(path: Path, variable: nnx.Variable) -> bool:

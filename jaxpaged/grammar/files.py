@@ -1,4 +1,10 @@
-"""Bytes of an automaton, for files and between processes: safetensors, with masks as bits."""
+"""Bytes of an automaton, for files and between processes: safetensors, with masks as bits.
+
+A file begins with the key of what its automaton is made from, and a digest of key and bytes.
+"""
+
+import hashlib
+import struct
 
 import numpy as np
 from safetensors import SafetensorError
@@ -7,7 +13,8 @@ from safetensors.numpy import load, save
 from jaxpaged.grammar.automaton import TokenAutomaton
 from jaxpaged.grammar.nodes import Limits
 
-VERSION = 2
+VERSION = 3
+HEAD = struct.Struct("<32s32s")  # key and digest
 TABLES = {
     "token_class": 1,
     "next_state": 2,
@@ -60,7 +67,21 @@ def from_bytes(content: bytes, vocab_size: int, limits: Limits) -> TokenAutomato
     ):
         return None
     masks = np.unpackbits(packed, axis=1, count=vocab_size).astype(bool)
-    made = TokenAutomaton(classes, steps, mask_of, masks, accepting.astype(bool), forced, start, levels)
-    # A mask that disagrees with its state would let a token lead nowhere.
-    agrees = all((made.allowed(s) == (steps[s, classes] >= 0)).all() for s in range(num_states))
-    return made if agrees else None
+    return TokenAutomaton(classes, steps, mask_of, masks, accepting.astype(bool), forced, start, levels)
+
+
+def to_file(automaton: TokenAutomaton, key: bytes) -> bytes:
+    """Return the file of an automaton that is made from what has this key, of 32 bytes."""
+    content = to_bytes(automaton)
+    return HEAD.pack(key, _digest(key, content)) + content
+
+
+def from_file(content: bytes, key: bytes, vocab_size: int, limits: Limits) -> TokenAutomaton | None:
+    """Return the automaton of a file; None if it is of something else, or is not as it was written."""
+    if len(content) < HEAD.size or HEAD.unpack_from(content) != (key, _digest(key, content[HEAD.size :])):
+        return None
+    return from_bytes(content[HEAD.size :], vocab_size, limits)
+
+
+def _digest(key: bytes, content: bytes) -> bytes:
+    return hashlib.sha256(key + content).digest()

@@ -31,6 +31,10 @@ class NotRegularError(GrammarError):
         self.is_recursive = is_recursive
 
 
+class LostError(RuntimeError):
+    """An answer behind which its grammar cannot be followed. It ends: no token may come unconstrained."""
+
+
 @dataclass(frozen=True)
 class Limits:
     """Bounds of what is compiled for one grammar."""

@@ -67,7 +67,7 @@ def count(place: Place, key: str) -> int | None:
     value: Any = place.schema[key]
     is_whole = isinstance(value, int | float) and not isinstance(value, bool) and value == value // 1
     if not is_whole or not 0 <= value < 2**31:
-        raise wrong(place.path, f"has {key}={shown(value)}, must be a whole number from 0")
+        raise wrong(place.path, f"has {key}={shown(value)}, must be a whole number from 0 to 2147483647")
     return int(value)
 
 

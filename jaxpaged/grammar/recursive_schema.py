@@ -100,7 +100,9 @@ def _written(schema: Any, path: str, places: dict[str, Any], *, only_declared: b
             if not isinstance(value, list):
                 raise _NoSourceError
             made[key] = [below(part, key, str(i)) for i, part in enumerate(value)]
-        elif key in SAME or (key == "format" and value in FORMATS) or key == "$ref":
+        elif (
+            key in SAME or key == "$ref" or (key == "format" and isinstance(value, str) and value in FORMATS)
+        ):
             made[key] = value
         elif key not in ANNOTATIONS and not key.startswith("x-"):
             raise _NoSourceError
@@ -109,6 +111,10 @@ def _written(schema: Any, path: str, places: dict[str, Any], *, only_declared: b
         raise _NoSourceError  # how these are combined with others is ours
     if made.get("properties") and (only_declared or "additionalProperties" not in made):
         made["additionalProperties"] = False
-    elif only_declared and ("object" in made.get("type", ()) or said & {"required", *ONE, *NAMED}):
+    elif only_declared and (
+        made.get("type") == "object"
+        or isinstance(made.get("type"), list)
+        or said & {"required", *ONE, *NAMED}
+    ):
         raise _NoSourceError
     return made

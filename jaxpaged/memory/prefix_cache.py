@@ -312,7 +312,10 @@ def _grown(
     slot: Int[Array, " n"],
     cached: Bool[Array, " n"],
 ) -> Chain:
-    """Return the chains up to their new last blocks, or broken where those are not cached."""
+    """Return each row's chain, extended to its newest full block; broken where that block is not cached.
+
+    counts: the new full blocks of each row. entries, slot, cached: one for each of these blocks, row by row.
+    """
     grows = (counts > 0)[:, None]
     last = jnp.maximum(jnp.cumsum(counts, dtype=jnp.int32) - 1, 0)
     whole = grows & cached[last][:, None]

@@ -32,7 +32,7 @@ def _as_large(
 
 
 class Streams(nnx.Module):
-    """The beginning of a token's streams, from its embedding, and their end, a mean of all."""
+    """Parallel streams of hidden values (AltUp), made from a token's embedding; their mean is the end."""
 
     def __init__(self, weights: Weights) -> None:
         altup = weights.config.altup

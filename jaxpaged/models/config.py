@@ -9,7 +9,7 @@ from typing import Literal
 from jaxpaged.checks import InputError, check, checked_bool, checked_choice, checked_int, checked_number
 from jaxpaged.memory.cache_specs import FULL, CacheSpec, ChunkedLocal, SlidingWindow
 from jaxpaged.models.drafting.description import DraftHead
-from jaxpaged.models.ropes import LongScaling, Rope, Temperature
+from jaxpaged.models.ropes import DynamicScaling, LongScaling, Rope, Temperature
 
 ROTARY_MULTIPLE = 2  # RoPE rotates pairs
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "xielu")
@@ -123,7 +123,7 @@ class ModelConfig:
     num_q_heads: int
     num_kv_heads: int
     head_dim: int
-    max_model_len: int  # positions the model was trained for
+    max_model_len: int  # positions the model was trained for, or its RoPE is scaled for
     layers: tuple[LayerKind, ...]
     eos_token_ids: tuple[int, ...] = ()
 
@@ -291,6 +291,15 @@ class ModelConfig:
         object.__setattr__(self, name, value)
 
     @property
+    def default_max_len(self) -> int:
+        """Return how long sequences are where nobody says: so long that they are as well served as before a
+        scaling that depends on the length, as for LongRoPE in vLLM.
+        """
+        ropes = [kind.rope.scaling for kind in self.layers if kind.rope is not None]
+        shorter = [its.original_max_len for its in ropes if isinstance(its, LongScaling | DynamicScaling)]
+        return min([self.max_model_len, *shorter])
+
+    @property
     def num_layers(self) -> int:
         return len(self.layers)
 
@@ -430,17 +439,6 @@ _FLAGS = (
     "v_norm",
     "lm_head_bias",
 )
-
-
-def alibi_slopes(num_heads: int, max_bias: float = 8.0, factor: float = 1.0) -> tuple[float, ...]:
-    """Return `factor * 2 ** (-max_bias * i / n)` for heads i = 1 to n, if n is a power of two.
-
-    Of another number, those of the next lower power, then every second one of the next higher.
-    """
-    lower = 2 ** math.floor(math.log2(num_heads))
-    slopes = [2 ** (-max_bias * i / lower) for i in range(1, lower + 1)]
-    slopes += [2 ** (-max_bias * i / (2 * lower)) for i in range(1, 2 * lower + 1, 2)]
-    return tuple(factor * slope for slope in slopes[:num_heads])
 
 
 def uniform(

@@ -8,7 +8,15 @@ from absl import logging
 
 from jaxpaged.checks import InputError, check, checked_bool, checked_int, checked_number, is_int, shown
 from jaxpaged.models.config import LayerKind
-from jaxpaged.models.ropes import LinearScaling, Llama3Scaling, LongScaling, Rope, RopeScaling, YarnScaling
+from jaxpaged.models.ropes import (
+    DynamicScaling,
+    LinearScaling,
+    Llama3Scaling,
+    LongScaling,
+    Rope,
+    RopeScaling,
+    YarnScaling,
+)
 
 # Hugging Face's names of activations.
 ACTIVATIONS = {
@@ -201,9 +209,13 @@ class Fields:
         kind = given.get("rope_type", given.get("type", "default"))
         if kind == "default":
             return None
-        if kind == "dynamic":  # changes only sequences beyond the model's length, which are refused
+        if kind == "dynamic":
             given.only("alpha")
-            return None
+            factor = given.positive("factor", 1.0)
+            rule = "at least 1, with more than 2 coordinates that turn"
+            check("model config: factor", factor, rule, factor == 1 or (factor > 1 and dim > 2))
+            original = self.size("max_position_embeddings")
+            return DynamicScaling(factor=factor, original_max_len=original) if factor > 1 else None
         if kind == "linear":
             return LinearScaling(given.positive("factor"))
         if kind == "llama3":
@@ -292,6 +304,9 @@ class Fields:
         ok = ok and all(isinstance(kind, str) and kind in kinds for kind in types)
         check("model config: layer_types", types, rule, ok)
         return tuple(kinds[kind] for kind in types)
+
+    def has_read(self, name: str) -> bool:
+        return name in self._read
 
     def refuse_rest(self) -> None:
         """Refuse what no one has read, if it changes the arithmetic."""

@@ -18,6 +18,7 @@ from jaxpaged.models.host_arrays import aligned, placed, put
 from jaxpaged.models.layer_form import LayerForm, form_of
 from jaxpaged.models.quantised.codes import QuantisedWeight
 from jaxpaged.models.ropes import (
+    DynamicScaling,
     LinearScaling,
     Llama3Scaling,
     LongScaling,
@@ -42,7 +43,7 @@ def kind_of[T](kinds: Sequence[T], each: Sequence[T], layer: Layer) -> Layer:
 
 
 def value_of(each: Sequence[int], layer: Layer) -> Layer:
-    """Return a layer's value of those of all layers."""
+    """Return a layer's entry of `each`, which has one for every layer; its number may be traced."""
     return each[layer] if isinstance(layer, int) else jnp.asarray(each, jnp.int32)[layer]
 
 
@@ -334,6 +335,10 @@ def rope_frequencies(rope: Rope, max_len: int) -> tuple[Float[Array, " half_dim"
             return frequencies, 1.0
         case LinearScaling(factor):
             return frequencies / factor, 1.0
+        case DynamicScaling(factor=factor, original_max_len=original):
+            if max_len <= original:
+                return frequencies, 1.0
+            return frequencies * _dynamic(rope.dim, factor), 1.0
         case Llama3Scaling():
             return _llama3(frequencies, rope.scaling), 1.0
         case ProportionalScaling(num_pairs=num_pairs, factor=factor):
@@ -345,6 +350,12 @@ def rope_frequencies(rope: Rope, max_len: int) -> tuple[Float[Array, " half_dim"
             is_long = max_len > scaling.original_max_len
             factors = scaling.long_factors if is_long else scaling.short_factors
             return frequencies / jnp.asarray(factors, jnp.float32), scaling.attention_factor
+
+
+def _dynamic(dim: int, factor: float) -> Float[Array, " half_dim"]:
+    """Return what turns frequencies into those of a theta for `factor` times the original length."""
+    larger = (factor * factor - (factor - 1)) ** (dim / (dim - 2))
+    return larger ** (-jnp.arange(0, dim, 2, dtype=jnp.float32) / dim)
 
 
 def _llama3(frequencies: Float[Array, " half_dim"], scaling: Llama3Scaling) -> Float[Array, " half_dim"]:

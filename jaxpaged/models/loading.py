@@ -12,6 +12,7 @@ from jaxpaged.checks import InputError, check, is_int, shown
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.decoder import Decoder, abstract
 from jaxpaged.models.families import family_of, from_hf, names_of
+from jaxpaged.models.families.wrappers import taken_out
 from jaxpaged.models.files import hf, kept
 from jaxpaged.models.load_as import LoadAs
 from jaxpaged.models.names import Names
@@ -90,16 +91,21 @@ def open_checkpoint(
     *,
     revision: str | None = None,
     tokenizer: str | os.PathLike[str] | None = None,
+    overrides: Mapping[str, Any] | None = None,
 ) -> Checkpoint:
     """Find a model by "smollm2", a directory, a .gguf file, or a Hugging Face hub id, of which `revision` is
     one.
 
     `tokenizer`: a directory, or a hub id, that has the tokenizer, where the model's own is not to be used.
+    `overrides`: what a user says in place of the model's config; see `jaxpaged.models.overrides`.
     Raises `InputError` if there is no such model, or if it is not one we can run. Code that a model brings
     along is never run.
     """
     path = resolve(model, revision)
-    checkpoint = _open_directory(path, own_tokenizer=tokenizer is None) if path.is_dir() else _open_gguf(path)
+    if path.is_dir():
+        checkpoint = _open_directory(path, overrides or {}, own_tokenizer=tokenizer is None)
+    else:
+        checkpoint = _open_gguf(path, overrides or {})
     if tokenizer is not None:
         folder = resolve(tokenizer, None)
         if not folder.is_dir():
@@ -175,7 +181,7 @@ def _from_hub(name: str, revision: str | None) -> Path:
         ) from error
 
 
-def _open_directory(path: Path, *, own_tokenizer: bool) -> Checkpoint:
+def _open_directory(path: Path, overrides: Mapping[str, Any], *, own_tokenizer: bool) -> Checkpoint:
     from jaxpaged.models.files import safetensors_files, tied
     from jaxpaged.models.quantised import checkpoints as quantised_checkpoints
 
@@ -187,7 +193,7 @@ def _open_directory(path: Path, *, own_tokenizer: bool) -> Checkpoint:
         if generation.get("eos_token_id") is not None:
             config_json |= {"eos_token_id": generation["eos_token_id"]}
     try:
-        config, family = from_hf(config_json), family_of(config_json)
+        config, family = from_hf(config_json, overrides), family_of(config_json)
         said = config_json.get("quantization_config", config_json.get("compression_config"))
         if said is None and (path / MODELOPT).is_file():
             said = {"quant_method": "modelopt"} | hf.read_object(path / MODELOPT)
@@ -246,13 +252,13 @@ def _sampling_defaults(generation: Mapping[str, Any]) -> dict[str, Any]:
     return {ours: generation[name] for name, ours in names.items() if generation.get(name) is not None}
 
 
-def _open_gguf(path: Path) -> Checkpoint:
+def _open_gguf(path: Path, overrides: Mapping[str, Any]) -> Checkpoint:
     from jaxpaged.models.files.gguf import file as gguf_file
     from jaxpaged.models.files.gguf import tokenizers as gguf_tokenizers
 
     reader = gguf_file.open_file(path)
     try:
-        config = gguf_file.model_config(reader, path)
+        config = gguf_file.model_config(reader, path, overrides)
         names = gguf_file.names(reader, path)
         tokenizer = gguf_tokenizers.tokenizer(reader, path)
     except InputError:
@@ -264,7 +270,7 @@ def _open_gguf(path: Path) -> Checkpoint:
         path=path,
         config=config,
         names=names,
-        module_names=gguf_file.family(reader, path)[0].names(config),
+        module_names=taken_out(gguf_file.family(reader, path)[0].names(config)),
         tokenizer=tokenizer,
         files=reader.paths,
         load_weights=lambda: gguf_file.load_weights(reader, path),

@@ -13,21 +13,20 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int
+from absl import logging
 
 from jaxpaged.checks import InputError, check, checked_int, checked_number, shown
 from jaxpaged.lora import LoRARequest
+from jaxpaged.models.adapter_slots import products
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.decoder import Decoder
-from jaxpaged.models.feed_forward import MLP
 from jaxpaged.models.files import hf, safetensors_files
-from jaxpaged.models.layers import AdapterParam, Linear
+from jaxpaged.models.layers import AdapterParam
 from jaxpaged.models.names import TRANSPOSED, Form, Names, in_layer, layers_with, piece_shapes
 from jaxpaged.models.patterns import Patterns
 from jaxpaged.models.shards import Shard
 from pallas_kernels import native
 from pallas_kernels.ops import low_rank
-from pallas_kernels.ops.low_rank import LowRank
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 ROLES = ("qkv", "o", "gate_up", "up", "down")
@@ -49,6 +48,7 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
 }
 # Initialisations that also change the model's own weights.
 CHANGING_WEIGHTS = ("pissa", "olora", "corda", "loftq", "lora_ga")
+FRONT = "base_model.model."
 TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
 
 type Arrays = Mapping[
@@ -81,29 +81,10 @@ def rooms(config: ModelConfig, names: Names) -> dict[str, Room]:
 def make_room(model: Decoder, names: Names, num_adapters: int, rank: int) -> None:
     """Let the model's products have so many adapters of at most this rank, which add nothing yet."""
     native.serves(model.dtype, "low_rank")  # registers the target, also for programs from disk
-    products = _products(model)
+    adaptable = products(model)
     for role, room in rooms(model.config, names).items():
         sizes = model.config.num_layers, num_adapters, room.in_features, room.widths, rank
-        products[role].adapters = AdapterParam(low_rank.zeros(*sizes, model.dtype))
-
-
-def put(model: Decoder, arrays: Mapping[str, tuple[Any, Any]], slot: int | Int[Array, ""]) -> None:
-    """Write an adapter into an adapter slot, counted from 0."""
-    for role, product in _products(model).items():
-        if role in arrays:
-            parts: LowRank = product.adapters.get_value()
-            a, b = arrays[role]
-            product.adapters.set_value(
-                LowRank(parts.a.at[:, slot].set(a), parts.b.at[:, slot].set(b), parts.widths)
-            )
-
-
-def _products(model: Decoder) -> dict[str, Linear]:
-    attention, mlp = model.layers.attention, model.layers.mlp
-    found = {"qkv": attention.qkv, "o": attention.o}
-    if isinstance(mlp, MLP):
-        found |= {"gate_up" if model.config.gated else "up": mlp.up, "down": mlp.down}
-    return found
+        adaptable[role].adapters = AdapterParam(low_rank.zeros(*sizes, model.dtype))
 
 
 def nothing(config: ModelConfig, names: Names, rank: int, dtype: jnp.dtype) -> dict[str, tuple[Any, Any]]:
@@ -219,10 +200,18 @@ def _locations(config: ModelConfig, names: Names) -> Iterator[tuple[str, _Locati
 def _found(
     path: Path, config: ModelConfig, names: Names
 ) -> Iterator[tuple[_Location, tuple[str, dict[str, np.ndarray]]]]:
-    """Yield each module's location in the arrays, its name and its two matrices."""
+    """Yield each module's location in the arrays, its name and its two matrices.
+
+    Modules outside of the decoder, such as those of a vision tower, are left out, as the model's own are.
+    """
     tensors, locations = safetensors_files.load(path), dict(_locations(config, names))
     modules: dict[str, dict[str, np.ndarray]] = {}
+    unread = {name for name in tensors if names.is_spare(name.removeprefix(FRONT))}
+    if unread:
+        logging.warning("%s: %d tensors are left out: %s, ...", path, len(unread), min(unread))
     for name in tensors:
+        if name in unread:
+            continue
         match = TENSOR.fullmatch(name)
         module = match["module"] if match else name
         possible = (module, names.prefix + module, names.name_of(module))
@@ -234,7 +223,8 @@ def _found(
             )
         modules.setdefault(whole, {})[match["side"]] = tensors[name]
     if not modules:
-        raise InputError(f"{WEIGHTS} must have at least one tensor")
+        rest = " of the model's text part" if unread else ""
+        raise InputError(f"{WEIGHTS} must have at least one tensor{rest}")
     for module, sides in modules.items():
         if missing := {"A", "B"} - sides.keys():
             raise InputError(f"{module!r} lacks its lora_{min(missing)}")

@@ -14,6 +14,9 @@ import numpy as np
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.drafting.description import DraftHead
 
+# Old files also hold tables of rotary embeddings, which follow from the config.
+ROTARY_TABLES = tuple(f"rotary_emb.{name}" for name in ("inv_freq", "cos_cached", "sin_cached"))
+
 type Shape = tuple[int, ...]
 type Tensors = Mapping[str, Any]  # tensors by their names in the file, read on access
 type Pieces = list[np.ndarray]  # what a role is made of in a file: q, k and v, for example
@@ -76,8 +79,7 @@ class Names:
 
     def is_spare(self, name: str) -> bool:
         """Return whether files may have a tensor of this name that is no weight of the decoder."""
-        # Old files also hold tables of rotary embeddings.
-        return name.endswith(("rotary_emb.inv_freq", *self.spare)) or name.startswith(self.ignored)
+        return name.endswith((*ROTARY_TABLES, *self.spare)) or name.startswith(self.ignored)
 
     def pieces(self, role: str) -> tuple[str, ...]:
         """Return the templates of the names of one role's tensors, with its ending."""

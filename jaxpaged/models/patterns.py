@@ -6,8 +6,6 @@ A stranger's pattern may take Python's `re` for ever; RE2's time grows with the 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import re2
-
 from jaxpaged.checks import InputError, check, shown
 
 MAX_CHARS = 1000  # characters of a pattern
@@ -39,6 +37,8 @@ class Patterns:
 
 
 def _compiled(name: str, patterns: Mapping[str, Any]) -> Iterator[Any]:
+    import re2  # what brings it to a machine is a pattern, not the loop
+
     options, size = re2.Options(), 0
     if len(patterns) > MAX_PATTERNS:
         raise InputError(f"{name} has {len(patterns)} patterns, must have at most {MAX_PATTERNS}")

@@ -21,6 +21,14 @@ class LinearScaling:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class DynamicScaling:
+    """Theta enlarged for `factor` times as many positions, where sequences may pass `original_max_len`."""
+
+    factor: float
+    original_max_len: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class YarnScaling:
     """Slow frequencies divided by `factor`, fast ones kept, a ramp between; cosines and sines times
     `attention_factor`.
@@ -54,7 +62,9 @@ class ProportionalScaling:
     factor: float = 1.0
 
 
-type RopeScaling = Llama3Scaling | LinearScaling | YarnScaling | LongScaling | ProportionalScaling
+type RopeScaling = (
+    Llama3Scaling | LinearScaling | DynamicScaling | YarnScaling | LongScaling | ProportionalScaling
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -39,6 +39,10 @@ class Head:
     dimensions: tuple[int, ...] | None = ()  # of shorter vectors that it is trained for; None: any
 
 
+# Overrides of config.json that say what stands behind the decoder.
+OF_HEAD = ("architectures", "classifier_from_token", "is_original_qwen3_reranker")
+
+
 def is_for_pooling(path: Path) -> bool:
     """Check whether a directory's files describe a model for vectors or classes."""
     if not path.is_dir():
@@ -70,8 +74,7 @@ def read(
     path = checkpoint.path
     config = hf.read_object(path / "config.json") if path.is_dir() else {}
     for name in overrides or {}:
-        known = ("architectures", "classifier_from_token", "is_original_qwen3_reranker")
-        check("hf_overrides: key", name, f"one of {', '.join(known)}", name in known)
+        check("hf_overrides: key", name, f"one of {', '.join(OF_HEAD)}", name in OF_HEAD)
     config |= dict(overrides or {})
     try:
         head = _of_modules(path) if path.is_dir() else Head()

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Self
 
 from jaxpaged.batch.line_files import LineFile
-from jaxpaged.checks import InputError, check, shown
+from jaxpaged.checks import InputError, check, read_finite_json, shown
 
 STANDARD_INPUT = "-"
 INVALID_LINE = "invalid_line"
@@ -21,6 +21,7 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 # Bytes of a line beside its body: names, and an id that is not a book.
 MOST_AROUND_BODY = 64 * 2**10
 CHUNK = 2**20
+BEGINS = b'{"id":'  # each line of the output
 
 
 class LineError(ValueError):
@@ -67,7 +68,7 @@ def parse(line: Line, urls: Collection[str], max_body_bytes: int) -> BatchReques
     if line.content is None:
         raise LineError(f"must have a body of at most {max_body_bytes} bytes")
     try:
-        value = json.loads(line.content)
+        value = read_finite_json(line.content)
     except (ValueError, RecursionError) as error:
         raise LineError(f"must be JSON: {error}") from error
     if not isinstance(value, dict):
@@ -174,7 +175,7 @@ class Output:
             end += len(line)
             if line.strip():
                 self.answered.add(self._id_of(line, number))
-        self._lines.cut(end)
+        self._lines.cut(end, end, [BEGINS])
 
     def _id_of(self, line: bytes, number: int) -> bytes:
         try:

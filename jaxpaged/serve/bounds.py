@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Self, cast
 
 import numpy as np
 
-from jaxpaged.checks import MAX_SALT_CHARS
+from jaxpaged.checks import MAX_SALT_CHARS, read_finite_json
 from jaxpaged.sampling_state import MAX_EDITS
 from jaxpaged.serve.replies import ApiError
 from jaxpaged.text.limits import MAX_BAD_WORD_CHARS, MAX_BAD_WORDS, MAX_STOP_CHARS, MAX_STOP_TOKENS, MAX_STOPS
@@ -148,12 +148,12 @@ def parsed(body: bytes | bytearray, limits: Limits) -> Any:
         if getattr(size, name) > most:
             raise ApiError(400, f"the body must not have more than {most} {what}")
     try:
-        value = json.loads(body.decode("utf-8-sig"))
+        value = read_finite_json(body.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise ApiError(400, f"the body must be UTF-8: byte {error.start} is not") from None
     except json.JSONDecodeError as error:
         raise ApiError(400, f"the body must be JSON: {error.msg} at character {error.pos}") from None
-    except ValueError as error:  # a number of thousands of digits
+    except ValueError as error:  # NaN, 1e999, or a number of thousands of digits
         raise ApiError(400, f"the body must be JSON: {error}") from None
     check_entries(value)
     return value

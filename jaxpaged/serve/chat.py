@@ -71,7 +71,7 @@ class ChatWriter(ChunkWriter[ChatRequest]):
         self._echo = echo if isinstance(echo, str) else ""
 
     def answers(self, prompt: str) -> None:
-        """Take in the text that the answers follow, which tells how they begin."""
+        """Keep the rendered prompt, and the unfinished message that the answers continue, for the parsers."""
         content = self._body.messages[-1].get("content") if self._body.continue_final_message else ""
         begun = content if isinstance(content, str) else ""
         self._form = dataclasses.replace(self._form, prompt=prompt, begun=begun)

@@ -83,7 +83,7 @@ class Metrics:
             (*LABELS, "finished_reason"),
             registry=self.registry,
         )
-        for reason in ("stop", "length", "abort"):
+        for reason in ("stop", "length", "abort", "error"):
             self._success.labels(*self._labels, reason)
         self.ttft = self._histogram("time_to_first_token_seconds", "From a request to its token.", TTFT_S)
         self.itl = self._histogram(
@@ -155,7 +155,7 @@ class Metrics:
         """Count an answer that has ended, and with the first of a prompt's answers the prompt."""
         self._success.labels(*self._labels, answer.finish_reason).inc()
         its = times.answers.get((prompt, answer.index))
-        if its is None or answer.finish_reason == "abort":
+        if its is None or answer.finish_reason in ("abort", "error"):
             return
         began = None if output.metrics is None else output.metrics.first_scheduled_time
         began = its.first if began is None else min(began, its.first)
@@ -239,15 +239,7 @@ class _EngineCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         stats, config, size = self._engine.stats, self._engine.config, self._engine.cache_size
-        for name, help_, value in (
-            ("num_requests_running", "Answers that run.", stats.num_running),
-            ("num_requests_waiting", "Answers that wait.", stats.num_waiting),
-            (
-                "kv_cache_usage_perc",
-                "The share of blocks in use, from 0 to 1.",
-                1 - stats.num_free_blocks / stats.num_blocks,
-            ),
-        ):
+        for name, help_, value in stats.gauges():
             yield self._of(GaugeMetricFamily, name, help_, value)
         info = GaugeMetricFamily(
             "vllm:cache_config_info",
@@ -257,15 +249,8 @@ class _EngineCollector(Collector):
         sizes = str(size.block_size), str(size.num_blocks), str(config.enable_prefix_caching), "0"
         info.add_metric(sizes, 1)
         yield info
-        for name, help_, value in (
-            ("prefix_cache_queries", "Tokens looked up in the prefix cache.", stats.num_lookup_tokens),
-            ("prefix_cache_hits", "Tokens found there.", stats.num_hit_tokens),
-            ("num_preemptions", "Times that a request gave way.", stats.num_preemptions),
-            ("spec_decode_num_drafts", "Steps of a sequence with drafts.", stats.num_drafts),
-            ("spec_decode_num_draft_tokens", "Tokens drafted.", stats.num_draft_tokens),
-            ("spec_decode_num_accepted_tokens", "Drafts that were right.", stats.num_accepted_tokens),
-        )[: None if config.speculative_config else 3]:
-            yield self._of(CounterMetricFamily, name, help_, value)
+        for name, help_, count in stats.totals(with_drafts=bool(config.speculative_config)):
+            yield self._of(CounterMetricFamily, name, help_, count)
         if config.speculative_config:
             yield self._by_place(stats.num_accepted_at)
         yield from tier_families(stats.tiers, size.block_size, self._labels)

@@ -12,6 +12,8 @@ from starlette.responses import Response
 from jaxpaged.checks import InputError, checked_int, shown
 from jaxpaged.serve.json_route import JsonRoute
 from jaxpaged.serve.logprobs import TokenNames, chat_logprobs
+from jaxpaged.serve.parsers import REASONING_PARSERS
+from jaxpaged.serve.parsers.base import Parser, Reasoning
 from jaxpaged.serve.replies import ApiError, event, reply
 from jaxpaged.serve.response_items import Event, Items, chat_tools
 from jaxpaged.serve.schemas import ResponsesRequest
@@ -22,6 +24,8 @@ from jaxpaged.text.conversations import read_items
 
 router = APIRouter(route_class=JsonRoute)
 
+GIVEN_UP = "the answer was given up before its end"
+UNCONSTRAINED = "the answer could not be constrained any further"
 LOGPROBS = "message.output_text.logprobs"
 # What may be asked to be included: all but the first is of tools and inputs that are not there.
 INCLUDABLE = (
@@ -115,11 +119,14 @@ class ResponseWriter:
         self._names = TokenNames(service.llm.tokenizer, as_ids=False)
         self._num_top = _num_top(body)
         self._fragments, self._items = AnswerFragments(form), Items()
+        self._form, self._service, self._tokenizer = form, service, service.llm.tokenizer
+        self._token_ids: list[int] = []
+        self._has_reasoning = self._has_answer = False
         self._sequence_number = -1
 
     def whole(self, choice: Choice) -> dict[str, Any]:
         """Return the response to a request that does not stream."""
-        for _ in [*self._add(choice), *self._items.end(_status(choice))]:
+        for _ in [*self._add(choice), *self._items.end(_item_status(choice))]:
             pass
         return self._ended(choice)
 
@@ -139,7 +146,7 @@ class ResponseWriter:
             response = self._response("failed", []) | {"error": failed}
             yield self._event("failed", {"response": response})
             return
-        for change in self._items.end(_status(last)):
+        for change in self._items.end(_item_status(last)):
             yield self._event(*change)
         ended = self._ended(last)
         yield self._event(ended["status"], {"response": ended})
@@ -149,20 +156,50 @@ class ResponseWriter:
         if self._num_top is not None:
             names, ids, entries = self._names, choice.token_ids, choice.logprobs
             logprobs = chat_logprobs(names, self._num_top, ids, entries)["content"]
-        fragments = self._fragments.feed(choice.text, is_last=choice.finish_reason is not None)
-        return [*self._items.add(fragments, logprobs)]
+        self._token_ids += choice.token_ids
+        fragments = [*self._fragments.feed(choice.text, is_last=choice.finish_reason is not None)]
+        self._has_reasoning |= any(isinstance(each, Reasoning) for each in fragments)
+        self._has_answer |= any(not isinstance(each, Reasoning) for each in fragments)
+        return [*self._items.add(iter(fragments), logprobs)]
+
+    @property
+    def _num_reasoning(self) -> int:
+        """Tokens of the answer that are reasoning, without its marks."""
+        if not self._has_reasoning:
+            return 0
+        parser, tokenizer = REASONING_PARSERS.get(self._form.reasoning or "", Parser), self._tokenizer
+        begin, end = (_token_of(mark, tokenizer) for mark in (parser.begin_mark, parser.end_mark))
+        ids = self._token_ids
+        if end in ids:
+            ids = ids[: ids.index(end)]
+        elif self._has_answer:  # its end is no token of its own
+            items = [item for item in self._items.output if item["type"] == "reasoning"]
+            text = "".join(part["text"] for item in items for part in item["content"])
+            return min(len(tokenizer.encode(text, add_special_tokens=False)), len(ids))
+        return len(ids) - (begin is not None and begin in ids)
+
+    @property
+    def _num_written(self) -> int:
+        """Tokens of the prompt whose blocks the prefix cache did not have, and has now."""
+        config = self._service.llm.engine.config
+        whole = self._run.num_prompt_tokens // config.block_size * config.block_size
+        return max(0, whole - self._run.num_cached_tokens) if config.enable_prefix_caching else 0
 
     def _ended(self, choice: Choice) -> dict[str, Any]:
         status, usage = _status(choice), self._run.usage()
         is_whole = status == "completed"
         return self._response(status, self._items.output) | {
             "completed_at": int(time.time()) if is_whole else None,
-            "incomplete_details": None if is_whole else {"reason": "max_output_tokens"},
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "error": _error(choice) if status == "failed" else None,
             "usage": {
                 "input_tokens": usage["prompt_tokens"],
-                "input_tokens_details": {"cached_tokens": self._run.num_cached_tokens},
+                "input_tokens_details": {
+                    "cached_tokens": self._run.num_cached_tokens,
+                    "cache_write_tokens": self._num_written,
+                },
                 "output_tokens": usage["completion_tokens"],
-                "output_tokens_details": {"reasoning_tokens": 0},
+                "output_tokens_details": {"reasoning_tokens": self._num_reasoning},
                 "total_tokens": usage["total_tokens"],
             },
         }
@@ -211,4 +248,21 @@ class ResponseWriter:
 
 
 def _status(choice: Choice) -> str:
+    """Return a response's status. What the engine has given up, as for new weights, is failed."""
+    return {"stop": "completed", "length": "incomplete"}.get(choice.finish_reason or "", "failed")
+
+
+def _error(choice: Choice) -> dict[str, str]:
+    """Return why a response has failed, in OpenAI's form."""
+    message = UNCONSTRAINED if choice.finish_reason == "error" else GIVEN_UP
+    return {"code": "server_error", "message": message}
+
+
+def _item_status(choice: Choice) -> str:
     return "completed" if choice.finish_reason == "stop" else "incomplete"
+
+
+def _token_of(mark: str | None, tokenizer: Any) -> int | None:
+    """Return the token that a mark is; None if it is several, or if there is no mark."""
+    ids = tokenizer.encode(mark, add_special_tokens=False) if mark else []
+    return ids[0] if len(ids) == 1 else None

@@ -7,7 +7,7 @@ import itertools
 import logging
 import time
 from collections import Counter, defaultdict
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Hashable, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -24,6 +24,7 @@ from jaxpaged.lora import LoRARequest
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.serve.chat_prompts import ChatPrompts
 from jaxpaged.serve.metrics import Metrics, Times
+from jaxpaged.serve.opening import Opening, Openings
 from jaxpaged.serve.options import ServerOptions
 from jaxpaged.serve.replies import ApiError, EventStream, event, unless_gone
 from jaxpaged.serve.schemas import QueuedRequest
@@ -53,6 +54,7 @@ class Service:
         self.open_runs: set[Run] = set()
         self.is_stopping = asyncio.Event()
         self.num_open = 0  # answers that have been asked for and have not ended
+        self._openings = Openings(options.max_queue)
         self._numbers = itertools.count(1)
 
     def check_model(self, name: str | None) -> str:
@@ -122,21 +124,40 @@ class Service:
         if self.llm.engine.stopped is not None:
             raise dead(self.llm.engine.stopped)
         self._check_room(num_answers)
+        client = self._client(request)
+        opening = Opening(client, compiles=self.llm.engine.door.must_compile(params))
+        if opening.compiles:
+            self._openings.check(client)
         adapter = self.adapters.get(self.check_model(body.model))
         its_salt = self._salt(request, body.cache_salt)
         salt = {} if its_salt is None else {"cache_salt": its_salt}
-        admitted = []
-        for each in prompts:
-            prompt, order = _mapping(each) | salt | {"kv_cache_ttl": body.kv_cache_ttl}, body.priority
-            admitted.append(await self.llm.admit(prompt, params, priority=order, lora_request=adapter))
-            await asyncio.sleep(0)  # others need not wait until all of many prompts are read
-        self._check_room(num_answers)  # others may have come while this one was read
+        admitted = list[Admitted]()
+
+        async def admit_all() -> None:
+            for each in prompts:
+                prompt, order = _mapping(each) | salt | {"kv_cache_ttl": body.kv_cache_ttl}, body.priority
+                admit = self.llm.admit(prompt, params, priority=order, lora_request=adapter, client=client)
+                admitted.append(await admit)
+                await asyncio.sleep(0)  # others need not wait until all of many prompts are read
+
+        began = time.monotonic()
+        self.num_open += num_answers
+        try:
+            await self._openings.wait(request, opening, admit_all(), self.options.request_timeout_s)
+        finally:
+            self.num_open -= num_answers
         response_id = f"{prefix}-{request.state.request_id}"
         run = Run(self, response_id, f"{response_id}-{next(self._numbers)}", admitted, params)
         run.route = request.url.path
         run.times.arrived = request.state.began
-        run.open()
+        run.open(time.monotonic() - began)
         return run
+
+    def _client(self, request: Request) -> Hashable:
+        """Return who asks: of several keys, the key; else the address."""
+        if len(self.options.api_keys) > 1:
+            return request.state.key
+        return None if request.client is None else request.client.host
 
     @property
     def max_open(self) -> int:
@@ -172,7 +193,8 @@ class Service:
             raise ApiError(429, message, headers={"retry-after": "1"})
 
     def give_up(self, error: ApiError) -> None:
-        """End all that runs with this error."""
+        """End all that runs, or waits to be taken in, with this error."""
+        self._openings.give_up(error)
         for run in [*self.open_runs]:
             run.give_up(error)
 
@@ -223,13 +245,14 @@ class Run:
         self._reasons: Counter[str] = Counter()
         self._timer: asyncio.TimerHandle | None = None
 
-    def open(self) -> None:
-        """Count the run as open until `choices` ends."""
+    def open(self, waited_s: float = 0.0) -> None:
+        """Count the run as open until `choices` ends. Its request has waited so long before."""
         service, limit_s = self._service, self._service.options.request_timeout_s
         service.open_runs.add(self)
         service.num_open += len(self.prompts) * self.params.n
         late = ApiError(504, f"the answer was not complete within {limit_s:g} s")
-        self._timer = asyncio.get_running_loop().call_later(limit_s, self.give_up, late, "timeout")
+        left_s = max(limit_s - waited_s, 0.0)
+        self._timer = asyncio.get_running_loop().call_later(left_s, self.give_up, late, "timeout")
 
     def give_up(self, error: ApiError, why: str = "shutdown") -> None:
         """End with this error as soon as the engine has let go."""

@@ -176,6 +176,8 @@ def answer(
         if states is not None:
             grammars = replace(grammars, state=states[index, num_accepted])
         grammars = automata.moved(grammars, state.arena, token_ids, due)
+        is_lost = due & ~stops & (grammars.state == automata.LOST)
+        finishes, reason = finishes | is_lost, jnp.where(is_lost, FinishReason.ERROR, reason)
     rows = replace(
         rows,
         token_ids=rows.token_ids.at[target, newest_place].set(token_ids, mode="drop"),

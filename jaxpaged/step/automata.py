@@ -21,9 +21,10 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from jaxpaged.arithmetic import cdiv
 
 # States of rows that are no states of their automata.
-FREE = -1  # nothing is barred: the row has no automaton, or has come to its end
+FREE = -1  # nothing is barred: the row has no automaton
 WAITS = -2  # nothing is barred until the token that opens the constrained part
 RESTS = -3  # nothing is sampled until the host has written the mask behind the last token
+LOST = -4  # a token came that the automaton bars, as a sampler from outside may choose: the answer ends
 # Words of a header: number of classes, the first state, and where each table begins behind the header.
 NUM_CLASSES, START, CLASSES, NEXT, MASK_OF, MASKS = range(6)
 BY_HOST = 6  # 1 where the host follows the grammar
@@ -59,7 +60,7 @@ class GrammarRows:
     """Place of each row in its automaton."""
 
     first: Int[Array, " rows"]  # word of the arena at which its automaton begins; 0: it has none
-    state: Int[Array, " rows"]  # state behind its tokens, or FREE, WAITS or RESTS
+    state: Int[Array, " rows"]  # state behind its tokens, or FREE, WAITS, RESTS or LOST
     opens: Int[Array, " rows"]  # token that ends the waiting
 
 
@@ -120,7 +121,7 @@ def moved(
     its_class = _number(arena, first + _at(arena, first, CLASSES), token_ids)
     cell = jnp.maximum(state, 0) * _at(arena, first, NUM_CLASSES) + its_class
     reached = _number(arena, first + _at(arena, first, NEXT), cell)
-    state = jnp.where(follows, jnp.where(reached == NOWHERE, FREE, reached), state)
+    state = jnp.where(follows, jnp.where(reached == NOWHERE, LOST, reached), state)
     state = jnp.where(opens, _at(arena, first, START), state)
     state = jnp.where((follows | opens) & by_host(grammars, arena), RESTS, state)
     return GrammarRows(first, state, grammars.opens)
@@ -229,7 +230,7 @@ def _words(masks: np.ndarray, vocab_size: int) -> np.ndarray:
 
 
 def state_behind(automaton: Any, token_ids: list[int], opens: int | None = None) -> int:
-    """Return the state of a row behind tokens of an answer: an automaton's, FREE or WAITS.
+    """Return the state of a row behind tokens of an answer: an automaton's, LOST or WAITS.
 
     opens: the token behind which the automaton begins; None: at the answer's beginning.
     """
@@ -239,6 +240,6 @@ def state_behind(automaton: Any, token_ids: list[int], opens: int | None = None)
         if state == WAITS:
             state = int(automaton.start) if token == opens else WAITS
         elif state >= 0:
-            reached = int(next_state[state, classes[token]]) if token < len(classes) else FREE
-            state = reached if reached >= 0 else FREE
+            reached = int(next_state[state, classes[token]]) if token < len(classes) else LOST
+            state = reached if reached >= 0 else LOST
     return state

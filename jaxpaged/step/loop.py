@@ -1,6 +1,7 @@
 """The compiled programs: above all the loop, which makes steps without asking the host.
 
-Only here, and in `step.program`, are functions jitted and arguments donated.
+What serves requests is jitted here and in `step.program`; `pooling.loop` does it for models that pool. The
+laboratory has loops of its own.
 """
 
 import functools
@@ -21,8 +22,8 @@ from jaxpaged.checks import INT32_MAX
 from jaxpaged.memory import block_pool
 from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.memory.policies import Policy
+from jaxpaged.models.adapter_slots import put
 from jaxpaged.models.layers import AdapterParam
-from jaxpaged.models.lora import put
 from jaxpaged.parallel.mesh import BY_SHARD, ON_EACH
 from jaxpaged.status import Status
 from jaxpaged.step import scheduler
@@ -385,7 +386,7 @@ def put_adapter(
     arrays: PerShard[Mapping[str, tuple[Float[Array, "..."], Float[Array, "..."]]]],
     place: Int[Array, ""],
 ) -> PerShard[nnx.State]:
-    """Write an adapter into one adapter slot of the model (see `lora.put`). The model's adapters are
+    """Write an adapter into one adapter slot of the model (see `adapter_slots.put`). The model's adapters are
     donated.
     """
     model = nnx.merge(graphdef, adapters, weights)

@@ -44,6 +44,7 @@ class FinishReason(enum.IntEnum):
     STOP = 1  # a stop token, which is the answer's last
     LENGTH = 2  # as many tokens as were asked for
     ABORT = 3  # ended by the host
+    ERROR = 4  # its grammar cannot be followed any further
 
 
 @jax.tree_util.register_dataclass

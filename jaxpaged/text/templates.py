@@ -3,8 +3,8 @@
 What a template gets of a conversation depends on the template in six things, which are found out here:
 
 - Role "developer": a template that names it gets it, others get "system".
-- Content in parts: as one text, with a line feed between parts; as a list of parts for a template that only
-  loops over them.
+- Content, by role: as one text, with a line feed between parts; as a list of parts where a template writes a
+  text's letters only if they come in parts.
 - Content of an assistant that only calls: None for a template that asks whether it is none, else "".
 - Arguments of calls: as objects; as their JSON text for a template that fails with an object or writes it as
   Python does. Arguments that are no JSON object are the text that they are, or, for a template that can't
@@ -19,7 +19,7 @@ import dataclasses
 import functools
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 from jaxpaged.checks import InputError, checked_choice
@@ -79,15 +79,6 @@ class Template:
     @functools.cached_property
     def asks_for_none(self) -> bool:
         return re.search(r"""\bcontent['"]?\]?\s+is\s+(not\s+)?none""", self.text) is not None
-
-    @functools.cached_property
-    def wants_parts(self) -> bool:
-        """Whether it loops over a content and never asks whether that is a text."""
-        loops = re.search(r"""\bfor\s+\w+\s+in\s+\w+(\.content\b|\[['"]content['"]\])""", self.text)
-        asks = re.search(
-            r"""\bcontent['"]?\]?\s+is\s+(not\s+)?(string|iterable|sequence|mapping)""", self.text
-        )
-        return loops is not None and asks is None
 
 
 def template_of(tokenizer: Any, chat_template: str | None, tools: object = None) -> Template | None:
@@ -157,23 +148,26 @@ def render(
     if continue_final_message and add_generation_prompt:
         raise InputError("continue_final_message must be false with add_generation_prompt")
     read = read_messages(messages)
+    variables = {"tools": [dict(tool) for tool in tools] if tools else None, **(kwargs or {})}
     write = functools.partial(
         tokenizer.apply_chat_template,
-        tools=[dict(tool) for tool in tools] if tools else None,
         chat_template=template.text,
         tokenize=False,
         add_generation_prompt=add_generation_prompt,
         continue_final_message=continue_final_message,
-        **(kwargs or {}),
+        **variables,
     )
-    as_parts = template.wants_parts if content_format == "auto" else content_format == "openai"
+    if content_format == "auto":
+        in_parts = _roles_in_parts(tokenizer, template, read, variables)
+    else:
+        in_parts = _roles(read, template) if content_format == "openai" else frozenset[str]()
+    way = _way_of_calls(tokenizer, template, read, in_parts)
     first: Exception | None = None
-    way = _way_of_calls(tokenizer, template, read)
     if not way.takes_several:
         read = _one_call_a_message(read)
     for form in way.forms:
         try:
-            return str(write([_for_template(message, template, as_parts, form) for message in read]))
+            return str(write([_for_template(message, template, in_parts, form) for message in read]))
         except Exception as error:  # templates raise errors of their own, and are wrong about types
             first = first or error
     raise InputError(f"messages: the model's chat template refuses them: {first}") from first
@@ -197,18 +191,25 @@ class CallsWay:
     takes_several: bool = True
 
 
-def _way_of_calls(tokenizer: Any, template: Template, messages: Sequence[Message]) -> CallsWay:
+def _way_of_calls(
+    tokenizer: Any, template: Template, messages: Sequence[Message], in_parts: frozenset[str]
+) -> CallsWay:
     """Return how to write calls for the template, found out by short conversations, once a template."""
     if not any(message.get("tool_calls") for message in messages):
         return CallsWay()
-    known = _WAYS.get(template)
+    key = template, in_parts & {"user", "assistant"}
+    known = _WAYS.get(key)
     if known is None:
-        as_object, as_text, several = (
-            _probed(tokenizer, template, arguments)
-            for arguments in ([PROBE], [PROBE_TEXT], [PROBE_TEXT, SECOND_TEXT])
-        )
+
+        def probed(*arguments: object) -> str:
+            asked = _asked(arguments)
+            return _written(tokenizer, template, asked, in_parts) or _written(
+                tokenizer, template, asked, in_parts ^ {"tool"}
+            )
+
+        as_object, as_text, several = probed(PROBE), probed(PROBE_TEXT), probed(PROBE_TEXT, SECOND_TEXT)
         if SECOND_TEXT not in several:
-            several = _probed(tokenizer, template, [PROBE, {"k": SECOND_TEXT}])
+            several = probed(PROBE, {"k": SECOND_TEXT})
         # Some templates write an object as Python does; some loop over a text character by character.
         takes_objects = PROBE["probe_key"] in as_object and repr(PROBE) not in as_object
         takes_texts = PROBE_TEXT in as_text
@@ -220,31 +221,118 @@ def _way_of_calls(tokenizer: Any, template: Template, messages: Sequence[Message
         known = CallsWay(forms, SECOND_TEXT in several or not (as_object or as_text))
         if len(_WAYS) >= 64:
             _WAYS.clear()
-        _WAYS[template] = known
+        _WAYS[key] = known
     return known
 
 
 PROBE, PROBE_TEXT, SECOND_TEXT = {"probe_key": "probe value"}, "probe text", "second probe"
-_WAYS: dict[Template, CallsWay] = {}
+_WAYS: dict[tuple[Template, frozenset[str]], CallsWay] = {}
 
 
-def _probed(tokenizer: Any, template: Template, arguments: Sequence[object]) -> str:
-    """Return what the template makes of a conversation with these calls; "" where it fails."""
+def _asked(arguments: Iterable[object], output: str = "b") -> list[Message]:
+    """Return a conversation in its plain form with calls of these arguments, and their outputs."""
     # Mistral's templates take ids of nine letters alone.
-    ids = [f"abcdefgh{i}" for i in range(len(arguments))]
     calls = [
-        {"id": each, "type": "function", "function": {"name": "f", "arguments": its}}
-        for each, its in zip(ids, arguments, strict=True)
+        {"id": f"abcdefgh{i}", "type": "function", "function": {"name": "f", "arguments": its}}
+        for i, its in enumerate(arguments)
     ]
-    messages = [
+    return [
         {"role": "user", "content": "a"},
-        {"role": "assistant", "content": None if template.asks_for_none else "", "tool_calls": calls},
-        *[{"role": "tool", "content": "b", "tool_call_id": each, "name": "f"} for each in ids],
+        {"role": "assistant", "content": None, "tool_calls": calls},
+        *[{"role": "tool", "content": output, "tool_call_id": call["id"], "name": "f"} for call in calls],
     ]
+
+
+def _written(
+    tokenizer: Any,
+    template: Template,
+    messages: Sequence[Message],
+    in_parts: frozenset[str],
+    form: ArgumentsForm = "object",
+    variables: Mapping[str, Any] | None = None,
+) -> str:
+    """Return what the template makes of a conversation in its plain form; "" where it fails."""
     try:
-        return str(tokenizer.apply_chat_template(messages, chat_template=template.text, tokenize=False))
-    except Exception:  # templates raise errors of their own
+        return str(
+            tokenizer.apply_chat_template(
+                [_for_template(message, template, in_parts, form) for message in messages],
+                chat_template=template.text,
+                tokenize=False,
+                **(variables or {}),
+            )
+        )
+    except Exception:  # templates raise errors of their own, and are wrong about types
         return ""
+
+
+def _roles(messages: Iterable[Message], template: Template) -> frozenset[str]:
+    return frozenset(_role(message, template) for message in messages)
+
+
+def _role(message: Message, template: Template) -> str:
+    """Return the role that the template is given for a message."""
+    role = str(message["role"])
+    return "system" if role == "developer" and not template.names_developer else role
+
+
+def _roles_in_parts(
+    tokenizer: Any, template: Template, messages: Sequence[Message], variables: Mapping[str, Any]
+) -> frozenset[str]:
+    """Return the roles whose content the template takes in parts alone, found out by short conversations.
+
+    What is found without a client's variables is kept, once a template and role. Roles of which nothing is
+    written without them are tried with them, and that is not kept: one client's are not another's.
+    """
+    # Other roles' conversations need a user who is heard, and outputs of calls an assistant.
+    roles = sorted(_roles(messages, template) | {"user"}, key=lambda role: (role != "user", role == "tool"))
+    found: dict[str, bool | None] = {}
+
+    def takes_parts(role: str, variables: Mapping[str, Any]) -> bool | None:
+        known = frozenset(each for each, in_parts in found.items() if in_parts and each != role)
+        return _takes_parts(tokenizer, template, role, known, variables)
+
+    for role in roles:
+        key = template, role
+        if key in (kept := _IN_PARTS):
+            found[role] = kept.get(key)
+            continue
+        found[role] = takes_parts(role, {})
+        if len(kept) >= 256:
+            kept.clear()
+        kept[key] = found[role]
+    for role in roles:
+        if found[role] is None:
+            found[role] = takes_parts(role, variables)
+    return frozenset(role for role, in_parts in found.items() if in_parts)
+
+
+_IN_PARTS: dict[tuple[Template, str], bool | None] = {}
+CONTENT = "ProbeOfContent"  # one word: filters of white space, digits and marks leave it alone
+# How Python and JSON, also inside of JSON, begin the text of a part: such a list is no text.
+A_LIST = re.compile(r"""text\\?['"]\s*:\s*\\?['"]$""")
+
+
+def _takes_parts(
+    tokenizer: Any, template: Template, role: str, known: frozenset[str], variables: Mapping[str, Any]
+) -> bool | None:
+    """Return whether a role's content is lost as a text, and kept in parts; None where both are lost."""
+    user, its = {"role": "user", "content": "a"}, {"role": role, "content": CONTENT}
+    conversations: dict[str, list[list[Message]]] = {
+        "user": [[its]],
+        "system": [[its, user]],
+        "developer": [[its, user]],
+        "assistant": [[user, its, user], [user, its]],
+        "tool": [_asked([{"k": "v"}], CONTENT), [user, its]],
+    }
+    for in_parts in (False, True):
+        form: frozenset[str] = known | {role} if in_parts else known
+        for messages in conversations.get(role, [[user, its]]):
+            calls = _way_of_calls(tokenizer, template, messages, form).forms[0]
+            text = _written(tokenizer, template, messages, form, calls, variables).lower()
+            before, is_there, _ = text.partition(CONTENT.lower())
+            if is_there and not (in_parts and A_LIST.search(before)):
+                return in_parts
+    return None
 
 
 def _one_call_a_message(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -271,11 +359,10 @@ def _one_call_a_message(messages: Sequence[dict[str, Any]]) -> list[dict[str, An
 
 
 def _for_template(
-    message: Message, template: Template, as_parts: bool, form: ArgumentsForm
+    message: Message, template: Template, in_parts: frozenset[str], form: ArgumentsForm
 ) -> dict[str, Any]:
     made = {key: value for key, value in message.items() if key != "reasoning"}
-    if made["role"] == "developer" and not template.names_developer:
-        made["role"] = "system"
+    made["role"] = _role(message, template)
     content, reasoning = message["content"], message.get("reasoning")
     calls = message.get("tool_calls")
     if reasoning:
@@ -286,7 +373,7 @@ def _for_template(
             made["thinking"] = reasoning
     if calls and not content and template.asks_for_none:
         made["content"] = None
-    elif as_parts:
+    elif made["role"] in in_parts:
         parts = [content] if isinstance(content, str) else content or ()
         made["content"] = [{"type": "text", "text": text} for text in parts]
     else:

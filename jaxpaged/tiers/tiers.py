@@ -16,11 +16,12 @@ from absl import logging
 
 from jaxpaged.contracts import block_stores
 from jaxpaged.contracts.block_stores import BlockKey, BlockStore, StoredBlock
+from jaxpaged.options import DISK_PREFIX
 from jaxpaged.tiers.disk import DiskStore
 from jaxpaged.tiers.host import HostStore
 
 HOST = "host"
-DISK, DISK_PREFIX = "disk", "disk:"
+DISK = "disk"
 BELOW = "below"  # name of a store of somebody's
 
 

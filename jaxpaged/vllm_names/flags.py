@@ -43,6 +43,8 @@ def without_vllms(arguments: Sequence[str], is_ours: Callable[[str], bool]) -> l
             raise InputError(f"{flag} must have a value")
         else:
             value = _value(values[0]) if len(values) == 1 else [*map(_value, values)]
+        for key in reversed(flag.split(".")[1:]):  # --structured-outputs-config.backend auto
+            value = {key.replace("-", "_"): value}
         passes(name, value, SERVER_NAMES)
     return kept + left
 

@@ -1,5 +1,6 @@
 """Judges vLLM's names and values for each door, by `table.py` and `names.json`. Imports nothing heavy."""
 
+import dataclasses
 import functools
 import json
 import numbers
@@ -7,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxpaged.checks import InputError, shown
+from jaxpaged.checks import InputError, check, parsed_json, shown, unknown
 from jaxpaged.vllm_names.table import BEAM, ENGINE, REQUEST, SERVER, Verdict
 
 # The tables with vLLM's classes, by their titles in `names.json`, that say these names.
@@ -60,6 +61,10 @@ def passes(name: str, value: object, names: Names, others: Mapping[str, Any] | N
         return False
     if verdict.takes_all or value is None:
         return True
+    if verdict.keys is not None:
+        rule = f"None or an object with keys of {', '.join(verdict.keys)}"
+        check_keys(name, _fields_of(name, value, rule), verdict.keys)
+        return True
     entry = entry_of(name, titles) or {}
     neutral = [*verdict.neutral]
     if entry.get("default") is not None:
@@ -73,6 +78,32 @@ def passes(name: str, value: object, names: Names, others: Mapping[str, Any] | N
     if any(_same(value, each) for each in neutral):
         return True
     raise InputError(_refusal(name, value, verdict, neutral, entry))
+
+
+def check_keys(name: str, value: Mapping[str, Any], table: Mapping[str, Verdict]) -> None:
+    """Check an option's value key by key. Raises `InputError` for what is not served, or unknown."""
+    for key, its in value.items():
+        verdict = table.get(key)
+        if verdict is None:
+            raise unknown(f"{name}: key=", key, table)
+        if verdict.takes_all or its is None or any(_same(its, each) for each in verdict.neutral):
+            continue
+        if not verdict.is_strict and _plain(its) in ("", [], {}):
+            continue
+        rule = " or ".join(map(repr, (None, *verdict.neutral)))
+        instead = f"; use {verdict.use}" if verdict.use else ""
+        what = f"{name}: {key}={shown(its)}, an option of vLLM ({verdict.meaning})"
+        raise InputError(f"{what}, is not supported: must be {rule}{instead}")
+
+
+def _fields_of(name: str, value: object, rule: str) -> Mapping[str, Any]:
+    """Return the fields of an object, of JSON text or of a mapping. Raises `InputError`."""
+    value = parsed_json(name, value, rule) if value != "" else {}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    check(name, value, rule, isinstance(value, Mapping))
+    assert isinstance(value, Mapping)
+    return value
 
 
 def without_neutral(options: Mapping[str, Any], known: Iterable[str], names: Names) -> dict[str, Any]:

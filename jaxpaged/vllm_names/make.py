@@ -59,6 +59,34 @@ READ = (
 )
 # Files whose `add_argument("--name", ...)` are flags of the server's command line.
 FLAG_FILES = ("entrypoints/openai/cli_args.py", "entrypoints/common/cli_args.py", "entrypoints/cli/serve.py")
+# Modules from which scripts import names.
+SCRIPTED = frozenset(
+    [
+        "config",
+        "config.pooler",
+        "distributed",
+        "engine.arg_utils",
+        "engine.protocol",
+        "entrypoints.llm",
+        "inputs",
+        "inputs.llm",
+        "logger",
+        "logprobs",
+        "lora.request",
+        "outputs",
+        "platforms",
+        "pooling_params",
+        "sampling_params",
+        "sequence",
+        "tokenizers",
+        "usage.usage_lib",
+        "utils",
+        "utils.network_utils",
+        "utils.print_utils",
+        "utils.system_utils",
+        "version",
+    ]
+) | {""}  # the package itself
 # No names of users: of the classes themselves.
 INTERNAL = ("model_config", "field_names")
 
@@ -178,6 +206,50 @@ def read(archive: Path) -> Version:
     return version
 
 
+def modules(archive: Path) -> dict[str, list[str]]:
+    """Return vLLM's modules, no deeper than two levels below its package, with the public names of each.
+
+    Names are classes, functions and constants, and in a package what it imports, too. They are kept for
+    modules that scripts import from: those of `SCRIPTED`.
+    """
+    found: dict[str, list[str]] = {}
+    with tarfile.open(archive) as files:
+        for member in files:
+            path = member.name.partition("/")[2]
+            if not path.startswith("vllm/") or not path.endswith(".py"):
+                continue
+            parts = path.removesuffix(".py").removesuffix("/__init__").split("/")[1:]
+            name = ".".join(parts[:2])
+            found.setdefault(name, [])
+            if name == ".".join(parts) and name in SCRIPTED and (file := files.extractfile(member)):
+                tree = ast.parse(file.read(), filename=path)
+                found[name] = sorted(set(_public_names(tree, is_package=path.endswith("__init__.py"))))
+    return found
+
+
+def _public_names(tree: ast.Module, *, is_package: bool) -> Iterator[str]:
+    for node in tree.body:
+        names: list[str] = []
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            yield from (name for name in _listed(node.value) if not name.startswith("_"))
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            names = [node.name]
+        elif isinstance(node, ast.Assign):
+            names = [target.id for target in node.targets if isinstance(target, ast.Name)]
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            names = [node.target.id]
+        elif is_package and isinstance(node, ast.ImportFrom):
+            names = [alias.asname or alias.name for alias in node.names]
+        yield from (name for name in names if name[0] not in "_*" and name != "logger")
+
+
+def _listed(node: ast.expr) -> list[str]:
+    try:
+        return list(ast.literal_eval(node))
+    except ValueError:  # made by code
+        return []
+
+
 def table(archives: list[Path]) -> dict[str, Any]:
     """Return what `names.json` has of these archives, from the oldest version to the newest."""
     names: dict[str, dict[str, dict[str, Any]]] = {title: {} for title in SOURCES}
@@ -200,7 +272,8 @@ def table(archives: list[Path]) -> dict[str, Any]:
         for entry in entries.values():
             if entry["last"] == versions[-1]:
                 del entry["last"]
-    return {"versions": versions, "short": dict(sorted(short.items())), "names": names}
+    made = {"versions": versions, "short": dict(sorted(short.items())), "names": names}
+    return made | {"modules": modules(archives[-1])}
 
 
 def lines(made: dict[str, Any]) -> Iterator[str]:
@@ -215,8 +288,16 @@ def lines(made: dict[str, Any]) -> Iterator[str]:
         rows = [f"   {json.dumps(name)}: {json.dumps(entry)}" for name, entry in sorted(entries.items())]
         yield ",\n".join(rows)
         yield "  }" if title == titles[-1][0] else "  },"
-    yield " }"
+    yield " },"
+    yield from module_lines(made["modules"])
     yield "}"
+
+
+def module_lines(paths: dict[str, list[str]]) -> Iterator[str]:
+    """Yield the file's last part: a line for each module."""
+    yield ' "modules": {'
+    yield ",\n".join(f"  {json.dumps(path)}: {json.dumps(paths[path])}" for path in sorted(paths))
+    yield " }"
 
 
 def _kind(annotation: str) -> str:

@@ -1,9 +1,9 @@
 """Options of vLLM's `LLM` and `EngineArgs`, brought into the names that the engine has."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from jaxpaged.checks import InputError, shown
+from jaxpaged.checks import InputError, UnknownNameError, shown, unknown
 from jaxpaged.vllm_names.judge import ENGINE_NAMES, known_names, passes
 from jaxpaged.vllm_names.table import ENGINE
 
@@ -16,6 +16,15 @@ def defaults() -> dict[str, object]:
     names = known_names()["names"]["EngineArgs"]
     others = {name: names.get(name, {}).get("default") for name in sorted(ENGINE)}
     return dict.fromkeys(RENAMED) | others
+
+
+def unknown_option(name: str, known: Iterable[str]) -> UnknownNameError:
+    """Return the error for an option of an engine that neither vLLM nor this engine has."""
+    from jaxpaged.sampling_params import SamplingParams  # no module that imports nothing heavy needs it
+
+    if name in SamplingParams.__dataclass_fields__:
+        return UnknownNameError(f"option {name!r} must be given to SamplingParams: it is none of an engine")
+    return unknown("option ", name, sorted(known))
 
 
 def translated(options: Mapping[str, Any], known: tuple[str, ...]) -> dict[str, Any]:
@@ -33,5 +42,5 @@ def translated(options: Mapping[str, Any], known: tuple[str, ...]) -> dict[str, 
                 raise InputError(f"{name} is given twice, the second time as {shown(value)}: give it once")
             ours[name] = value
         elif not passes(name, value, ENGINE_NAMES, options):
-            raise InputError(f"option {name!r} must be one of {', '.join(sorted(known))}")
+            raise unknown_option(name, known)
     return ours

@@ -7,6 +7,7 @@ tests say which ones still need a judgement here.
 """
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 
@@ -20,6 +21,7 @@ class Verdict:
     use: str = ""  # what to take in its place
     like: str = ""  # another field: the same value as there passes, too
     is_strict: bool = False  # True: an empty object is no way to ask for nothing
+    keys: "Mapping[str, Verdict] | None" = None  # of a value that is an object: each key is judged
 
 
 def _all(meaning: str, names: str) -> dict[str, Verdict]:
@@ -31,6 +33,49 @@ def _only(meaning: str, names: str, *neutral: Any, use: str = "", **more: Any) -
     """Return a verdict for each name, separated by spaces: only values that ask for nothing pass."""
     return dict.fromkeys(names.split(), Verdict(meaning, neutral=neutral, use=use, **more))
 
+
+# Keys of `structured_outputs_config`.
+STRUCTURED_OUTPUTS: dict[str, Verdict] = {
+    **_all("there is one way to compile constraints", "backend disable_fallback"),
+    **_only(
+        "structured outputs of one form for all requests",
+        "disable_any_whitespace disable_additional_properties",
+        False,
+        use="structured_outputs of each request",
+    ),
+    **_only("reasoning taken out of the text", "reasoning_parser", use="--reasoning-parser of the server"),
+    **_only("code of the user's", "reasoning_parser_plugin"),
+    **_only("constraints on reasoning", "enable_in_reasoning", False),
+}
+
+# Keys of `speculative_config` that are not served.
+SPECULATION: dict[str, Verdict] = {
+    **_all(
+        "how drafts are computed changes no answer",
+        "attention_backend code_revision disable_mqa_scorer disable_padded_drafter_batch draft_sample_method "
+        "enforce_eager max_model_len moe_backend use_local_argmax_reduction",
+    ),
+    **_all("log-probabilities of all tokens are told, drafted or not", "disable_logprobs"),
+    **_only("drafts that are accepted by another rule", "acceptance_method", "rejection_sampler"),
+    **_only(
+        "drafts that are accepted by another rule",
+        "rejection_sample_method",
+        "strict",
+        "standard",
+        "probabilistic",
+    ),
+    **_only("drafts that are accepted by another rule", "synthetic_acceptance_rate"),
+    **_all(
+        "it goes with another rule of acceptance, which is refused",
+        "posterior_alpha posterior_threshold typical_acceptance_sampler_posterior_alpha "
+        "typical_acceptance_sampler_posterior_threshold",
+    ),
+    **_only("a drafting model on several devices", "draft_tensor_parallel_size tensor_parallel_size", 1),
+    **_only("another revision of the drafting model", "revision", use="a directory as model"),
+    **_only("a drafting model read in another way", "draft_load_config"),
+    **_only("another form of drafts", "parallel_drafting use_heterogeneous_vocab", False),
+    **_only("another form of drafts", "speculative_token_tree"),
+}
 
 ENGINE: dict[str, Verdict] = {
     **_all(
@@ -102,14 +147,23 @@ ENGINE: dict[str, Verdict] = {
     **_all(
         "it goes with another option, which alone decides",
         "enable_cumem_allocator fully_sharded_loras guided_decoding_backend "
-        "guided_decoding_disable_additional_properties guided_decoding_disable_any_whitespace "
         "guided_decoding_disable_fallback lora_extra_vocab_size "
         "max_prompt_adapter_token max_prompt_adapters offload_backend offload_num_in_group "
         "offload_prefetch_step sleep_mode_backend sleep_mode_offload_cudagraph "
-        "sleep_preserve_parameter_names specialize_active_lora structured_outputs_config "
+        "sleep_preserve_parameter_names specialize_active_lora "
         "tokenizer_pool_extra_config tokenizer_pool_size tokenizer_pool_type "
         "typical_acceptance_sampler_posterior_alpha typical_acceptance_sampler_posterior_threshold "
-        "spec_decoding_acceptance_method served_model_name",
+        "served_model_name",
+    ),
+    **_only(
+        "structured outputs of one form for all requests",
+        "guided_decoding_disable_additional_properties guided_decoding_disable_any_whitespace",
+        False,
+        use="structured_outputs of each request",
+    ),
+    "structured_outputs_config": Verdict("structured outputs", keys=STRUCTURED_OUTPUTS),
+    **_only(
+        "drafts that are accepted by another rule", "spec_decoding_acceptance_method", "rejection_sampler"
     ),
     **_only(
         "layers, tokens or requests shared among devices in another way",
@@ -140,7 +194,7 @@ ENGINE: dict[str, Verdict] = {
     **_only(
         "another description of the model than its config.json",
         "hf_config_path model_class_overrides override_attention_dtype override_neuron_config "
-        "rope_scaling rope_theta disable_sliding_window",
+        "disable_sliding_window",
         use="a copy of the model's directory with another config.json",
     ),
     **_only("weights from another place than the model", "model_weights", use="model"),

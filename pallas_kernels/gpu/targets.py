@@ -10,7 +10,7 @@ import re
 from typing import Any, Literal
 
 Fetch = Literal["tma", "cp.async"]  # what brings a tile into shared memory
-Multiply = Literal["wgmma", "mma.sync", "tcgen05"]  # the fastest that multiplies
+Multiply = Literal["wgmma", "mma.sync", "tcgen05"]  # the fastest instruction of products
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,6 +28,7 @@ from jaxpaged.models import loading
 from tests import tiny, tiny_lora
 from tests.tiny_gguf import write_gguf
 
+GOLDENS = Path(__file__).parents[1] / "goldens"
 SCRIPTS = Path(__file__).parents[2] / "examples" / "vllm_scripts"
 GREEDY = tiny.greedy(6)
 
@@ -160,6 +161,24 @@ def test_engine_args_are_the_options_of_llm(folder, llm):
         LLMEngine.from_engine_args("x")
 
 
+@pytest.mark.parametrize("path", ["tiny.gguf", GOLDENS / "gqa_tied"])
+def test_a_users_rope_sets_how_long_sequences_may_be(path, folder):
+    """vLLM's recipe for longer sequences, by each of its options; nothing is loaded before the refusal."""
+    path = folder / path
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1000}
+    for options in ({"rope_scaling": yarn}, {"hf_overrides": {"rope_parameters": yarn}}):
+        with pytest.raises(InputError, match="max_model_len=4001 must be at most the model's 4000$"):
+            jaxpaged.LLM(path, max_model_len=4001, **options)
+    for options, message in (
+        ({"hf_overrides": {"rope_scaling": yarn}, "rope_scaling": yarn}, "must be None beside hf_overrides"),
+        ({"hf_overrides": [1]}, r"hf_overrides=\[1\] must be None or a mapping"),
+        ({"hf_overrides": {"rope": yarn}}, "key='rope' must be a field of the model's config.json"),
+        ({"hf_overrides": {"architectures": ["A"]}}, "must be None unless runner is 'pooling'"),
+    ):
+        with pytest.raises(InputError, match=message):
+            jaxpaged.LLM(path, **options)
+
+
 def test_engine_args_as_flags(capsys):
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
     parser.set_defaults(model="a")
@@ -171,6 +190,9 @@ def test_engine_args_as_flags(capsys):
     assert (parsed.my_own, args.model, args.max_model_len, args.decode_widths) == (3, "a", 32, [1, 2])
     assert (args.enforce_eager, args.async_scheduling, args.enable_prefix_caching) == (True, False, False)
     assert (args.hf_overrides, args.gpu_memory_utilization, args.block_size) == ({}, 0.5, 16)
+    scaled = ["--rope-scaling", '{"type": "linear", "factor": 4}', "--rope-theta", "77"]
+    scaled = EngineArgs.from_cli_args(parser.parse_args(scaled))
+    assert (scaled.rope_scaling, scaled.rope_theta) == ({"type": "linear", "factor": 4}, 77)
     with pytest.raises(InputError, match="max_num_seqs='auto' must be"):
         jaxpaged.LLM.from_engine_args(args)
     assert parser.parse_args(["--max-model-len", "auto"]).max_model_len == "auto"

@@ -115,6 +115,10 @@ def test_a_folder_is_of_one_job(tmp_path):
     for other, sampling in ((parts[:1], SAMPLING), (parts, {})):
         with pytest.raises(InputError, match="answers of another job"):
             prompt_parts.open_folder(folder, other, sampling)
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / f"{parts[0].name}.jsonl").write_text("notes")
+    with pytest.raises(InputError, match=r"must be a new one: 0000-0+\.jsonl is of no job of ours"):
+        prompt_parts.open_folder(tmp_path / "theirs", parts, SAMPLING)
     with pytest.raises(InputError, match=r"no\.jsonl' cannot be read"):
         prompt_parts.cut([tmp_path / "no.jsonl"], 2)
     (tmp_path / "empty.jsonl").write_text("\n")

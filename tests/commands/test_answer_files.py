@@ -161,6 +161,12 @@ def test_all_answers_to_a_prompt_count_or_none(prompts):
         with prompts.open() as file:
             assert (file.written, file.num_answers, file.num_dropped) == ({1}, 0, len(end))
         assert prompts.file.read_bytes() == first
+    # What does not begin as a line of answers is somebody's, and is not dropped.
+    for foreign in (b"all of my notes, with no line feed", content + b'{"prompt": "a"}', b"\x00\xffELF"):
+        prompts.file.write_bytes(foreign)
+        with pytest.raises(InputError, match="must be that of an earlier run: its last line is none"):
+            prompts.open()
+        assert prompts.file.read_bytes() == foreign
     prompts.file.write_bytes(content)
     with prompts.open() as file:
         file.write(2, [{"text": "c"}])
@@ -202,6 +208,8 @@ def test_sizes_of_an_engine_change_no_digest():
     sized = EngineConfig(max_num_seqs=3, num_blocks=77, loop="host", process_id=0)
     drafting = EngineConfig(speculative_config={"method": "ngram", "num_speculative_tokens": 3})
     assert model_of(sized, {}) == model_of(drafting, {}) == model_of(EngineConfig(), {})
+    scaled = {"rope_scaling": {"type": "linear", "factor": 4.0}, "rope_theta": 77.0}
+    assert scaled.items() <= model_of(sized, scaled).items()
     assert model_of(EngineConfig(quantization="int8"), {}) != model_of(EngineConfig(), {})
 
 

@@ -4,18 +4,19 @@ request alone in the same engine, to the last bit.
     python -m tests.engine.fuzz --seconds 1200                    all settings in turns, seeds from 0 on
     python -m tests.engine.fuzz --setting adapters --seed 17      one workload
 
+It ends with how many runs made requests give way to others: half of them must.
+
 Settings of groups and replicas need two devices: set JAX_NUM_CPU_DEVICES=2. A workload follows from its
 setting and seed alone; `test_fuzz.py` runs a few.
 """
 
 import argparse
 import dataclasses
-import functools
 import itertools
 import random
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,103 +24,30 @@ import jax
 import numpy as np
 
 from jaxpaged.checks import InputError
-from jaxpaged.engine.drafted import Draft
 from jaxpaged.engine.driver import Driver
 from jaxpaged.engine.handle import collect
 from jaxpaged.engine.request import Delta, Request
 from jaxpaged.grammar import recursive
 from jaxpaged.handover.blocks import Blocks
 from jaxpaged.memory.invariants import check_invariants
-from jaxpaged.models.config import LayerKind
+from jaxpaged.models.changes import named
+from jaxpaged.models.families.llama import NAMES
+from jaxpaged.models.weights import random_weights
 from jaxpaged.sampling_params import BeamSearchParams, SamplingParams
 from jaxpaged.status import Status
 from jaxpaged.step.state import MAX_STEPS, FinishReason
-from jaxpaged.tiers.rule import Rule
-from tests import tiny, tiny_grammars, tiny_head, tiny_lora, tiny_recursive
+from tests import tiny, tiny_grammars, tiny_lora, tiny_recursive
+from tests.engine.fuzz_settings import NUM_DEVICES, SETTINGS
 
-NUM_ASKS = 40  # different ones a setting; each is answered alone once
-PRIORITY = {"scheduling_policy": "priority"}
-TIGHT = tiny.SMALL | PRIORITY
-SWAP = tiny.SWAP | PRIORITY
+NUM_ASKS = 40  # different ones a setting; each is answered alone once for each set of weights
 
 
-def _quantised(**options: Any) -> Driver:
-    return tiny.driver(tiny.load_quantised, **options)
+class Tokenizer:
+    """Tokenizer whose texts are the ids of tokens, for `bad_words`."""
 
-
-def _with_tiers() -> Driver:
-    """Create an engine with room for 30 blocks in host memory, which fetches whatever it can."""
-    driver = tiny.driver(**SWAP, kv_offloading_size=30 * 2048 / 2**30)
-    driver.rule = Always()
-    return driver
-
-
-class Always(Rule):
-    """Rule that always fetches, and waits for long."""
-
-    def wait(self, compute_seconds: float | None) -> float:
-        return 60.0
-
-    def pays(self, compute_seconds: float | None, num_bytes: int, bytes_below: int) -> bool:
-        return True
-
-
-def _of_kinds(*kinds: LayerKind, **options: Any) -> Driver:
-    """Create an engine whose layers are of these kinds in turn, so that each kind has blocks of its own."""
-    config = tiny.mixed(*kinds, num_layers=len(kinds))
-    return tiny.driver(functools.partial(tiny.load, config=config), config, **options)
-
-
-# A model of other sizes, whose drafts are hardly ever right.
-_OTHER = dataclasses.replace(
-    tiny.CONFIG, hidden_size=16, num_q_heads=2, num_kv_heads=1, layers=tiny.CONFIG.layers[:1]
-)
-ANOTHER = Draft(_OTHER, functools.partial(tiny.load, config=_OTHER), cost=tiny.CHEAP)
-ITSELF = Draft(tiny.CONFIG, tiny.load, cost=tiny.CHEAP)
-BY_MODEL: dict[str, Any] = {
-    "speculative_config": {"model": "tiny", "num_speculative_tokens": 3, "disable_by_batch_size": 4}
-}
-FULL, WINDOW, CHUNK = LayerKind(), LayerKind(sliding_window=11), LayerKind(attention_chunk=20)
-SETTINGS: dict[str, Callable[[Path], Driver]] = {
-    "adapters": lambda folder: tiny_lora.driver(folder, **TIGHT),
-    "one row, one adapter": lambda folder: tiny_lora.driver(
-        folder, **TIGHT | {"max_num_seqs": 1, "max_loras": 1, "max_num_batched_tokens": 1 + 64}
-    ),
-    "adapters, drafts": lambda folder: tiny_lora.driver(
-        folder, **TIGHT, speculative_config={"prompt_lookup_min": 1}
-    ),
-    "adapters, drafts by a head": lambda folder: tiny_lora.driver(
-        folder, tiny_head.draft(), **TIGHT, **tiny_head.BY_HEAD
-    ),
-    "swap": lambda _: tiny.driver(**SWAP),
-    "swap, drafts": lambda _: tiny.driver(**SWAP, speculative_config={"prompt_lookup_min": 1}),
-    "swap, suffixes": lambda _: tiny.driver(**SWAP, speculative_config={"method": "suffix"}),
-    "swap, drafts by itself": lambda _: tiny.driver(**SWAP, **BY_MODEL, draft=ITSELF),
-    "swap, drafts by another": lambda _: tiny.driver(**SWAP, **BY_MODEL, draft=ANOTHER),
-    "swap, drafts by a head": lambda _: tiny_head.driver(**SWAP),
-    "swap, tiers": lambda _: _with_tiers(),
-    "quantised": lambda _: _quantised(**TIGHT),
-    "int8 cache, swap": lambda _: tiny.driver(**SWAP, kv_cache_dtype="int8"),
-    "fp8 cache, quantised": lambda _: _quantised(**TIGHT, kv_cache_dtype="fp8"),
-    "no prefix cache": lambda _: tiny.driver(**TIGHT, enable_prefix_caching=False),
-    "two kinds of layers, swap": lambda _: _of_kinds(FULL, WINDOW, **SWAP | {"num_blocks": 1 + 23}),
-    "three kinds of layers": lambda _: _of_kinds(
-        FULL, WINDOW, CHUNK, **TIGHT | {"num_blocks": 1 + 34, "max_num_batched_tokens": 4 + 32}
-    ),
-    "two kinds of layers, int8 cache, s3fifo": lambda _: _of_kinds(
-        CHUNK,
-        WINDOW,
-        **TIGHT | {"num_blocks": 1 + 21, "max_num_batched_tokens": 4 + 32},
-        kv_cache_dtype="int8",
-        eviction_policy="s3fifo",
-    ),
-    "two kinds of layers, replicas": lambda _: _of_kinds(
-        FULL, WINDOW, **SWAP | {"num_blocks": 1 + 23, "data_parallel_size": 2}
-    ),
-    "groups": lambda _: tiny.driver(**TIGHT, data_parallel_size=2),
-    "swapping groups": lambda _: tiny.driver(**SWAP, data_parallel_size=2),
-}
-NUM_DEVICES = {"groups": 2, "swapping groups": 2, "two kinds of layers, replicas": 2}
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        assert not add_special_tokens
+        return [int(number) for number in text.split()]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,10 +68,12 @@ class Ask:
         return tiny.numbered(driver.door.admit(list(self.prompt), self.params, priority=priority, **options))
 
 
-def random_ask(rng: random.Random, seeds: Sequence[int], *, has_grammars: bool = False) -> Ask:
+def random_ask(
+    rng: random.Random, seeds: Sequence[int], vocab_size: int, *, has_grammars: bool = False
+) -> Ask:
     """Draw a request whose prompt may begin as others' do."""
     [shared] = tiny.prompts([rng.choice([0, 8, 24, 40])], seed=rng.randrange(2))
-    own = [rng.randrange(tiny.CONFIG.vocab_size) for _ in range(rng.choice([1, 2, 7, 8, 20, 33]))]
+    own = [rng.randrange(vocab_size) for _ in range(rng.choice([1, 2, 7, 8, 20, 33]))]
     seed = rng.choice([None, *seeds]) if seeds else None
     salt = rng.choice([None, None, None, "x"])
     params: SamplingParams | BeamSearchParams
@@ -166,7 +96,7 @@ def random_ask(rng: random.Random, seeds: Sequence[int], *, has_grammars: bool =
         return values if rng.random() < chance else {}
 
     temperature = rng.choice([0, 0, 0.8, 1.5])
-    tokens = rng.sample(range(tiny.CONFIG.vocab_size), 30)
+    tokens = rng.sample(range(vocab_size), 30)
     params = SamplingParams(
         max_tokens=rng.choice([1, 2, 5, 9, 20, 45]),
         temperature=temperature,
@@ -183,9 +113,26 @@ def random_ask(rng: random.Random, seeds: Sequence[int], *, has_grammars: bool =
         **some(0.1, allowed_token_ids=tokens[6:]),
         **some(0.4, logprobs=rng.randrange(4)),
         **some(0.2, prompt_logprobs=rng.randrange(3)),
+        **some(0.2, bad_words=[f"{tokens[7]}", f"{tokens[8]} {tokens[9]}"]),
         **grammar,
     )
     return Ask((*shared, *own), params, salt, seed)
+
+
+def as_trainers_ask(rng: random.Random, ask: Ask, driver: Driver) -> Ask:
+    """Return the request, or as often one that asks what only some engines tell: candidates, a replay."""
+    config, vocab_size = driver.config, driver.door.model_config.vocab_size
+    if isinstance(ask.params, BeamSearchParams) or rng.random() < 0.5:
+        return ask
+    changes: dict[str, Any] = {}
+    if config.max_prompt_logprob_token_ids and rng.random() < 0.6:
+        first, num = rng.randrange(len(ask.prompt)), rng.randint(1, 4)
+        lines = len(ask.prompt) - 1 - first
+        each = [[rng.randrange(vocab_size) for _ in range(num)] for _ in range(lines)]
+        changes |= {"prompt_logprob_start": first, "prompt_logprob_token_ids": each} if lines else {}
+    if config.enable_trace_replay and rng.random() < 0.5:
+        changes["trace_decode_token_ids"] = [rng.randrange(vocab_size) for _ in range(rng.randint(1, 20))]
+    return dataclasses.replace(ask, params=dataclasses.replace(ask.params, **changes))
 
 
 class Dice:
@@ -212,7 +159,8 @@ class Dice:
 class Fuzz:
     """One engine of a setting, and what each of its asks is answered alone.
 
-    asks_of: a setting whose asks it has; None: its own.
+    asks_of: a setting whose asks it has; None: its own. Where that can be, it has now these weights, now
+    those.
     """
 
     def __init__(self, setting: str, folder: Path, asks_of: str | None = None) -> None:
@@ -223,15 +171,18 @@ class Fuzz:
             tiny_recursive.with_languages(driver)
         ends = (tiny_recursive.END,) if has_grammars else ()
         model_config = dataclasses.replace(driver.door.model_config, eos_token_ids=(*ends, 5, 11, 40, 41))
-        driver.door = dataclasses.replace(driver.door, model_config=model_config)
+        driver.door = dataclasses.replace(driver.door, model_config=model_config, tokenizer=Tokenizer())
+        self.num_runs = self.num_preempted = self.num_changes = 0
+        self._weights, self._takes_weights = 0, "quantised" not in setting
         rng = random.Random(asks_of or setting)
         seeds = range(1 + driver.config.max_loras) if driver.config.enable_lora else ()
         self._asks: list[Ask] = []
-        self._alone: list[list[Delta] | None] = [None] * NUM_ASKS
+        self._alone: dict[tuple[int, int], list[Delta]] = {}
         self._exported: Blocks | None = None
         while len(self._asks) < NUM_ASKS:
-            ask = random_ask(rng, seeds, has_grammars=has_grammars)
+            ask = random_ask(rng, seeds, model_config.vocab_size, has_grammars=has_grammars)
             try:
+                ask = as_trainers_ask(rng, ask, driver)
                 ask.requests(driver, folder)
             except InputError:  # more beams than rows, or blocks, or room for masks
                 continue
@@ -239,19 +190,25 @@ class Fuzz:
 
     def alone(self, number: int) -> list[Delta]:
         """Return the answer to the request of this number when nothing else runs."""
-        found = self._alone[number]
+        found = self._alone.get((number, self._weights))
         if found is None:
             requests = self._asks[number].requests(self.driver, self._folder)
             for request in requests:
                 self.driver.add(request)
             answers = tiny.drain(self.driver)
-            found = self._alone[number] = [_bare(answers[request.request_id]) for request in requests]
+            found = self._alone[number, self._weights] = [
+                _bare(answers[request.request_id]) for request in requests
+            ]
         return found
 
     def run(self, seed: int) -> tuple[int, int]:
         """Run one workload and compare; how many answers were whole, and how many given up."""
         driver, rng = self.driver, random.Random(f"{self.setting} {seed}")
-        numbers = [rng.randrange(NUM_ASKS) for _ in range(rng.choice([5, 12, 25]))]
+        before = driver.stats.num_preemptions
+        if self._takes_weights and rng.random() < 0.3:
+            self._weights = 1 - self._weights
+            self._update()
+        numbers = [rng.randrange(NUM_ASKS) for _ in range(rng.choice([8, 16, 25]))]
         wanted = [self.alone(number) for number in numbers]
         if rng.random() < 0.5:
             assert driver.reset_prefix_cache()
@@ -272,8 +229,41 @@ class Fuzz:
                 elif gave_up:
                     want = got
                 assert got == want, (self._asks[number], request.request_id, got, want)
+                if not gave_up and want.candidate_logprobs is not None:
+                    np.testing.assert_array_equal(got.candidate_logprobs, want.candidate_logprobs)
         self._assert_nothing_is_held()
+        self.num_runs += 1
+        self.num_preempted += driver.stats.num_preemptions > before
         return counts[0], counts[1]
+
+    def _update(self) -> list[Delta]:
+        """Put in the weights of now, which are the engine's already or not."""
+        weights = random_weights(self.driver.setup.whole, NAMES, (0, 7)[self._weights])
+        return self.driver.update_weights(self.driver.read_names(named(weights)))
+
+    def _change(self, rng: random.Random) -> list[Delta]:
+        """Give memory back and take it again, or put in the same weights, whatever is under way.
+
+        No beam search may have rows then.
+        """
+        driver = self.driver
+        if any(entry.request.beams is not None for _, entry in driver.rows.taken()):
+            return []
+        self.num_changes += 1
+        match rng.choice(["sleep", "sleep deep", "release", "update"]):
+            case "release":
+                deltas = driver.release_kv_cache()
+                driver.wake_up(["kv_cache"])
+            case "update" if self._takes_weights:
+                deltas = self._update()
+            case "sleep deep" if self._takes_weights:
+                deltas = driver.sleep(2)
+                deltas += self._update()
+                driver.wake_up(["kv_cache"])
+            case _:
+                deltas = driver.sleep(1)
+                driver.wake_up(rng.sample(["weights", "kv_cache"], 2))
+        return deltas
 
     def _work(
         self, rng: random.Random, numbers: Sequence[int]
@@ -281,7 +271,8 @@ class Fuzz:
         """Let requests come, go, give way and be taken back, at random moments."""
         driver, asked, deltas = self.driver, [], {}
         coming = [*numbers]
-        busy = rng.choice([0.1, 0.5, 1.0])
+        busy = rng.choice([0.2, 0.6, 1.0])
+        changes = rng.choice([0, 0, 0.03])
 
         def told(more: Sequence[Delta]) -> None:
             for delta in more:
@@ -293,7 +284,9 @@ class Fuzz:
                 asked.append(ask.requests(driver, self._folder, rng.choice([0, 0, 1, -1])))
                 for request in asked[-1]:
                     driver.add(request)
-            if rng.random() < 0.08:
+            if rng.random() < changes or (changes and driver.is_fetching and rng.random() < 0.3):
+                told(self._change(rng))
+            if rng.random() < (0.3 if changes and driver.is_fetching else 0.08):
                 told(driver.abort([request.request_id for request in self._some_of(rng, asked)]))
             if rng.random() < 0.08:  # as for more urgent ones, who then could not have the rows
                 rows = [row for _, row in driver.rows.waiting()]
@@ -323,6 +316,7 @@ class Fuzz:
 
     def _assert_nothing_is_held(self) -> None:
         driver = self.driver
+        driver.finish_departures()
         if driver.config.data_parallel_size == 1:
             tiny.assert_nothing_is_held(driver)
             return
@@ -341,7 +335,8 @@ def _may_be_recalled(place: Any) -> bool:
 
 def _bare(answer: Delta) -> Delta:
     """Return the part of an answer that must be the same in any company."""
-    return dataclasses.replace(answer, request_id=0, num_hit_tokens=0, num_fetched_tokens=None)
+    its = {"request_id": 0, "num_hit_tokens": 0, "num_fetched_tokens": None, "weight_versions": ()}
+    return dataclasses.replace(answer, **its)
 
 
 def settings(devices: int) -> Iterator[str]:
@@ -351,17 +346,19 @@ def settings(devices: int) -> Iterator[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--seconds", type=float, default=0, help="for so long; without it one workload each")
-    parser.add_argument("--setting", choices=SETTINGS, help="only this one")
+    parser.add_argument("--setting", choices=SETTINGS, action="append", help="only this one, or these")
     parser.add_argument("--seed", type=int, default=0, help="the first")
     args = parser.parse_args()
-    names = [args.setting] if args.setting else list(settings(jax.device_count()))
+    names = args.setting or list(settings(jax.device_count()))
     end = time.monotonic() + args.seconds
     with tempfile.TemporaryDirectory() as folder:
-        fuzzes = {}
+        fuzzes: dict[str, Fuzz] = {}
         for seed in itertools.count(args.seed):
             for name in names:
                 if name not in fuzzes:
-                    fuzzes[name] = Fuzz(name, Path(folder))
+                    its_folder = Path(folder) / str(len(fuzzes))
+                    its_folder.mkdir()
+                    fuzzes[name] = Fuzz(name, its_folder)
                 try:
                     whole, given_up = fuzzes[name].run(seed)
                 except BaseException:
@@ -369,7 +366,13 @@ def main() -> None:
                     raise
                 print(f"{name}, seed {seed}: {whole} answers, {given_up} given up", flush=True)
             if time.monotonic() >= end:
-                return
+                break
+        runs, preempted, changes = (
+            sum(getattr(fuzz, name) for fuzz in fuzzes.values())
+            for name in ("num_runs", "num_preempted", "num_changes")
+        )
+        print(f"{runs} runs, {preempted} with preemptions, {changes} sleeps and updates in them", flush=True)
+        assert runs < 20 or 2 * preempted >= runs, "requests must give way in half of the runs at least"
 
 
 if __name__ == "__main__":

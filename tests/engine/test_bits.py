@@ -12,6 +12,9 @@ from jaxpaged.engine import setup
 from jaxpaged.engine.driver import Driver
 from jaxpaged.engine.request import Delta
 from jaxpaged.models.config import LayerKind
+from jaxpaged.models.decoder import Decoder
+from jaxpaged.models.families.llama import NAMES
+from jaxpaged.models.weights import StoredWeights, random_weights
 from jaxpaged.sampling_params import SamplingParams
 from tests import tiny, tiny_lora
 from tests.marks import slow_and_nightly
@@ -32,6 +35,19 @@ def mixed(*kinds: LayerKind) -> dict[str, Any]:
         "load_model": load,
         "num_blocks": 1 + 23,
         "max_num_batched_tokens": 4 + 32,
+    }
+
+
+def with_tokens(vocab_size: int) -> dict[str, Any]:
+    """Return the options of an engine over a model with so many tokens, which chooses for 2 rows or for 8."""
+    config = dataclasses.replace(tiny.CONFIG, vocab_size=vocab_size)
+    weights = random_weights(config, NAMES, 0)
+    return {
+        "model_config": config,
+        "load_model": lambda form: Decoder(StoredWeights(config, NAMES, weights, form)),
+        "decode_widths": (2,),
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 8 + 128,
     }
 
 
@@ -77,13 +93,17 @@ def everything(driver: Driver, prompts: list[list[int]], params: list[SamplingPa
             id="all by XLA, bfloat16, recompute, two kinds of layers",
             marks=SLOW,
         ),
+        pytest.param("float32", tiny.SMALL | with_tokens(512), "1", id="512 tokens", marks=SLOW),
+        pytest.param("float32", tiny.SMALL | with_tokens(2003), "1", id="2003 tokens", marks=NIGHTLY),
+        pytest.param("float32", tiny.SMALL | with_tokens(49_152), "1", id="49152 tokens", marks=NIGHTLY),
     ],
 )
 def test_an_answer_is_the_same_bit_for_bit_in_any_company(dtype, options, use_native, monkeypatch):
     """Tokens and log-probabilities, greedy and sampled: alone, among others, in other rows and other orders,
-    with prefixes found in the cache or not, preempted or not. Three of four rows choose at once."""
+    with prefixes found in the cache or not, preempted or not. Three of four rows choose at once, or all."""
     monkeypatch.setenv("JAXPAGED_NATIVE", use_native)
-    monkeypatch.setattr(setup, "SCORES_AT_ONCE", 3 * tiny.CONFIG.vocab_size)
+    if options.get("max_num_seqs", 4) == 4:
+        monkeypatch.setattr(setup, "SCORES_AT_ONCE", 3 * tiny.CONFIG.vocab_size)
     rng = random.Random(0)
     shared = tiny.prompts([40], seed=1)[0]
     prompts = [shared[: rng.choice([0, 24, 40])] + p for p in tiny.prompts([5, 33, 50, 12, 60, 1, 40, 7])]

@@ -20,7 +20,7 @@ from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.step.config import ByGrammar, DraftCost
 from reference import model as reference_model
 from tests import tiny, tiny_lora
-from tests.engine.fuzz import SETTINGS
+from tests.engine.fuzz_settings import SETTINGS
 from tests.tiny_gguf import write_gguf
 
 BY_MODEL = {"speculative_config": {"method": "draft_model", "model": "tiny"}}

@@ -133,12 +133,21 @@ def test_nothing_is_left_of_what_could_not_be_finished(folder, ask, monkeypatch,
         assert ask()
     assert "No space left on device" in caplog.text
     assert list(folder.iterdir()) == []
-    for name, age in (("unfinished-old", 2), ("unfinished-new", 0)):  # of processes that were killed
+    old, new = (f"unfinished-{digit * 32}" for digit in "01")  # of processes that were killed
+    foreign = [
+        "unfinished-business",
+        "unfinished-0123456",
+        "model.program",
+        f"{'0' * 32}.program",
+        "a.grammar",
+    ]
+    for name, age in ((old, 2), (new, 0), *((name, 2) for name in foreign)):
         (folder / name).touch()
         long_ago = time.time() - age * disk_cache.UNFINISHED_SECONDS
         os.utime(folder / name, (long_ago, long_ago))
     assert ask()
-    assert [path.name for path in folder.glob("unfinished-*")] == ["unfinished-new"]
+    [kept] = {path.name for path in folder.iterdir()} - {new, *foreign}
+    assert kept.endswith(".program")
 
 
 def test_an_engine_may_keep_no_programs(monkeypatch):
@@ -193,10 +202,15 @@ def test_the_programs_used_longest_ago_go(folder, ask, monkeypatch):
     assert ask(2.0)
     for age, file in enumerate(sorted(folder.iterdir(), key=lambda file: file.stat().st_mtime)):
         os.utime(file, (age, age))
+    foreign = [folder / "model.program", folder / f"{'0' * 32}.program"]
+    for file in foreign:  # of somebody who has the same folder
+        file.write_bytes(b"0" * 100)
+        os.utime(file, (0, 0))
     assert not ask(1.0)  # now the one used last
     assert ask(3.0)
     assert not ask(1.0)
     assert ask(2.0)
+    assert all(file.read_bytes() == b"0" * 100 for file in foreign)
 
 
 def test_jax_keeps_its_own_programs_as_before(folder, ask):

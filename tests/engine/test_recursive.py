@@ -5,14 +5,19 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
+from absl import logging
 
+from jaxpaged.api.outputs import FINISH_REASONS
 from jaxpaged.checks import InputError
 from jaxpaged.engine.by_host import Follower
 from jaxpaged.engine.grammars import Grammars
 from jaxpaged.engine.handle import collect
 from jaxpaged.engine.request import Delta
+from jaxpaged.grammar import recursive
+from jaxpaged.grammar.compile import Constraint
+from jaxpaged.grammar.nodes import Limits
 from jaxpaged.sampling_params import BeamSearchParams, SamplingParams
-from jaxpaged.step.automata import BLOCK_WORDS, FREE, RESTS, WAITS
+from jaxpaged.step.automata import BLOCK_WORDS, FREE, LOST, RESTS, WAITS
 from jaxpaged.step.state import FinishReason, Phase
 from tests import tiny, tiny_grammars, tiny_recursive
 from tests.tiny_recursive import asking
@@ -113,6 +118,60 @@ def test_a_beam_search_is_refused_whose_masks_could_never_fit(driver):
         door.admit_search([1], BeamSearchParams(beam_width=4, max_tokens=4, **asking("sum")))
 
 
+def test_an_answer_whose_grammar_cannot_be_followed_ends_with_an_error_and_no_other_does(driver, monkeypatch):
+    """No token comes unconstrained: from the host's parser, in a beam search, or behind a barred token."""
+    said = []
+    monkeypatch.setattr(logging, "warning", lambda text, *values: said.append(text % values))
+    monkeypatch.setitem(recursive.BOUNDS, "max_items_in_row", 20)
+    source = Constraint({"grammar": 'start: s\ns: s s | "1"\n'}, Limits()).source()
+    ambiguous = recursive.Language(source, tiny_recursive.TOKENS)
+    grammars = Grammars(lambda params: ambiguous, tiny_grammars.VOCAB, driver.config.arena_words)
+    usual = driver.door
+    driver.door = dataclasses.replace(usual, grammars=grammars)
+    greedy = SamplingParams(temperature=0, max_tokens=30, min_tokens=30, **asking("sum"))
+    try:
+        prompts = tiny.prompts([5, 6, 7])
+        lost, free = tiny.add(driver, 400, prompts[:2], [greedy, tiny.greedy(30)])
+        width = 2
+        asked = BeamSearchParams(beam_width=width, max_tokens=30, **asking("sum"))
+        search = [
+            dataclasses.replace(each, request_id=410 + i)
+            for i, each in enumerate(driver.door.admit_search(prompts[2], asked))
+        ]
+        for each in search:
+            driver.add(each)
+        grammar = usual.grammars.get(tiny_grammars.asking(3)["structured_outputs"])
+        barred = np.flatnonzero(~grammar.automaton.allowed(grammar.automaton.start))[1]
+        driver.add(dataclasses.replace(lost, request_id=450, grammar=grammar), answer=[int(barred)])
+        ended = tiny.drain(driver)
+    finally:
+        driver.door = usual
+    error = [i for i, delta in ended.items() if delta.finish_reason is FinishReason.ERROR]
+    assert sorted(error) == [lost.request_id, *range(410, 410 + 2 * width), 450]
+    ones = {i for i, raw in enumerate(tiny_recursive.TOKENS.raw) if raw and set(raw) == {ord("1")}}
+    assert 1 < len(ended[lost.request_id].token_ids) < 30
+    assert {*ended[lost.request_id].token_ids} <= ones, "all of the answer is by the grammar"
+    assert ended[free.request_id].token_ids == tiny.reference_answer(tuple(prompts[1]), 30)
+    assert len(ended[450].token_ids) <= 2
+    assert FINISH_REASONS[FinishReason.ERROR] == "error"
+    assert sum("ends with an error behind" in line and "Current row has" in line for line in said) == 2
+    assert any("request 450" in line and "it bars" in line for line in said)
+    tiny.assert_nothing_is_held(driver)
+
+
+def test_an_answer_goes_on_only_from_what_its_grammar_allows(driver):
+    one = tiny_recursive.PIECES.index("1") + 1
+    allowed = {"sum": [one], "automaton": [1, 2]}
+    for name, params in (
+        ("sum", SamplingParams(max_tokens=9, **asking("sum"))),
+        ("automaton", SamplingParams(max_tokens=9, **tiny_grammars.asking(0))),
+    ):
+        [request] = driver.door.admit([1], params, continue_from=allowed[name])
+        assert request.continues == tuple(allowed[name])
+        with pytest.raises(InputError, match="continue_from=.* must be the beginning of an answer that"):
+            driver.door.admit([1], params, continue_from=[*allowed[name], 90])
+
+
 def test_a_follower_tells_a_mask_once_and_none_before_the_beginning_or_behind_a_barred_token():
     language, one = tiny_recursive.language("sum"), tiny_recursive.PIECES.index("1") + 1
     follower = Follower(language, opens=96)
@@ -122,8 +181,8 @@ def test_a_follower_tells_a_mask_once_and_none_before_the_beginning_or_behind_a_
     assert state == 0
     assert {*allowed.nonzero()[0].tolist()} == tiny_recursive.oracle("sum").allowed([one])
     assert follower.due([one, 5, 96, one]) is None
-    assert follower.due([one, 5, 96, one, one]) == (FREE, None)
+    assert follower.due([one, 5, 96, one, one]) is None
+    assert follower.problem == f"the token {one} came, which it bars"
     assert follower.due([one, 5, 96, one, one, one]) is None
     assert Follower(language, None).due([])[0] == 0
-    assert len({FREE, WAITS, RESTS}) == 3
-    assert FinishReason.STOP
+    assert len({FREE, WAITS, RESTS, LOST}) == 4

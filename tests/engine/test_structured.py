@@ -158,11 +158,19 @@ def test_the_arena_is_dealt_out_by_first_fit_and_taken_back_from_the_longest_unu
 
 
 def test_what_could_never_fit_or_run_is_refused_at_the_door(driver):
-    grammars = Grammars(tiny_grammars.compiled, tiny_grammars.VOCAB, BLOCK_WORDS)
-    with pytest.raises(
-        InputError, match=r"^structured_outputs.regex makes an automaton of 61 states and \d+ "
-    ):
-        grammars.get(StructuredOutputsParams(regex="0"))
+    compiled = []
+    count = lambda params: compiled.append(params) or tiny_grammars.compiled(params)  # noqa: E731
+    grammars = Grammars(count, tiny_grammars.VOCAB, BLOCK_WORDS)
+    for _ in range(2):
+        with pytest.raises(
+            InputError, match=r"^structured_outputs.regex makes an automaton of 61 states and \d+ "
+        ):
+            grammars.get(StructuredOutputsParams(regex="0"))
+    assert len(compiled) == 1, "the refusal is remembered"
+    config = dataclasses.replace(driver.door.model_config, eos_token_ids=())
+    door = dataclasses.replace(driver.door, model_config=config)
+    with pytest.raises(InputError, match="None for a model without an end-of-sequence token"):
+        door.admit([1], SamplingParams(**asking(1)))
     with pytest.raises(InputError, match=r"after_token_id=97 must be a token id, an int in \[0, 97\)"):
         driver.door.admit([1], SamplingParams(**asking(1, after_token_id=97)))
     door = dataclasses.replace(driver.door, grammars=None)

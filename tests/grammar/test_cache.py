@@ -1,13 +1,14 @@
 """The cache of grammars: compiled in a process with limits, kept in memory and in files."""
 
 import json
+import os
 import subprocess
-from concurrent.futures import Future
 
 import numpy as np
 import pytest
 
 from jaxpaged import disk_cache
+from jaxpaged.grammar import cache as cache_module
 from jaxpaged.grammar import files, worker
 from jaxpaged.grammar.cache import SUFFIX, GrammarCache
 from jaxpaged.grammar.nodes import GrammarError, Limits
@@ -63,9 +64,25 @@ def test_a_grammar_is_compiled_once_and_found_in_its_file(caches, tmp_path, monk
     assert (found.masks == made.masks).all()
     assert (found.next_state == made.next_state).all()
     monkeypatch.undo()
-    file.write_bytes(file.read_bytes()[:-9])
-    assert caches().get(Constraint(choice=["yes", "no"])).result().num_states == made.num_states
-    assert len(file.read_bytes()) == len(files.to_bytes(made))
+    whole = file.read_bytes()
+    cache.get(Constraint(choice=["other"])).result()
+    [other] = {*tmp_path.glob(f"*{SUFFIX}")} - {file}
+    for torn in (whole[:-9], other.read_bytes(), whole[:-1] + bytes([whole[-1] ^ 1])):
+        file.write_bytes(torn)
+        assert caches().get(Constraint(choice=["yes", "no"])).result().num_states == made.num_states
+        assert file.read_bytes() == whole
+
+
+def test_files_are_bounded_by_their_bytes_together(caches, tmp_path, monkeypatch):
+    cache, size = caches(), 0
+    for i in range(4):
+        monkeypatch.setattr(cache_module, "MAX_BYTES", 3 * size + 9 if size else 2**30)
+        cache.get(Constraint(choice=[f"{i}abc"])).result()
+        files_ = [*tmp_path.glob(f"*{SUFFIX}")]
+        size = size or files_[0].stat().st_size
+        for file in files_:  # the order in which they came, whatever the clock's grain
+            os.utime(file, ns=(0, file.stat().st_mtime_ns - 10**9))
+    assert len(files_) == 3
 
 
 def test_what_takes_too_long_or_too_much_is_stopped_and_others_are_compiled(caches):
@@ -77,18 +94,70 @@ def test_what_takes_too_long_or_too_much_is_stopped_and_others_are_compiled(cach
         caches(memory_bytes=160 << 20, max_states=10**6).get(Constraint(regex=BOMB)).result()
 
 
-def test_one_that_is_under_way_is_compiled_once_and_a_closed_cache_says_so(caches, monkeypatch):
-    cache = caches()
-    called_back, add = [], Future.add_done_callback
-    monkeypatch.setattr(Future, "add_done_callback", lambda *its: called_back.append(add(*its)))
-    first, second = (cache.get(Constraint(regex="a{9}")) for _ in range(2))
-    assert first.result() is second.result()
-    assert len(called_back) == 1  # a second one could forget what was asked for after this
-    process = cache._worker._process
+def test_small_ones_pass_large_ones_and_what_nobody_waits_for_ends(caches):
+    """Costly ones of one client, each of which takes seconds; they are there to the end of the test."""
+    cache = caches(cpu_seconds=60, max_states=10**8, memory_bytes=2 << 30)
+    costly = [cache.get(Constraint(regex=f"(a|b)*a(a|b){{{17 + i}}}"), "hostile") for i in range(5)]
+    again = cache.get(Constraint(regex="(a|b)*a(a|b){17}"), "another")
+    for client in ("hostile", "other"):
+        assert cache.get(Constraint(choice=["a", client]), client).result(timeout=60).num_states
+    assert not any(future.done() for future in costly)
+    for future in costly:
+        assert future.cancel()
+    assert cache.get(Constraint(choice=["b"])).result(timeout=60).num_states
+    assert cache.under_way() == [Constraint(regex="(a|b)*a(a|b){17}").key()]
     cache.close()
-    assert process.poll() is not None
+    with pytest.raises(GrammarError, match="the engine was closed"):
+        again.result()
     with pytest.raises(GrammarError, match="the engine was closed"):
         cache.get(Constraint(regex="b"))
+
+
+def test_one_that_several_wait_for_is_compiled_once_and_a_refusal_is_remembered(caches, monkeypatch):
+    cache = caches()
+    begun, begin = [], worker.Worker.begin
+    monkeypatch.setattr(
+        worker.Worker, "begin", lambda self, fields: begun.append(fields) or begin(self, fields)
+    )
+    first, second, third = (cache.get(Constraint(regex="a{9}"), client) for client in "aab")
+    assert third.cancel()
+    assert first.result() is second.result()
+    assert begun == [{"regex": "a{9}"}]
+    for _ in range(2):
+        with pytest.raises(GrammarError, match="a group is not closed"):
+            cache.get(Constraint(regex="(")).result()
+    assert begun == [{"regex": "a{9}"}, {"regex": "("}]
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"json": {"format": ["date"]}}, "schema at # has a format that is not a string"),
+        ({"json": {"type": None}, "disable_additional_properties": True}, "schema at # has type=None"),
+        ({"json": {"type": 5, "x-a": 1}, "disable_additional_properties": True}, "schema at # has type=5"),
+        ({"grammar": 'start: "\ud800"'}, "half a surrogate pair"),
+        (
+            {"grammar": "start: r0\n" + "".join(f'r{i}: "a" r{i + 1}\n' for i in range(5000))},
+            "nested too deep",
+        ),
+        ({"regex": None, "choice": [5]}, "structured_outputs cannot be read: TypeError"),
+    ],
+    ids=str,
+)
+def test_a_malformed_constraint_gets_a_true_sentence_and_ends_no_other(worker_of_all, fields, why):
+    process = worker_of_all.process
+    with pytest.raises(GrammarError, match=why):
+        worker_of_all.compile(fields)
+    assert worker_of_all.compile({"regex": "a"}).num_states
+    assert worker_of_all.process is process
+
+
+@pytest.fixture(scope="module")
+def worker_of_all():
+    made = worker.Worker(VOCABULARY, Limits())
+    made.compile({"regex": "a"})
+    yield made
+    made.close()
 
 
 def test_a_refusal_comes_with_its_place(caches):
@@ -104,18 +173,12 @@ def test_a_file_that_no_automaton_of_ours_wrote_is_none():
     assert files.from_bytes(whole, size, Limits()) is not None
     assert files.from_bytes(whole, size + 8, Limits()) is None
     assert files.from_bytes(whole, size, Limits(max_states=2)) is None
-    rng = np.random.default_rng(0)
-    for place in rng.integers(0, len(whole), 100):
-        torn = bytearray(whole)
+    key, rng = bytes(32), np.random.default_rng(0)
+    file = files.to_file(automaton(parse_regex("ab|cd*")), key)
+    assert files.from_file(file, key, size, Limits()) is not None
+    assert files.from_file(file, bytes(31) + b"a", size, Limits()) is None
+    assert files.from_file(file[:60], key, size, Limits()) is None
+    for place in rng.integers(0, len(file), 100):
+        torn = bytearray(file)
         torn[place] ^= 1 << rng.integers(8)
-        found = files.from_bytes(bytes(torn), size, Limits())
-        assert found is None or all(  # whatever it says, no token leads out of its tables
-            -1 <= found.step(s, t) < found.num_states for s in range(found.num_states) for t in range(size)
-        )
-
-
-def test_a_message_that_ends_early_is_the_end(tmp_path):
-    file = tmp_path / "messages"
-    file.write_bytes(b"\x09\x00\x00\x00{}")
-    with file.open("rb") as source, pytest.raises(EOFError):
-        worker.answers(source, source)
+        assert files.from_file(bytes(torn), key, size, Limits()) is None

@@ -8,7 +8,7 @@ import pytest
 from jaxpaged.grammar import recursive
 from jaxpaged.grammar.automaton import TokenAutomaton
 from jaxpaged.grammar.compile import Constraint
-from jaxpaged.grammar.nodes import GrammarError, Limits
+from jaxpaged.grammar.nodes import GrammarError, Limits, LostError
 from jaxpaged.grammar.recursive import Language
 from jaxpaged.grammar.recursive_schema import tag_source
 from jaxpaged.grammar.structural_tag import read_structural_tag
@@ -162,7 +162,7 @@ def test_what_cannot_be_followed_is_refused_in_a_process_of_its_own():
             ('root ::= "1', "Unexpected end"),
             ("start: start", "no text is in it"),
             ("start: <|end|>", "special token prefix'$"),
-            (rules + 'start: r0\nr3000: "1"', "took more"),
+            (rules + 'start: r0\nr3000: "1"', "nested too deep: its reader ended by SIGSEGV"),
             ("x" * 2**19, "must have at most"),
         ):
             with pytest.raises(GrammarError, match=why):
@@ -178,15 +178,54 @@ def test_what_cannot_be_followed_is_refused_in_a_process_of_its_own():
         worker.close()
 
 
-def test_an_answer_that_no_token_can_continue_may_end():
+def test_an_answer_that_no_token_can_continue_is_lost():
     tokens = TokenBytes((b"", b"a", b"b"), (0,))
     matcher = recursive.Language(source(grammar='start: "a" start "c" | "b"'), tokens).matcher()
     assert matcher.advance(1)
     assert matcher.advance(2)
-    assert matcher.allowed().tolist() == [True, False, False]
-    assert matcher.advance(0)
-    assert not matcher.copy().advance(2)
-    assert matcher.advance(0)
+    with pytest.raises(LostError, match="no token of the vocabulary can continue it"):
+        matcher.allowed()
+
+
+def test_a_used_up_lexer_ends_no_answer_but_one_that_is_too_long_by_itself(monkeypatch):
+    """Answers have states of their own: one lexer has room for two of them, and for no long one."""
+    monkeypatch.setitem(recursive.BOUNDS, "max_lexer_states", 150)
+    short = " | ".join(f"/{letter}[ab]{{0,50}}/" for letter in "acegi")
+    made = Language(source(grammar=f"start: {short} | /k[ab]{{0,400}}/"), VOCABULARY)
+    one = {raw: token for token, raw in enumerate(VOCABULARY.raw) if len(raw) == 1}
+    matchers = {letter: made.matcher() for letter in "acegi"}
+    long = made.matcher()
+    for i in range(50):
+        for letter, matcher in [*matchers.items(), *([("k", long)] if i == 0 else [])]:
+            assert matcher.allowed()[one[b"a"]]
+            assert not matcher.copy().advance(one[b"z"])
+            assert matcher.advance(one[letter.encode() if i == 0 else b"a"])
+    why, count = lost(long, one[b"b"])
+    assert why == "it needs a lexer of more than 150 states"
+    again = made.matcher()
+    assert again.advance(one[b"k"])
+    assert lost(again, one[b"b"]) == (why, count), "the same answer ends in the same place"
+
+
+def lost(matcher, token):
+    """Write a token again and again, which must be allowed. Return why that ends, and after how many."""
+    for count in range(401):
+        try:
+            assert matcher.allowed()[token]
+            assert matcher.advance(token)
+        except LostError as error:
+            return str(error), count
+    raise AssertionError("it does not end")
+
+
+def test_more_places_than_the_parser_may_have_end_the_answer_and_schemas_of_many_names_are_followed():
+    ambiguous = Language(source(grammar="start: s\ns: s s | /[a-z]/\n"), VOCABULARY).matcher()
+    assert "Current row has" in lost(ambiguous, VOCABULARY.raw.index(b"a"))[0]
+    names = {f"p{i}": {"type": "string"} for i in range(120)} | {"extra": {}}
+    schema = {"type": "object", "properties": names, "additionalProperties": False}
+    assert follows(Language(source(json=schema), VOCABULARY), '{"p0": "a", "p119": "b", "extra": [{}]}')
+    with pytest.raises(GrammarError, match="Current row has"):  # it is tried before it is taken
+        Language(source(grammar="start: " + " ".join(f'"{i}"?' for i in range(500))), VOCABULARY).try_out()
 
 
 def test_a_vocabulary_without_an_end_has_masks_too():

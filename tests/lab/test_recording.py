@@ -86,6 +86,18 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path):
         jaxpaged.LLM(path, record_trace=tmp_path / "nowhere" / "trace.jsonl", **tiny.DEFAULTS)
 
 
+def test_a_file_that_is_no_trace_stays_as_it_is(tmp_path):
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(b"not a trace")
+    with pytest.raises(InputError, match="record_trace='.*model.safetensors' must be a new file, or a trace"):
+        Recorder(file, 8)
+    assert file.read_bytes() == b"not a trace"
+    for content in (b"", b'{"timestamp": 3}\n'):
+        file.write_bytes(content)
+        Recorder(file, 8)
+        assert file.read_bytes() == b""
+
+
 @pytest.mark.nightly
 def test_an_engine_records_what_it_hits(tmp_path):
     """The laboratory, given the recording, hits what the engine did."""

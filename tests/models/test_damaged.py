@@ -277,7 +277,10 @@ def test_what_changes_nothing_is_no_damage(tmp_path):
     shutil.copytree(GOOD, tmp_path, dirs_exist_ok=True, ignore=shutil.ignore_patterns("gradients.npz"))
     spare = {
         "lm_head.weight": load_file(GOOD / WEIGHTS)["model.embed_tokens.weight"],
-        "model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(2),
+        **{
+            f"model.layers.0.self_attn.rotary_emb.{name}": np.ones(2)
+            for name in ("inv_freq", "cos_cached", "sin_cached")
+        },
     }
     neutral = {
         "partial_rotary_factor": 1.0,

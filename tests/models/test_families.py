@@ -10,12 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from safetensors.numpy import save_file
 
 from jaxpaged.checks import InputError
 from jaxpaged.models import decoder, experts, families, layers, loading, weights
 from jaxpaged.models.families import from_hf
 from jaxpaged.models.load_as import LoadAs
 from jaxpaged.models.ropes import LongScaling, Rope
+from reference.model import frequency
 from tests.models.test_decoder import GOLDENS, batch_of
 
 
@@ -93,45 +95,20 @@ def test_an_unknown_model_type_is_refused_with_those_that_are_known():
             "use_double_wide_mlp=True must be False or left out",
         ),
         ("gemma4_text", {"per_layer_config": {"2": {"head_dim": 16}}}, "per_layer_config=.* must be a JSON"),
+        *(
+            ("gemma4_text", {"per_layer_config": said}, "per_layer_config=.* must be a JSON object with the")
+            for said in (
+                {"2": {"head_dim": 16}, "02": {"head_dim": 16}},
+                {"0": {"head_dim": 16}},
+                {"99": {}},
+                {"-1": {}},
+                {"2": {"intermediate_size": 3}},
+                {"2": 3},
+                [],
+            )
+        ),
         ("gemma4_text", {"layer_types": ["sliding_attention"] * 6}, "layer_types='sliding.*' must be 'full"),
         ("llava", {"text_config": None}, "text_config=None must be a JSON object"),
-        ("llama", {"router_scaling_factor": 2.0}, "router_scaling_factor=2.0 must be 1 or left out"),
-        ("glm4_moe", {"moe_layer_freq": [0, 1, 1]}, r"moe_layer_freq=\[0, 1, 1\] must be 1 or left out"),
-        ("solar_open", {"first_k_dense_replace": 1}, "first_k_dense_replace=1 must be 0 or left out"),
-        (
-            "laguna",
-            {"mlp_layer_types": ["sparse"]},
-            "mlp_layer_types=.* must be a list of 'dense' and 'sparse'",
-        ),
-        (
-            "laguna",
-            {"num_attention_heads_per_layer": [4, 6, 3]},
-            "a layer's num_q_heads=3 must be a multiple",
-        ),
-        ("laguna", {"mlp_only_layers": [1]}, r"mlp_only_layers=\[1\] must be \[0\] or left out"),
-        ("laguna", {"gating": "none"}, "gating='none' must be True, 'per-head' or 'per-element'"),
-        ("afmoe", {"n_group": 2}, "n_group=2 must be 1 or left out"),
-        ("hunyuan_v1_moe", {"moe_topk": [2, 1]}, "moe_topk=.* must be an int, or the same for each layer"),
-        ("hunyuan_v1_moe", {"moe_intermediate_size": [8, 8]}, "moe_intermediate_size=8 must be 12"),
-        ("ernie4_5_moe", {"moe_norm_min": 0.5}, "moe_norm_min=0.5 must be a number of"),
-        ("exaone_moe", {"is_moe_layer": [False, True, True]}, "is_moe_layer=.* must be .* or left out"),
-        (
-            "granitemoehybrid",
-            {"layer_types": ["mamba", "attention"]},
-            "layer_types=.* states are not supported",
-        ),
-        ("granite_swa", {"layer_rope_theta": [1.0]}, "layer_rope_theta=.* must be a list of numbers >= 0"),
-        ("gpt_neo", {"attention_types": [[["global"], 3]]}, "attention_types=.* must be a list of"),
-        ("internlm3", {"bias": False, "mlp_bias": None}, "qkv_bias=True must be False, as bias is"),
-        ("mimo_v2", {"attention_projection_layout": None}, "layout=None must be 'fused_qkv'"),
-        ("mimo_v2", {"hybrid_layer_pattern": [0, 1]}, "hybrid_layer_pattern=.* one for each layer"),
-        (
-            "mimo_v2",
-            {"add_full_attention_sink_bias": True},
-            "add_full_attention_sink_bias=True must be False",
-        ),
-        ("mimo_v2_flash", {"n_shared_experts": 1}, "n_shared_experts=8 must be 0 or left out"),
-        ("cohere2_moe", {"expert_selection_fn": "sparsemax"}, "must be 'softmax' or 'sigmoid'"),
     ],
 )
 def test_what_is_another_arithmetic_is_refused(name, change, message):
@@ -145,6 +122,9 @@ def test_what_a_config_leaves_out_is_what_transformers_takes():
     del said["final_logit_softcapping"], said["layer_types"]
     config = from_hf(said)
     assert config.logit_soft_cap == 30
+    # This one is written into configs, and used by no other implementation.
+    capped = hf("gemma3_text") | {"attn_logit_softcapping": 50.0}
+    assert from_hf(capped) == from_hf(hf("gemma3_text"))
     assert [kind.sliding_window for kind in config.layers] == [12, None]
     old = {name: value for name, value in hf("phi3").items() if name != "rope_parameters"}
     spread = dict(hf("phi3")["rope_parameters"])
@@ -154,9 +134,6 @@ def test_what_a_config_leaves_out_is_what_transformers_takes():
     said = {name: value for name, value in hf("cwm").items() if name != "rope_parameters"}
     assert from_hf(said).layers[0].rope.theta == 1000000
     assert from_hf(said | {"rope_scaling": hf("cwm")["rope_parameters"]}) == from_hf(hf("cwm"))
-    # This one changes nothing up to the model's length.
-    dynamic = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}}
-    assert from_hf(hf("qwen3") | dynamic) == from_hf(hf("qwen3"))
 
 
 def test_old_configs_of_the_newer_families_are_read():
@@ -178,38 +155,19 @@ def test_old_configs_of_the_newer_families_are_read():
     assert from_hf(hf("hunyuan_v1_dense") | old) == from_hf(hf("hunyuan_v1_dense"))
 
 
-def test_files_of_before_transformers_knew_a_model_are_read():
-    """Their fields have other names, or say the same once more."""
-    said = without(hf("sarvam_moe"), "n_routed_experts", "n_shared_experts", "attention_bias")
-    old = {"num_experts": 8, "num_shared_experts": 2, "use_qkv_bias": True}
-    assert from_hf(said | old) == from_hf(hf("sarvam_moe"))
-    said = without(hf("exaone"), "num_hidden_layers", "rms_norm_eps", "hidden_act")
-    old = {"num_layers": 2, "layer_norm_epsilon": 1e-5, "activation_function": "silu"}
-    assert from_hf(said | old) == from_hf(hf("exaone"))
-    said = without(hf("internlm3"), "attention_bias", "mlp_bias")
-    assert from_hf(said | {"qkv_bias": True, "bias": True}) == from_hf(hf("internlm3"))
-    said = without(hf("hunyuan_v1_moe"), "moe_topk", "num_experts")
-    each = {
-        "moe_topk": [2, 2],
-        "num_experts": 5,
-        "moe_intermediate_size": [12, 12],
-        "num_shared_expert": [1, 1],
-    }
-    assert from_hf(said | each) == from_hf(hf("hunyuan_v1_moe"))
-    assert from_hf(hf("laguna") | {"mlp_only_layers": [0]}) == from_hf(hf("laguna"))
-    said = without(hf("cohere2_moe_rms"), "layer_types", "mlp_layer_types")
-    config = from_hf(said | {"first_k_dense_replace": 1, "prefix_dense_intermediate_size": 20})
-    assert [kind.sliding_window for kind in config.layers] == [None, 12, 12, 12]
-    assert [kind.rope is None for kind in config.layers] == [False] * 4
-    assert (config.experts.dense_layers, config.experts.dense_size) == ((0,), 20)
-    assert from_hf(hf("mimo_v2")) == from_hf(hf("mimo_v2_flash"))
-
-
 def test_layers_with_wider_heads_are_named_together_or_one_by_one():
     """Files of before transformers 5.24 say it for all of them, later ones layer by layer."""
     wide = {"global_head_dim": 16, "num_global_key_value_heads": 2}
     for name in ("gemma4_text", "gemma4_large"):
         assert from_hf(without(hf(name), "per_layer_config") | wide) == from_hf(hf(name))
+        its = hf(name)["per_layer_config"]
+        padded = {key.zfill(2): sizes for key, sizes in its.items()}
+        same = {"0": {"head_dim": hf(name)["head_dim"]}}  # a layer with a window, as all of them
+        for said in (padded, its | same):
+            assert from_hf(hf(name) | {"per_layer_config": said}) == from_hf(hf(name))
+    even = hf("gemma4_text") | {"per_layer_config": {}}  # no layer differs from the others
+    one = {"global_head_dim": even["head_dim"], "num_global_key_value_heads": even["num_key_value_heads"]}
+    assert from_hf(even) == from_hf(without(even, "per_layer_config") | one)
     large = from_hf(hf("gemma4_large"))
     assert [large.heads_of(layer) for layer in range(3)] == [(4, 8), (4, 8), (2, 16)]
     assert (large.num_kv_heads, large.head_dim) == (4, 16)
@@ -242,6 +200,31 @@ def test_a_text_part_is_the_model_that_it_would_be_alone():
     assert config.tie_word_embeddings
     config = from_hf({"model_type": "llava", "text_config": {"model_type": "llama", "vocab_size": 32064}})
     assert (config.hidden_size, config.num_layers, config.tie_word_embeddings) == (4096, 32, False)
+
+
+@pytest.mark.parametrize("front", ["model.language_model.", "language_model.model.", "language_model."])
+@pytest.mark.parametrize("name", ["gemma3_text", "qwen3", "qwen2_5_vl"])
+def test_weights_with_a_wrappers_names_are_read_under_the_text_parts_config_too(name, front, tmp_path):
+    """Text parts are taken out of wrappers with their names; a head may have the prefix or not."""
+    directory = loading.open_checkpoint(GOLDENS / "families" / name)
+    want = weights.by_role(directory.config, directory.names, directory.load_weights())
+    found = {directory.names.name_of(key): np.asarray(x) for key, x in directory.load_weights().items()}
+    found = {key: x for key, x in found.items() if not directory.names.is_spare(key)}
+    (tmp_path / "config.json").write_text(json.dumps(hf(name)))
+    for head in ("lm_head.", "language_model.lm_head."):
+        renamed = {
+            key.replace("model.", front, 1).replace("lm_head.", head, 1): x for key, x in found.items()
+        }
+        save_file(renamed, tmp_path / "model.safetensors")
+        again = loading.open_checkpoint(tmp_path)
+        got = weights.by_role(again.config, again.names, again.load_weights())
+        assert got.keys() == want.keys()
+        for role, values in want.items():
+            np.testing.assert_array_equal(got[role], values)
+    save_file(renamed | {f"{front}x": np.ones(2, np.float32)}, tmp_path / "model.safetensors")
+    again = loading.open_checkpoint(tmp_path)
+    with pytest.raises(InputError, match="weight 'model.x' is none that the model config asks for"):
+        weights.by_role(again.config, again.names, again.load_weights())
 
 
 @pytest.mark.parametrize(
@@ -287,6 +270,104 @@ def test_short_sequences_have_the_short_factors():
         frequencies, factor = layers.rope_frequencies(rope, max_len)
         np.testing.assert_allclose(frequencies, want, rtol=1e-6)
         assert factor == 1.5
+
+
+def test_a_dynamic_scaling_changes_nothing_up_to_the_length_before_it():
+    """Beyond it, in an engine for longer sequences, theta is the oracle's at every position."""
+    dynamic = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 3.0}}
+    config, plain = from_hf(hf("qwen3") | dynamic), from_hf(hf("qwen3"))
+    length, rope = plain.max_model_len, config.layers[0].rope
+    assert (config.default_max_len, config.max_model_len) == (length, 3 * length)
+    want, _ = layers.rope_frequencies(plain.layers[0].rope, length)
+    np.testing.assert_array_equal(layers.rope_frequencies(rope, length)[0], want)
+    longer, factor = layers.rope_frequencies(rope, length + 1)
+    oracle = [frequency(rope, pair, length + 1) for pair in range(len(want))]
+    np.testing.assert_allclose(longer, oracle, rtol=1e-6)
+    assert (factor, longer[0]) == (1.0, want[0])
+    # (3 * 3 - 2) ** (dim / (dim - 2)) times the theta, which transformers has for 3 times the length.
+    power = rope.dim / (rope.dim - 2)
+    np.testing.assert_allclose(longer[1], (10000 * 7**power) ** (-2 / rope.dim), rtol=1e-6)
+
+
+QWENS = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+LONG = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 32}
+
+
+@pytest.mark.parametrize(
+    ("name", "rope", "default", "longest"),
+    [
+        ("qwen3", None, 40, 40),
+        ("qwen3", QWENS, 128, 128),
+        ("qwen3", {"rope_type": "yarn", "factor": 4.0}, 160, 160),  # no original: the config's length
+        ("qwen3", {"rope_type": "yarn", "original_max_position_embeddings": 10}, 40, 40),  # no factor
+        ("qwen3", {"rope_type": "linear", "factor": 2.5}, 100, 100),
+        ("qwen3", {"rope_type": "dynamic", "factor": 2.0}, 40, 80),
+        ("qwen3", {"rope_type": "longrope"} | LONG, 32, 40),
+        ("qwen3", {"type": "su"} | LONG, 32, 40),
+        (
+            "qwen3",
+            {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+            40,
+            40,
+        ),
+        ("qwen2_5_vl", QWENS | {"mrope_section": [1, 1, 2]}, 128, 128),
+        # The lengths of these count their scalings.
+        ("gemma3_text", {"full_attention": {"rope_type": "linear", "factor": 8.0}}, 40, 40),
+        ("olmo3", {"full_attention": QWENS, "sliding_attention": {"rope_type": "default"}}, 128, 128),
+    ],
+)
+def test_a_scaling_makes_sequences_as_long_as_vllm_has_them(name, rope, default, longest):
+    said = hf(name)
+    nested = rope is not None and "full_attention" in rope
+    key = "rope_parameters" if nested else "rope_scaling"
+    inside = said.get("text_config", said)
+    inside |= {"max_position_embeddings": 40, "head_dim": 8, "rope_parameters": None, key: rope}
+    config = from_hf(said)
+    assert (config.default_max_len, config.max_model_len) == (default, longest)
+
+
+def test_a_users_rope_stands_in_place_of_the_configs_under_either_name():
+    """What a config says of RoPE beside the scaling, such as its theta, is kept: recipes leave it out."""
+    flat = without(hf("qwen3"), "rope_parameters", "rope_scaling", "rope_theta") | {
+        "max_position_embeddings": 40
+    }
+    old = flat | {"rope_theta": 77.0, "rope_scaling": {"type": "linear", "factor": 9.0}}
+    new = flat | {"rope_parameters": {"rope_type": "linear", "factor": 9.0, "rope_theta": 77.0}}
+    want = from_hf(flat | {"rope_theta": 77.0, "rope_scaling": QWENS})
+    assert want.max_model_len == 128
+    for said in (old, new):
+        for key in ("rope_scaling", "rope_parameters"):
+            assert from_hf(said, {key: QWENS}) == want
+            assert from_hf(said, {key: None}) == from_hf(flat | {"rope_theta": 77.0})
+        both = {"rope_scaling": QWENS, "rope_theta": 5.0}
+        assert from_hf(said, both) == from_hf(flat | both)
+        assert from_hf(said, {"max_position_embeddings": 8}).max_model_len == 72
+    inside = hf("qwen2_5_vl")
+    assert from_hf(inside, {"text_config": {"rope_scaling": QWENS}}).max_model_len == 128
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "message"),
+    [
+        (
+            "qwen3",
+            {"max_positions": 8},
+            "hf_overrides: key='max_positions' must be a field of the model's conf",
+        ),
+        ("qwen3", {"rope_scaling": [4]}, r"rope_scaling=\[4\] must be a JSON object or null"),
+        ("qwen3", {"rope_scaling": {"type": "yarn", "factor": "4"}}, "factor='4' must be a number > 0"),
+        ("qwen2_5_vl", {"rope_scaling": QWENS}, "key='rope_scaling' must be one of text_config, tie_word_e"),
+        ("qwen2_5_vl", {"text_config": {"rope": 1}}, "hf_overrides: key='rope' must be a field of the model"),
+        (
+            "olmo3",
+            {"rope_theta": 5.0},
+            "rope_theta must be left out: rope_parameters has one for each kind of",
+        ),
+    ],
+)
+def test_an_override_that_would_change_nothing_is_refused(name, overrides, message):
+    with pytest.raises(InputError, match=message):
+        from_hf(hf(name), overrides)
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """GGUF files of each architecture, written as llama.cpp's converter does, against what they were made of."""
 
 import dataclasses
+import json
 
 import gguf
 import jax.numpy as jnp
@@ -151,7 +152,10 @@ def architecture(name):
 def write(path, checkpoint, quantised=(), beyond=None):
     c, name = checkpoint.config, checkpoint.path.name
     writer = gguf.GGUFWriter(path, ARCHITECTURES[name])
-    add_sizes(writer, c)
+    # Files have the length before the scaling, as configs have.
+    said = json.loads((checkpoint.path / "config.json").read_text())
+    length = said.get("max_position_embeddings", c.max_model_len)
+    add_sizes(writer, dataclasses.replace(c, max_model_len=length))
     add_rope(writer, c)
     if c.attention_soft_cap is not None:
         writer.add_attn_logit_softcapping(c.attention_soft_cap)
@@ -327,6 +331,93 @@ def test_one_layer_in_four_sees_all(name, architecture, tmp_path, monkeypatch):
     write(path, dataclasses.replace(directory, config=config))
     found = gguf_file.model_config(gguf_file.open_file(path), path)
     assert rounded(dataclasses.asdict(found)) == rounded(dataclasses.asdict(config))
+
+
+def header(path, architecture, order=gguf.GGUFEndian.LITTLE, **more):
+    """Write the header of a model of six layers, with more keys; dots of their names are written as `__`."""
+    writer = gguf.GGUFWriter(path, architecture, endianess=order)
+    sizes = {"context_length": 128, "embedding_length": 32, "feed_forward_length": 48, "block_count": 6}
+    heads = {"head_count": 4, "head_count_kv": 2, "key_length": 8, "layer_norm_rms_epsilon": 1e-6}
+    said = sizes | {f"attention.{name}": value for name, value in heads.items()}
+    for name, value in (said | {name.replace("__", "."): value for name, value in more.items()}).items():
+        kinds = {
+            bool: writer.add_bool,
+            float: writer.add_float32,
+            int: writer.add_uint32,
+            str: writer.add_string,
+        }
+        kinds.get(type(value), writer.add_array)(f"{architecture}.{name}", value)
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(["<unk>", "<s>", "</s>", "a"])
+    writer.add_token_types([2, 3, 3, 1])
+    writer.add_tensor("token_embd.weight", np.ones((4, 32), np.float32))
+    for part in ("header", "kv_data", "tensors"):
+        getattr(writer, f"write_{part}_to_file")()
+    writer.close()
+    return path
+
+
+def described(path):
+    return gguf_file.model_config(gguf_file.open_file(path), path)
+
+
+@pytest.mark.parametrize(
+    ("said", "windows", "thetas"),
+    [
+        ({}, [8] * 5 + [None], {1e4, 1e6}),
+        ({"attention__sliding_window_pattern": 2}, [8, None] * 3, {1e4, 1e6}),
+        ({"attention__sliding_window_pattern": 0}, [8] * 6, {1e4}),
+        (
+            {"attention__sliding_window_pattern": [False, *[True] * 4, False, True]},
+            [None, *[8] * 4, None],
+            None,
+        ),
+        ({"rope__freq_base_swa": 5e3, "rope__freq_base": 7e5}, [8] * 5 + [None], {5e3, 7e5}),
+        # Neutral, or what the model is without them.
+        ({"attention__value_length": 8, "rope__dimension_count": 8}, [8] * 5 + [None], None),
+        ({"attention__causal": True, "expert_count": 0, "logit_scale": 1.0}, [8] * 5 + [None], None),
+        ({"attn_logit_softcapping": 50.0, "vision__block_count": 3, "vocab_size": 9}, [8] * 5 + [None], None),
+    ],
+)
+def test_what_a_header_says_of_windows_and_rope_is_used(tmp_path, said, windows, thetas):
+    more = {"attention__sliding_window": 8} | said
+    config = described(header(tmp_path / "a.gguf", "gemma3", **more))
+    assert [kind.sliding_window for kind in config.layers] == windows
+    assert thetas is None or {kind.rope.theta for kind in config.layers} == thetas
+    assert config.attention_soft_cap is None
+
+
+@pytest.mark.parametrize(
+    ("architecture", "name", "value", "rule"),
+    [
+        ("gemma3", "attention__sliding_window_pattern", [True], "a number, or 6 of which each says whether"),
+        ("gemma3", "attention__value_length", 4, "8 or left out: anything else is another arithmetic"),
+        ("gemma3", "attention__key_length_swa", 4, "8 or left out"),
+        ("gemma3", "attention__shared_kv_layers", 2, "left out: anything else"),
+        ("llama", "attention__causal", False, "True or left out"),
+        ("llama", "rope__freq_base_swa", 5e3, "10000.0 or left out"),
+        ("llama", "rope__dimension_count", 4, "8 or left out"),
+        ("llama", "rope__scaling__attn_factor", 1.5, "1.0 or left out"),
+        ("llama", "rope__scaling__yarn_log_multiplier", 0.5, "left out"),
+        ("llama", "rope__scaling__unheard_of", 2, "left out"),
+        ("llama", "expert_count", 8, "left out"),
+        ("llama", "logit_scale", 0.25, "1.0 or left out"),
+        ("llama", "attn_logit_softcapping", 30.0, "left out"),
+        ("llama", "hidden_activation", "relu", "'silu' or 'swish' or left out"),
+        ("llama", "nextn_predict_layers", 1, "left out"),
+        ("qwen2", "attention__sliding_window", 8, "left out"),
+    ],
+)
+def test_a_key_that_changes_the_arithmetic_is_not_passed_over(tmp_path, architecture, name, value, rule):
+    path = header(tmp_path / "a.gguf", architecture, **({"attention__sliding_window": 8} | {name: value}))
+    with pytest.raises(InputError, match=rf"{name.replace('__', '.')}=.* must be {rule}"):
+        described(path)
+
+
+def test_a_file_for_big_endian_machines_is_told_as_such(tmp_path):
+    path = header(tmp_path / "a.gguf", "llama", gguf.GGUFEndian.BIG)
+    with pytest.raises(InputError, match=r"a.gguf' must be little-endian: its byte order is big-endian"):
+        gguf_file.open_file(path)
 
 
 def test_blocks_that_predict_further_tokens_are_not_read(tmp_path):

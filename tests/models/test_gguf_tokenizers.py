@@ -50,6 +50,24 @@ def written(path, architecture, model, tokens, types, **more):
     return gguf_tokenizers.tokenizer(gguf_file.open_file(path), path)
 
 
+def test_chat_templates_that_a_file_names_are_read(tmp_path):
+    """llama.cpp writes those of a tokenizer_config.json with several, such as one for tools."""
+    path, tokens = tmp_path / "a.gguf", ["<unk>", "<s>", "</s>", "a"]
+    for said, want in (
+        (None, ""),
+        ("{{ 1 }}", "{{ 1 }}"),
+        (
+            [{"name": "default", "template": "{{ 1 }}"}, {"name": "tool_use", "template": "{{ tools }}"}],
+            {"default": "{{ 1 }}", "tool_use": "{{ tools }}"},
+        ),
+        ([{"name": "rag", "template": "{{ documents }}"}], {"rag": "{{ documents }}"}),
+    ):
+        made = written(
+            path, "llama", "llama", tokens, [2, 3, 3, 1], token_scores=([0.0] * 4,), chat_template=said
+        )
+        assert made.chat_template == want
+
+
 def learned(normalizer, pre_tokenizer, special, alphabet):
     """Learn a byte-pair tokenizer of the texts. Return its tokens in order, and its merges."""
     made = Tokenizer(models.BPE())

@@ -144,5 +144,14 @@ def test_the_models_used_longest_ago_go(folder, load, monkeypatch):
     load("float32")
     [copy] = folder.iterdir()
     os.utime(copy, (1, 1))
+    foreign = [
+        folder / name for name in ("resnet.model", "0" * 32 + ".model")
+    ]  # of whoever has the folder, too
+    for other in foreign:
+        other.mkdir()
+        (other / "about.json").write_text('{"key": "11"}')
+        os.utime(other, (0, 0))
     load("bfloat16")
+    assert not copy.exists()
+    assert all((other / "about.json").is_file() for other in foreign)
     assert load("float32")[1]

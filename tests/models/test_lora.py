@@ -10,7 +10,8 @@ from safetensors.numpy import save_file
 
 from jaxpaged import LoRARequest
 from jaxpaged.checks import InputError
-from jaxpaged.models import loading, lora, weights
+from jaxpaged.models import adapter_slots, loading, lora, weights
+from jaxpaged.models.families import WRAPPER_OF
 from jaxpaged.models.families.llama import NAMES
 from jaxpaged.models.load_as import LoadAs
 from reference import model as reference_model
@@ -19,7 +20,8 @@ from tests.models.test_decoder import GOLDENS, TOLERANCE, assert_equal, paged_lo
 
 ADAPTED = sorted(folder.name for folder in (GOLDENS / "lora").iterdir())
 FLOAT32 = jnp.dtype("float32")
-LAYER = "base_model.model.model.layers.0"
+FRONT = "base_model.model"
+LAYER = f"{FRONT}.model.layers.0"
 Q_A, Q_B = (f"{LAYER}.self_attn.q_proj.lora_{side}.weight" for side in "AB")
 
 
@@ -35,7 +37,7 @@ def test_a_model_with_an_adapter_is_the_one_that_peft_merges_it_into(name, uses_
     assert np.abs(before[:: stored["every"]] - stored["logits"]).max() > 100 * TOLERANCE
     lora.make_room(model, names, num_adapters=2, rank=9)
     request = LoRARequest(name, 1, GOLDENS / "lora" / name)
-    lora.put(model, lora.read(request, checkpoint.config, names, 9, FLOAT32), 1)
+    adapter_slots.put(model, lora.read(request, checkpoint.config, names, 9, FLOAT32), 1)
     assert_equal(paged_logits(model, stored["token_ids"], 4, 8, adapter=2), stored)
     np.testing.assert_array_equal(paged_logits(model, stored["token_ids"], 4, 8, adapter=0), before)
 
@@ -66,7 +68,7 @@ def test_an_adapter_is_found_by_the_names_of_modules_and_put_in_the_decoders_ord
     model, token_ids = checkpoint.model(LoadAs(FLOAT32)), list(range(20))
     lora.make_room(model, checkpoint.module_names, num_adapters=1, rank=2)
     request = LoRARequest("it", 1, tmp_path)
-    lora.put(model, lora.read(request, checkpoint.config, checkpoint.module_names, 2, FLOAT32), 0)
+    adapter_slots.put(model, lora.read(request, checkpoint.config, checkpoint.module_names, 2, FLOAT32), 0)
     by_role = weights.by_role(checkpoint.config, checkpoint.names, merged)
     want = reference_model.logits(checkpoint.config, by_role, token_ids)
     got = paged_logits(model, token_ids, 4, 8, adapter=1)
@@ -133,6 +135,36 @@ def read(folder, max_rank=8, dtype=FLOAT32):
 def test_an_adapter_that_does_not_fit_is_refused_in_one_sentence(tmp_path, said, changed, message):
     with pytest.raises(InputError, match=f"^lora_path='{tmp_path}': .*{message}"):
         read(tiny_lora.write(tmp_path, changed=changed, **said))
+
+
+def test_modules_of_a_vision_tower_are_left_out_as_the_models_own_are(tmp_path, caplog):
+    """Adapters of all linear layers of a wrapper have them; without the wrapper they are of another model."""
+    wrapper, its = WRAPPER_OF["gemma3"].names(NAMES), tiny_lora.tensors(0)
+    away = dict.fromkeys(its)
+    inside = away | {
+        name.replace(".model.layers", ".model.language_model.layers"): x for name, x in its.items()
+    }
+    tower = f"{FRONT}.model.vision_tower.encoder.layers.0.self_attn.q_proj"
+    tower = {f"{tower}.lora_{side}.weight": np.ones((300, 2), np.float32) for side in "AB"}
+
+    def found(names, changed, **said):
+        folder = tiny_lora.write(tmp_path, changed=changed, **said)
+        return lora.read(LoRARequest("it", 1, folder), tiny.CONFIG, names, 8, FLOAT32)
+
+    alone = found(NAMES, {})
+    for changed in (inside | tower, tower, inside):  # of the wrapper, or of its decoder alone
+        for role, pair in found(wrapper, changed).items():
+            for got, want in zip(pair, alone[role], strict=True):
+                np.testing.assert_array_equal(got, want)
+    assert "2 tensors are left out: base_model.model.model.vision_tower" in caplog.text
+    unknown = {f"{FRONT}.model.x.lora_A.weight": np.ones((5, 32), np.float32)}
+    for names, changed, message in (
+        (NAMES, tower, "vision_tower.* must be lora_A or lora_B of"),
+        (wrapper, inside | unknown, "model.x.* must be lora_A or lora_B of"),
+        (wrapper, away | tower, "must have at least one tensor of the model's text part"),
+    ):
+        with pytest.raises(InputError, match=message):
+            found(names, changed)
 
 
 def test_a_directory_that_is_no_adapter_is_refused(tmp_path):

@@ -17,7 +17,7 @@ from jaxpaged.engine.driver import Driver
 from jaxpaged.handover.blocks import Blocks
 from jaxpaged.lora import LoRARequest
 from jaxpaged.memory import kv_cache
-from jaxpaged.models import loading, lora
+from jaxpaged.models import adapter_slots, loading, lora
 from jaxpaged.models.config import LayerKind
 from jaxpaged.models.families.llama import NAMES
 from jaxpaged.models.load_as import LoadAs
@@ -110,7 +110,7 @@ def test_an_adapter_in_shares_is_what_peft_merges(name):
         shard = Shard(checkpoint.config, Shards(2), number)
         model = checkpoint.model(LoadAs(FLOAT32, shard=shard))
         lora.make_room(model, names, num_adapters=2, rank=9)
-        lora.put(model, lora.read(request, checkpoint.config, names, 9, FLOAT32, shard), 1)
+        adapter_slots.put(model, lora.read(request, checkpoint.config, names, 9, FLOAT32, shard), 1)
         return model
 
     run, params = compiled(assembled(mesh_of(2), load), 2, golden["token_ids"], adapter=2)

@@ -327,6 +327,37 @@ def test_a_mistake_is_told_in_openais_form(served, path, body, status, message):
     assert message in error["message"]
 
 
+ECHOED = (
+    "reasoning",
+    "tools",
+    "text",
+    "tool_choice",
+    "metadata",
+    "user",
+    "temperature",
+    "top_p",
+    "logit_bias",
+)
+
+
+@pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999"])
+def test_what_is_no_number_of_json_is_refused_at_each_route_before_any_work(served, number):
+    """Fields are echoed, and JSON has no such numbers to echo."""
+    begun = {
+        "responses": {"input": "a"},
+        "completions": {"prompt": "a"},
+        "chat/completions": {"messages": MESSAGES},
+    }
+    bodies = [(f"/v1/{path}", body | {name: {"x": "?"}}) for path, body in begun.items() for name in ECHOED]
+    bodies += [("/tokenize", {"prompt": "a", "x": ["?"]}), ("/detokenize", {"tokens": ["?"]})]
+    bodies += [("/v1/completions", {"prompt": "a", "kv_cache_ttl": "?", "stream": True})]
+    for path, body in bodies:
+        content = json.dumps(body).replace('"?"', number)
+        got = served.http.post(path, content=content, headers={"content-type": "application/json"})
+        assert got.status_code == 400
+        assert got.json()["error"]["message"].startswith(f"the body must be JSON: {number} is ")
+
+
 def test_all_of_vllms_fields_at_their_defaults_or_null_change_nothing(served):
     """Each route as vLLM's own clients may ask it: with every field that it has."""
     for path, title, needed, unasked in (
@@ -407,6 +438,14 @@ def test_responses_whole_and_streamed_are_the_same(served):
     assert whole.output_text == want.text
     assert whole.status == ("completed" if want.finish_reason == "stop" else "incomplete")
     assert whole.usage.output_tokens == len(want.token_ids)
+    assert whole.usage.output_tokens_details.reasoning_tokens == 0
+    again = served.openai.responses.create(**asked | {"input": "ab" + "ab" * 30})
+    of_input = again.usage.input_tokens_details
+    num_full = again.usage.input_tokens // 8 * 8
+    assert of_input.cached_tokens + of_input.cache_write_tokens == num_full
+    assert served.openai.responses.create(**asked | {"input": "ab" * 31}).usage.input_tokens_details == (
+        of_input.model_copy(update={"cached_tokens": num_full, "cache_write_tokens": 0})
+    )
     items = [{"role": "developer", "content": "be"}]
     items += [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": "ab"}]}]
     stream = served.openai.responses.create(**asked | {"input": items, "instructions": None}, stream=True)

@@ -74,6 +74,10 @@ LIMITS = Limits(depth=4, values=40, containers=10, texts=10)
         (b"[" + b'{"":0},' * 11, "10 objects and lists"),
         ("Ģ[[[[[[".encode("utf-16"), "must be UTF-8"),
         (b'{"a": ' + b"1" * 5000 + b"}", "must be JSON: Exceeds the limit"),
+        (b'{"a": [NaN]}', "must be JSON: NaN is no number there"),
+        (b'{"a": -Infinity}', "must be JSON: -Infinity is no number there"),
+        (b'{"a": {"b": -1e999}}', "must be JSON: -1e999 is beyond the numbers of float64"),
+        (b'{"a": ' + b"9" * 400 + b".5}", "must be JSON: 9{40} is beyond the numbers of float64"),
         (b'{"a"', "must be JSON: Expecting ':' delimiter at character 4"),
     ],
 )

@@ -185,7 +185,7 @@ def test_a_client_that_goes_frees_its_blocks_within_a_second(served, brake, kind
     host, port = served.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as client:
         client.sendall(f"{head}content-type: application/json\r\n\r\n{body}".encode())
-        soon(lambda: served.service.num_open == number + 1)
+        soon(lambda: len(served.service.open_runs) == number + 1)
         [run] = [run for run in served.service.open_runs if len(run.prompts[0].prompt_token_ids) == 1]
         if kind != "queued":
             soon(lambda: run.num_completion_tokens > 0, lambda: hold.allow(1))

@@ -3,6 +3,7 @@
 import json
 import re
 
+import httpx
 import jsonschema
 import pydantic
 import pytest
@@ -11,11 +12,13 @@ from jaxpaged import SamplingParams, StructuredOutputsParams
 from jaxpaged.api.async_llm import AsyncLLM
 from jaxpaged.grammar.compile import Constraint
 from jaxpaged.grammar.nodes import Limits
+from jaxpaged.serve import opening
 from jaxpaged.serve.parsers import TOOL_PARSERS
+from jaxpaged.serve.replies import ApiError
 from jaxpaged.serve.structured import strict_calls
-from tests import tiny_lora
+from tests import tiny, tiny_lora
 from tests.grammar.languages import VOCABULARY, accepts
-from tests.serve.conftest import ENGINE, serving
+from tests.serve.conftest import ENGINE, serving, soon
 
 MESSAGES = [{"role": "user", "content": "ab"}]
 SCHEMA = {
@@ -237,6 +240,78 @@ def test_strict_tools_are_asked_for_by_the_server(served, monkeypatch, path):
     (wrong["function"] if is_chat else wrong)["parameters"] = {"type": "object", "unique": True}
     reply = served.http.post(path, json=body | asked | {"tools": [wrong]})
     assert (reply.status_code, "unique" in reply.text) == (400, True)
+
+
+def costly(number):
+    """Return a request whose constraint takes all of the time that one may take: 5 s."""
+    schema = {"type": "array", "minItems": 1e9, "title": f"{number}"}
+    return {"prompt": "ab", "max_tokens": 2, "structured_outputs": {"json": schema}}
+
+
+def test_costly_constraints_of_some_clients_hold_no_other(llm, served):
+    """Requests that wait count as open. Those that are given up take their constraints along: by clients that
+    go, by the time limit, by the end of the server.
+    """
+
+    def jobs():
+        return len(llm.engine.door.grammars.under_way())
+
+    cheap = {"prompt": "ab", "max_tokens": 9, "structured_outputs": {"choice": ["qq", "ww"]}}
+    assert served.http.post("/v1/completions", json=cheap | {"structured_outputs": {"choice": ["q"]}})
+    url = served.url
+    gone = [httpx.Client(base_url=url, timeout=0.4) for _ in range(3)]
+    for number, client in enumerate(gone):
+        with pytest.raises(httpx.TimeoutException):
+            client.post("/v1/completions", json=costly(number))
+        client.close()
+    soon(lambda: not served.service.num_open and not jobs())
+    waiting = [tiny.start(served.http.post, "/v1/completions", json=costly(i)) for i in range(4, 7)]
+    soon(lambda: served.service.num_open == 3 == jobs())
+    assert served.http.post("/v1/completions", json=cheap).json()["choices"][0]["text"] in ("qq", "ww")
+    assert jobs() == 3
+    served.loop.call_soon_threadsafe(served.service.give_up, ApiError(503, "the server stops"))
+    replies = [each.result(30) for each in waiting]
+    assert [(each.status_code, each.json()["error"]["message"]) for each in replies] == [
+        (503, "the server stops")
+    ] * 3
+    with serving(llm, max_queue=0, request_timeout_s=0.5, drain_seconds=0.1) as other:
+        reply = other.http.post("/v1/completions", json=costly(7))
+        assert (reply.status_code, reply.json()["error"]["type"]) == (504, "GatewayTimeoutError")
+    with serving(llm, max_queue=0, drain_seconds=0.1) as other:
+        waits = tiny.start(other.http.post, "/v1/completions", json=costly(8) | {"n": 4, "temperature": 1})
+        soon(lambda: other.service.num_open == 4)
+        assert other.http.post("/v1/completions", json=cheap).status_code == 429
+        other.stop()
+        reply = waits.result(30)
+        assert (reply.status_code, reply.json()["error"]["code"]) == (503, 503)
+    soon(lambda: not jobs())
+
+
+def test_a_client_has_so_many_constraints_that_wait(llm, monkeypatch):
+    monkeypatch.setattr(opening, "LEAST_CONSTRAINTS", 1)
+    with serving(llm, max_queue=16, drain_seconds=0.1) as other:
+        waits = [tiny.start(other.http.post, "/v1/completions", json=costly(i)) for i in (9, 10)]
+        soon(lambda: other.service.num_open == 2)
+        reply = other.http.post("/v1/completions", json=costly(11))
+        assert (reply.status_code, "wait to be compiled" in reply.text) == (429, True)
+        other.stop()
+        assert [each.result(30).status_code for each in waits] == [503] * 2
+
+
+def test_an_answer_that_cannot_be_followed_any_further_ends_with_an_error(served):
+    pytest.importorskip("llguidance")
+    names = [f"s{i}" for i in range(6)]  # each of them a way to read each part of the text
+    rules = [
+        f"s: /[a-z]/ | {' | '.join(f'{name} {name}' for name in names)}",
+        *(f"{name}: s" for name in names),
+    ]
+    grammar = {"grammar": "\n".join(["start: s", *rules])}
+    asked = {"max_tokens": 80, "min_tokens": 80, "structured_outputs": grammar}
+    [choice] = served.http.post("/v1/completions", json={"prompt": "ab"} | asked).json()["choices"]
+    assert choice["finish_reason"] == "error"
+    assert re.fullmatch("[a-z]{16,}", choice["text"]), "nothing came unconstrained"
+    metrics = served.http.get("/metrics").text
+    assert re.search(r'request_success_total{.*finished_reason="error".*} 1.0', metrics)
 
 
 BAD = {"type": "object", "properties": {"a": {"type": "array", "unique": True}}, "required": ["a"]}

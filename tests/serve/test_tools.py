@@ -138,6 +138,7 @@ def test_a_response_has_reasoning_text_and_calls_as_items_whole_and_streamed(ser
         assert first.call_id != second.call_id
         assert {item.status for item in response.output} == {response.status} == {"completed"}
         assert response.tools[0].name == "f"
+        assert response.usage.output_tokens_details.reasoning_tokens == len("hm")
     assert [each.sequence_number for each in told] == [*range(len(told))]
     kinds = [each.type.removeprefix("response.") for each in told]
     part = [
@@ -162,6 +163,29 @@ def test_a_response_has_reasoning_text_and_calls_as_items_whole_and_streamed(ser
         [done] = [e for e in its if e.type.endswith(("text.done", "arguments.done"))]
         assert getattr(done, "arguments", None) or done.text == text
         assert its[-1].item == item
+
+
+def test_a_response_that_is_given_up_is_failed_and_one_that_is_cut_incomplete(served, monkeypatch):
+    """As for new weights: then `max_output_tokens` is not the reason."""
+    stream, asked = served.llm.stream, {"model": "tiny", "input": "ab", "max_output_tokens": 4}
+
+    async def aborted(prompts, request_id):
+        async for i, output in stream(prompts, request_id):
+            [answer] = output.outputs
+            answer = dataclasses.replace(answer, finish_reason=answer.finish_reason and ends)
+            yield i, dataclasses.replace(output, outputs=[answer])
+
+    monkeypatch.setattr(served.llm, "stream", aborted)
+    for ends, status, reason in (("abort", "failed", None), ("length", "incomplete", "max_output_tokens")):
+        whole = served.openai.responses.create(**asked)
+        told = [*served.openai.responses.create(**asked, stream=True)]
+        assert told[-1].type == f"response.{status}"
+        for response in (whole, told[-1].response):
+            assert response.status == status
+            assert getattr(response.incomplete_details, "reason", None) == reason
+            assert (response.error is not None) == (ends == "abort")
+            assert response.output[-1].status == "incomplete"
+            assert response.usage.output_tokens == 4
 
 
 def test_a_response_goes_on_from_its_own_items_and_their_outputs(served, says, reasons):

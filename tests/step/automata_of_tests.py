@@ -32,6 +32,8 @@ def arrays_of(automaton: sampler.TokenAutomaton) -> types.SimpleNamespace:
     masks = np.zeros(next_state.shape, bool)
     for state, moves in enumerate(automaton.moves):
         next_state[state, [*moves]] = [*moves.values()]
+        if state in automaton.accepting:
+            next_state[state, [*automaton.end_tokens]] = state
         masks[state, [*moves, *(automaton.end_tokens if state in automaton.accepting else ())]] = True
     each = np.arange(len(masks))
     forced = forced_tokens(masks, tuple(automaton.end_tokens))

@@ -430,7 +430,7 @@ class LockStep:
             if (automaton := rules.get("automaton")) is not None:
                 behind = automaton.state(row.tokens[row.prompt_len :])
                 self.seen["constrained"] += behind is not None and behind >= 0
-                want = automata.WAITS if behind is None else behind
+                want = {None: automata.WAITS, -1: automata.LOST}.get(behind, behind)
                 if row.request.is_followed:
                     want = automata.RESTS if row.rests else min(want, 0)
                 assert state.rows.grammars.state[index] == want

@@ -7,15 +7,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpaged.step import followers, past, speculation
+from jaxpaged.sampling_state import token_bits
+from jaxpaged.step import followers, loop, past, speculation
 from jaxpaged.step.config import DraftCost, Lookup, SuffixLookup
-from jaxpaged.step.state import DraftRows, empty_rows, no_past
+from jaxpaged.step.plan import DecodeSlots, Plan
+from jaxpaged.step.state import DraftRows, Phase, empty_rows, no_past
 from reference import speculation as reference
 from tests.step.lockstep import Event, LockStep, Request
 from tests.step.sum_model import VOCAB, next_token
 from tests.step.test_scheduler import SETTINGS
 
 LOOKUP = Lookup(most=5, longest=3, shortest=2)
+drafted = jax.jit(speculation.draft, static_argnums=3)
 
 
 def test_what_followed_the_longest_end_is_drafted(monkeypatch):
@@ -103,6 +106,88 @@ def test_past_answers_of_the_same_salt_are_drafted_from(monkeypatch, room):
         assert follow[:num].tolist() == want
         others += want != reference.likely_followers(tokens[:n].tolist(), oracle)
     assert others > 50
+
+
+def test_nothing_is_drafted_from_answers_before_a_reset_of_the_prefix_cache():
+    """Both forget what other requests' prompts and answers were."""
+    [setting] = [each for each in SETTINGS if each.past_tokens]
+    state, lookup = setting.state(), setting.config.lookup
+    old = empty_rows(1, 20, VOCAB)
+    old.arrival[:], old.prompt_lens[:], old.num_tokens[:] = 1, 3, 15
+    old.token_ids[0, :15] = np.arange(15) % VOCAB
+    ring = jax.jit(past.with_answer)(state.past, old, 0)
+    token_ids = np.zeros((1, 20), np.int32)
+    token_ids[0, :4] = [1, 7, 8, 9]  # of the answer
+    found = jax.jit(lambda *args: followers.likely_followers(*args[:2], lookup, *args[2:]))
+    asked, salt = (token_ids, np.array([4], np.int32)), np.zeros(1, np.int32)
+    assert np.asarray(found(*asked, ring, salt)[0]).tolist() == [lookup.most]
+    state = loop.reset_prefix_cache(dataclasses.replace(state, past=ring))
+    assert np.asarray(found(*asked, state.past, salt)[0]).tolist() == [0]
+
+
+def test_a_draft_that_ends_its_answer_is_chosen_and_not_accepted():
+    """Three drafts of each of four rows are right; a stop token is none of them, the first, the second or
+    the last.
+    """
+    rows, most, last = empty_rows(4, 12, VOCAB), 3, 4
+    rows.prompt_lens[:], rows.num_tokens[:] = 2, 5
+    rows.token_ids[:, 5:8] = [6, 7, 8]
+    for row, stop in enumerate((None, 6, 7, 8)):
+        if stop is not None:
+            rows.rules.stop_tokens[row] = np.asarray(token_bits([stop], VOCAB)).reshape(-1)
+    chosen, slots = [], []
+    for row in range(4):
+        chosen += [6, 7, 8, last]
+        slots += [row] * 4
+    first = np.arange(0, 16, 4, dtype=np.int32)
+    its = DecodeSlots(np.array(slots, np.int32), first, np.tile(np.arange(4, dtype=np.int32), 4))
+    drafts = speculation.Drafts(np.full(4, most, np.int32), first + 1, jnp.int32(1), jnp.int32(1))
+    num, token = jax.jit(speculation.accepted, static_argnums=4)(
+        np.array(chosen, np.int32), rows, its, drafts, most
+    )
+    assert np.asarray(num).tolist() == [3, 0, 1, 2]
+    assert np.asarray(token).tolist() == [last, 6, 7, 8]
+
+
+def test_no_draft_is_at_or_behind_the_last_place_of_an_answer():
+    """The token that follows right drafts is an answer's last at most: so far as drafts may go, all but one
+    of the tokens that are left.
+    """
+    setting = dataclasses.replace(SETTINGS[0], name="", most_drafts=5, most_drafting=None, has_arena=False)
+    state, left = setting.state(), [1, 2, 3, 6, 9]
+    rows = dataclasses.replace(state.rows)
+    num_rows, num = rows.phase.shape[0], len(left)
+    padding = (0, num_rows - num)
+    tokens = np.tile([2, 3, 4, 5, 6, 7] * 4, (num_rows, 1))
+    num_tokens = np.pad(np.full(num, 20, np.int32), padding)
+    phase = np.pad(np.full(num, Phase.RUNNING, np.int32), padding, constant_values=Phase.EMPTY)
+    index = np.arange(num_rows, dtype=np.int32)
+    rows = dataclasses.replace(
+        rows,
+        token_ids=rows.token_ids.at[:, : tokens.shape[1]].set(tokens),
+        phase=jnp.asarray(phase),
+        order=jnp.asarray(index),
+        prompt_lens=jnp.asarray(np.minimum(num_tokens, 9)),
+        num_tokens=jnp.asarray(num_tokens),
+        max_num_tokens=jnp.asarray(num_tokens + np.pad(np.array(left, np.int32), padding)),
+    )
+    tables = dataclasses.replace(state.tables, seq_lens=jnp.asarray(np.maximum(num_tokens - 1, 0)))
+    state = dataclasses.replace(state, rows=rows, tables=tables)
+    found = []
+    for row in range(num):  # alone, so that there are slots for all drafts
+        is_one = index == row
+        plan = Plan(jnp.zeros_like(index), jnp.asarray(is_one.astype(np.int32)))
+        max_num_seqs = setting.config.max_num_seqs
+        slots = DecodeSlots(
+            jnp.full(max_num_seqs, num_rows, jnp.int32).at[0].set(row),
+            jnp.where(is_one, 0, max_num_seqs),
+            jnp.zeros(max_num_seqs, jnp.int32),
+        )
+        drafts = drafted(state, plan, slots, setting.config)[3]
+        found.append(int(drafts.num[row]))
+    room = [min(each - 1, 5, setting.config.max_num_seqs - 1) for each in left]
+    assert found == room
+    assert {0, 1, 2} <= set(room)
 
 
 @pytest.mark.slow

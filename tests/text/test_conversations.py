@@ -131,6 +131,59 @@ def test_contents_are_texts_or_parts_as_the_template_has_them(message, plain, lo
         assert wants == str([{"type": "text", "text": message["content"]}])
 
 
+PART = "{% for p in its %}{{ p.text }}{% endfor %}"
+# How templates reach the parts of a message m, beside a loop over its content.
+REACHES = {
+    "macro": "{% macro say(its) %}" + PART + "{% endmacro %}|{{ say(m.content) }}",
+    "variable": "|{% set its = m['content'] %}" + PART,
+    "namespace": "{% set ns = namespace(c=[]) %}|{% set ns.c = m.content %}{% set its = ns.c %}" + PART,
+    "get": "|{% for p in m.get('content') %}{{ p['text'] | trim }}{% endfor %}",
+    "filter": "|{{ m.content | selectattr('type', 'equalto', 'text') | map(attribute='text') | join }}",
+    "number": "|{{ m['content'][0]['text'] }}",
+    "first": "|{{ (m.content | first).text | upper }}",
+    "type": "|{% for p in m.content if p.type == 'text' %}{{ p.text }}{% endfor %}",
+    "sum": "|{% set its = [] + m.content %}" + PART,  # which fails with a text
+}
+
+
+@pytest.mark.parametrize("reach", REACHES)
+@pytest.mark.parametrize("role", ["user", "system", "assistant", "tool", "all"])
+def test_no_text_is_lost_however_a_template_reaches_it(reach, role):
+    """Each role by itself: a system message may be reached by its first part, all others as texts."""
+    before, _, said = REACHES[reach].partition("|")
+    if role != "all":
+        said = "{% if m.role == '" + role + "' %}" + said + "{% else %}{{ '' + m.content }}{% endif %}"
+    tokenizer = Tokenizer(before + "{% for m in messages %}{{ m.role }}:" + said + ";{% endfor %}")
+    turns = {"system": "be", "user": "a", "assistant": "b", "tool": "c"}
+    want = "".join(f"{role}:{text};" for role, text in turns.items()).lower()
+    for content in (str, lambda text: [{"type": "text", "text": text}]):
+        messages = [{"role": role, "content": content(text)} for role, text in turns.items()]
+        assert render(tokenizer, messages).lower() == want
+
+
+@pytest.mark.parametrize(
+    "shown", ["{{ m.content }}", "{{ m | tojson }}", "{{ m.content | tojson | tojson }}"]
+)
+def test_a_text_is_no_list_that_is_written_as_such(shown):
+    """A content of which neither form comes out as a text is given as one."""
+    refuses = "{% if m.content is string and m.role == 'tool' %}{{ raise_exception('no') }}{% endif %}"
+    tokenizer = Tokenizer("{% for m in messages %}" + shown + refuses + "{% endfor %}")
+    assert "type" not in render(tokenizer, [{"role": "user", "content": "x"}])
+    with pytest.raises(InputError, match="refuses them: no"):
+        render(tokenizer, asked("{}"))
+
+
+def test_what_one_clients_variables_do_to_a_template_is_no_other_clients():
+    """Without `mode` the template writes nothing: what suits it is found with each client's own."""
+    by_mode = (
+        "{% for m in messages %}{% if mode == 'parts' %}{% for p in m.content %}{{ p.text }}{% endfor %}"
+        "{% elif mode == 'text' %}{{ '' + m.content }}{% endif %}{% endfor %}"
+    )
+    tokenizer, user = Tokenizer(by_mode), [{"role": "user", "content": "hello"}]
+    for mode in ("parts", "text", "parts"):
+        assert render(tokenizer, user, kwargs={"mode": mode}) == "hello"
+
+
 @pytest.mark.parametrize(
     "template",
     [

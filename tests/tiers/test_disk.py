@@ -3,10 +3,12 @@
 import errno
 import itertools
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -15,8 +17,9 @@ from safetensors.numpy import load, save
 
 from jaxpaged import disk_cache
 from jaxpaged.checks import InputError
+from jaxpaged.config import EngineConfig
 from jaxpaged.contracts.block_stores import StoredBlock
-from jaxpaged.tiers import disk
+from jaxpaged.tiers import block_files, disk, tiers
 from jaxpaged.tiers.disk import DiskStore
 from jaxpaged.untrusted import read_json
 from tests.tiers.test_stores import SPACES, Clock, block, history, key_of
@@ -50,7 +53,7 @@ def test_a_directory_is_in_lock_step_with_its_oracle(make, monkeypatch, keeps):
         monkeypatch.setattr(time, "time_ns", lambda: (2**31 + clock()) * 10**9 + 1000 * next(count))
 
     def size_of(key, new):
-        return len(disk.written(key, new, b"secret"))
+        return len(block_files.written(key, new, b"secret"))
 
     capacity = 4 * size_of(key_of(1), block(1, 3))
     store = make(capacity)
@@ -62,7 +65,7 @@ def test_a_directory_is_in_lock_step_with_its_oracle(make, monkeypatch, keeps):
 
 def test_what_is_kept_outlives_a_restart_and_others_respect_it(make, monkeypatch):
     monkeypatch.setattr(disk, "LEFT", 1.0)
-    size = len(disk.written(key_of(1), block(1, 3), b"secret"))
+    size = len(block_files.written(key_of(1), block(1, 3), b"secret"))
     first, other = make(6 * size + size // 2), make(6 * size + size // 2)
     for number in range(6):
         first.put(key_of(number), block(number, 3))
@@ -84,6 +87,43 @@ def test_what_is_kept_outlives_a_restart_and_others_respect_it(make, monkeypatch
     again.keep([key_of(16)], 1e-6)
     again.flush()
     assert again.kept_bytes == 0, "its time is over"
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_all_that_is_kept_has_half_of_the_room_whoever_keeps_it(make, restarts):
+    """Two engines in turns, or one that starts anew; then an engine with less room."""
+    size = len(block_files.written(key_of(1), block(1, 3), b"secret"))
+    capacity = 10 * size
+
+    def kept():
+        return sum(path.stat().st_size for path in files(store) if path.stat().st_mtime > time.time() + 60)
+
+    store = make(capacity)
+    other = None if restarts else make(capacity)
+    for first in (0, 5):
+        those = [key_of(number) for number in range(first, first + 5)]
+        for number, key in enumerate(those):
+            store.put(key, block(number, 3))
+        store.keep(those[:3], 3600)
+        store.flush()
+        assert kept() == store.kept_bytes == (5 if first else 3) * size
+        if restarts:
+            store.close()
+        store = other or make(capacity)
+    for number in range(10, 30):
+        store.put(key_of(number), block(number, 3))
+        store.flush()
+        assert store.contains(key_of(number)), "what comes anew has the other half"
+    small = make(4 * size)
+    small.flush()
+    assert kept() == small.kept_bytes == 2 * size
+    assert small.contains(key_of(0)), "a chain's beginning is kept longest"
+    # Nobody can have asked for so long: another clock, or an earlier version.
+    path = block_files.path_of(small.folder, key_of(29))
+    os.utime(path, (time.time() + 1e9,) * 2)
+    small.flush()
+    small.flush()
+    assert path.stat().st_mtime < time.time() + 60
 
 
 def test_what_was_put_is_found_by_others_and_after_a_restart(make):
@@ -132,43 +172,128 @@ def warned(caplog):
 
 def test_files_that_are_torn_or_foreign_are_skipped_with_one_line(make, warned, tmp_path):
     store, good, other = make(), key_of(1), key_of(3)
-    store.put(good, block(7, 9))
+    for key in (good, other):
+        store.put(key, block(7, 9))
     store.flush()
-    [file] = files(store)
-    content = file.read_bytes()
-    other_file = file.with_name(f"{other.digest.hex()}.safetensors")
+    other_file = block_files.path_of(store.folder, other)
+    torn, content = other_file.read_bytes(), block_files.path_of(store.folder, good).read_bytes()
     foreign = make(folder=tmp_path / "another")
     foreign.put(other, block(7, 9))
     foreign.flush()
     [another] = files(foreign)
-    length = 8 + int.from_bytes(content[:8], "little")
-    header = read_json(content[8:length])
-    [(name, text)] = header["__metadata__"].items()
-    tensors = load(content)
-    for wrong in (
+    length = 8 + int.from_bytes(torn[:8], "little")
+    [(name, text)] = read_json(torn[8:length])["__metadata__"].items()
+    tensors = load(torn)
+    ours = [  # by their heads: counted, not used, and removed when they are old
+        torn[:-1],
+        torn[:length],
+        torn[:-1] + bytes([torn[-1] ^ 1]),
+        save(tensors | {"v": tensors["k"]}, metadata={name: text}),
+    ]
+    not_ours = [  # neither counted, used nor removed
         b"",
-        content[:-1],
-        content[: len(content) // 2],
-        content[:-1] + bytes([content[-1] ^ 1]),
+        torn[: length // 2],
         content,  # of another key
         another.read_bytes(),  # with another secret
         save(tensors),
-        save(tensors | {"v": tensors["k"]}, metadata={name: text}),
         save(tensors, metadata={name: text.replace("true", "false")}),
         save(tensors, metadata={name: text.replace("uint8", "int8")}),
         save(tensors, metadata={name: "[]"}),
-    ):
+        save(tensors, metadata={"jaxpaged block, version 1": text}),
+    ]
+    for wrong in (*ours, *not_ours):
         other_file.write_bytes(wrong)
-        reader = make()
-        assert reader.contains(other)
+        os.utime(other_file, (0, 0))
+        reader = make(len(content) + len(torn) // 2)  # room for one block
+        if wrong in not_ours:
+            [line] = warned()
+            assert "has 1 files with names of blocks that are neither used nor removed" in line
+        assert reader.contains(other) == (wrong in ours)
         assert [reader.get(other) for _ in range(3)] == [None] * 3
         assert not reader.contains(other)
         [line] = warned()
         assert line.startswith(f"{other_file} is skipped, for it is torn or somebody else's: ")
-        assert int(reader.get(good).arrays["k"][0, 0]) == 7
-        reader.put(other, block(8))  # a good one takes its place
+        reader.put(good, block(7, 9))
         reader.flush()
-        assert int(reader.get(other).arrays["k"][0, 0]) == 8
+        assert reader.num_bytes == len(content)
+        assert other_file.exists() == (wrong not in ours)
+        assert int(reader.get(good).arrays["k"][0, 0]) == 7
+    reader = make()
+    reader.put(other, block(8))  # a good one takes its place
+    reader.flush()
+    assert int(reader.get(other).arrays["k"][0, 0]) == 8
+
+
+def test_what_is_not_ours_is_neither_counted_nor_removed(make, tmp_path, monkeypatch):
+    """Whatever it is called, wherever it lies, and however old it is; links are not followed."""
+    size = len(block_files.written(key_of(1), block(1, 900), b"secret"))
+    store = make(3 * size)
+    store.put(key_of(1), block(1, 900))
+    store.flush()
+    [one] = files(store)
+    elsewhere = tmp_path / "elsewhere" / "unfinished-model"
+    elsewhere.mkdir(parents=True)
+    weights = save({"w": np.zeros(size, np.float32)})
+    foreign = [
+        *(store.folder / name for name in ("model.safetensors", "a-model/model.safetensors", "notes.txt")),
+        *(store.folder / name for name in ("unfinished-business", "0" * 64 + ".safetensors")),
+        store.folder / ("0" * 16) / f"{'0' * 64}.safetensors",
+        *(
+            one.parent / name
+            for name in ("0" * 64 + ".safetensors", "unfinished-thesis", "model.safetensors")
+        ),
+        one.parent / "deeper" / one.name,
+        elsewhere / one.name,
+    ]
+    for path in foreign:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(weights)
+        os.utime(path, (0, 0))
+    (store.folder / ("1" * 16)).symlink_to(elsewhere)
+    (one.parent / f"{'2' * 64}.safetensors").symlink_to(one)
+    again = make(3 * size)
+    assert again.num_bytes == size
+    for number in range(3, 13, 2):
+        again.put(key_of(number), block(1, 900))
+        again.flush()
+    assert again.num_bytes <= 3 * size
+    assert not one.exists()
+    again.clear(SPACES[1])
+    again.flush()
+    assert again.num_bytes == 0
+    assert [path for path in foreign if path.read_bytes() != weights] == []
+
+
+def test_a_folder_of_somebodys_is_refused_unless_it_has_our_marker(make, tmp_path, monkeypatch):
+    for number, name in enumerate(("model.safetensors", "a-model/config.json", ".hidden", "secret/x")):
+        folder = tmp_path / str(number)
+        (folder / name).parent.mkdir(parents=True)
+        folder.chmod(0o700)
+        (folder / name).write_bytes(b"x")
+        match = rf"disk:{re.escape(str(folder))}' must be a new or empty folder, or one that has jaxpaged-bl"
+        with pytest.raises(InputError, match=match if number < 3 else "cannot be used"):
+            make(folder=folder)
+        if number < 3:
+            assert [path.name for path in folder.iterdir()] == [name.split("/")[0]]
+    (tmp_path / "root" / "lost+found").mkdir(parents=True, mode=0o700)
+    (tmp_path / "root").chmod(0o700)
+    make(folder=tmp_path / "root")
+    (tmp_path / "root" / "model.safetensors").write_bytes(b"x")
+    make(folder=tmp_path / "root")
+    # A folder of an earlier version has no marker.
+    (tmp_path / "root" / "model.safetensors").unlink()
+    (tmp_path / "root" / "jaxpaged-blocks.txt").unlink()
+    make(folder=tmp_path / "root")
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    for asked in ("disk:", "disk: ", "disk:.", "disk:./"):
+        with pytest.raises(InputError, match=r"^kv_offloading_backend='disk:[ ./]*' must be .*disk:DIR"):
+            EngineConfig(kv_offloading_size=1, kv_offloading_backend=asked)
+    with pytest.raises(InputError, match="^kv_offloading_backend='disk:' must be disk:DIR"):
+        DiskStore(Path(), MUCH)
+    with pytest.raises(InputError, match="cannot be used: .*null byte"):
+        tiers.opened(1, "disk:a\0b", 1)
+    assert [*(tmp_path / "empty").iterdir()] == []
 
 
 def test_a_folder_that_others_may_write_to_is_refused(make, tmp_path):

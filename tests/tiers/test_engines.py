@@ -1,6 +1,8 @@
 """Engines with tiers: the answers of engines without, and hits in lock-step with the oracle."""
 
 import functools
+import gc
+import re
 import threading
 import time
 
@@ -9,6 +11,7 @@ import pytest
 
 from jaxpaged.api.outputs import request_output
 from jaxpaged.checks import InputError
+from jaxpaged.contracts.block_stores import BlockKey
 from jaxpaged.engine.driver import Driver
 from jaxpaged.handover import programs, staging
 from jaxpaged.memory.cache_specs import FULL
@@ -17,6 +20,7 @@ from jaxpaged.sampling_params import BeamSearchParams, SamplingParams
 from jaxpaged.step import loop
 from jaxpaged.tiers.host import HostStore
 from jaxpaged.tiers.rule import Rule
+from jaxpaged.tiers.tiers import Promotion
 from reference.tiers import Store, TieredCache
 from tests import tiny
 from tests.outsiders.block_store import Kept
@@ -155,7 +159,7 @@ def test_a_prompt_is_kept_for_as_long_as_it_asks():
     assert hits(kept) == hits(kept) == 0
     assert hits(kept, kv_cache_ttl=10) == 0
     assert hits(kept) == 64
-    assert hits(too_much, kv_cache_ttl=float("inf")) == 0
+    assert hits(too_much, kv_cache_ttl=2592000) == 0
     assert hits(too_much) == 12 * 8  # as much as there was room for beside the other
     clock.now += 10
     assert hits(kept) == 0
@@ -168,8 +172,10 @@ def test_a_prompt_is_kept_for_as_long_as_it_asks():
     tiny.drain(driver)
     driver.finish_departures()
     assert driver.tiers.host.kept_bytes == 8 * BLOCK_BYTES
-    with pytest.raises(InputError, match="kv_cache_ttl=-1 must be a number >= 0"):
-        driver.door.admit(kept, ONE_TOKEN, kv_cache_ttl=-1)
+    for wrong in (-1, 2592001, float("inf"), float("nan"), 10**100, True):
+        rule = re.escape(f"kv_cache_ttl={wrong} must be a number from 0 to 2592000, in seconds")
+        with pytest.raises(InputError, match=rule):
+            driver.door.admit(kept, ONE_TOKEN, kv_cache_ttl=wrong)
     with pytest.raises(InputError, match="kv_cache_ttl=5 must be None without kv_offloading_size"):
         tiny.driver().door.admit(kept, ONE_TOKEN, kv_cache_ttl=5)
 
@@ -236,7 +242,7 @@ def test_a_store_that_is_slow_or_fails_costs_hits_alone(cold):
             ask(driver, other)
         time.sleep(0.3)
     # A request that is given up while it waits leaves nothing behind, and those of its prompt wait with it.
-    store.seconds, store.fails = 5.0, False
+    store.seconds, store.fails = 0.5, False
     params = SamplingParams(n=2, max_tokens=2)
     requests = tiny.numbered(driver.door.admit(first, params))
     driver.rule.seconds_to_wait = 60.0
@@ -248,6 +254,20 @@ def test_a_store_that_is_slow_or_fails_costs_hits_alone(cold):
     assert [delta.request_id for delta in gone] == [requests[0].request_id]
     driver.abort([requests[1].request_id])
     assert not driver.has_work
+    # Nor does the first of a prompt whose blocks come for the others alone.
+    store.seconds = 0.0
+    requests = tiny.numbered(driver.door.admit(first, params))
+    for request in requests:
+        driver.add(request)
+    assert not driver.queue
+    driver.abort([requests[0].request_id])
+    tiny.drain(driver)
+    driver.finish_departures()
+    gc.collect()
+    alive = gc.get_objects()
+    last = [each.promoted for each in alive if isinstance(each, Promotion)]  # of the thread that reads
+    sets = [each for each in alive if type(each) is set and each and not any(each is its for its in last)]
+    assert not [each for each in sets if all(isinstance(key, BlockKey) for key in each)]
 
 
 def test_a_directory_is_found_after_a_restart_and_by_another_engine(cold, tmp_path):
@@ -365,6 +385,32 @@ def test_rows_run_while_blocks_come_and_nobody_waits_longer_than_for_computing(c
     tiny.assert_nothing_is_held(driver)
     driver.close_tiers()
     assert gate.num_begun == 2 if comes else gate.num_begun <= 1  # what is late is not copied any more
+
+
+def test_new_weights_take_no_block_of_old_ones_that_is_on_its_way(monkeypatch):
+    """The prompt waits for its blocks when the weights change; a row decodes beside it."""
+    driver, [first, *others] = tiered(), tiny.prompts([70, *[100] * 6, 20], seed=15)
+    for prompt in (first, *others[:-1]):
+        ask(driver, prompt)
+    gate = Gate(monkeypatch)
+    running, waiting = tiny.numbered([tiny.request(driver, 1, p, SCORED) for p in (others[-1], first)])
+    driver.add(running)
+    driver.turn(max_steps=1)
+    driver.add(waiting)
+    deltas = [delta for _ in range(4) for delta in driver.turn(max_steps=1)]
+    assert driver.is_fetching
+    other = {name: array[::-1].copy() for name, array in tiny.weights().items() if "_proj" in name}
+    deltas += driver.update_weights(driver.read_names(list(other.items())))
+    gate.may_pass.set()
+    while driver.has_work:
+        deltas += driver.turn()
+    its = [(d.token_ids, d.scores) for d in deltas if d.request_id == waiting.request_id and d.token_ids]
+    assert driver.reset_prefix_cache()
+    answer, num_hits, fetched = ask(driver, first, SCORED)
+    assert (num_hits, fetched) == (0, {})
+    assert whole(its) == whole(answer)
+    tiny.assert_nothing_is_held(driver)
+    driver.close_tiers()
 
 
 @pytest.mark.slow

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from jaxpaged.checks import InputError, shown
+from jaxpaged.checks import InputError, check, shown
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.families.afmoe import AFMOE
 from jaxpaged.models.families.apertus import APERTUS
@@ -59,9 +59,12 @@ from jaxpaged.models.families.solar import SOLAR_OPEN
 from jaxpaged.models.families.stablelm import STABLELM
 from jaxpaged.models.families.starcoder2 import STARCODER2
 from jaxpaged.models.families.windowed_moe import FLINT, KOLIBRI, MELLUM
-from jaxpaged.models.families.wrappers import WRAPPERS, Wrapper
+from jaxpaged.models.families.wrappers import WRAPPERS, Wrapper, taken_out
 from jaxpaged.models.fields import Fields
+from jaxpaged.models.lengths import lengthened
 from jaxpaged.models.names import Names
+from jaxpaged.models.overrides import NAME as OVERRIDES
+from jaxpaged.models.overrides import TEXT, check_read, overridden
 
 FAMILIES = (
     LLAMA,
@@ -148,20 +151,34 @@ BY_TYPE = {family.model_type: family for family in FAMILIES}
 ARCHITECTURES = tuple(dict.fromkeys(gguf.architecture for family in FAMILIES for gguf in family.gguf))
 
 
+OUTSIDE = (TEXT, "tie_word_embeddings", "eos_token_id")  # what a wrapper's own fields say of its decoder
 WRAPPER_OF = {wrapper.model_type: wrapper for wrapper in WRAPPERS}
 
 
-def described(said: Mapping[str, Any]) -> tuple[ModelConfig, Names]:
+def described(
+    said: Mapping[str, Any], overrides: Mapping[str, Any] | None = None
+) -> tuple[ModelConfig, Names]:
     """Return the description of a model from its Hugging Face config, and what its files call the weights; of
     a model of images and text those of its text part.
+
+    overrides: what a user says in place of the config; see `jaxpaged.models.overrides`.
 
     Raises `InputError` for unknown model types, for values of the wrong type, and for whatever changes the
     arithmetic in a way that is not supported.
     """
-    _, family, its = _found(said)
+    said, overrides = overridden(said, overrides or {}), overrides or {}
+    wrapper, family, its = _found(said)
     fields = Fields(its, family.defaults)
     config = family.read(fields)
     fields.refuse_rest()
+    if wrapper is not None and isinstance(said.get(TEXT), Mapping):
+        rule = f"one of {', '.join(OUTSIDE)} for a model with a decoder inside"
+        for name in overrides:
+            check(f"{OVERRIDES}: key", name, rule, name in OUTSIDE)
+        overrides = overrides.get(TEXT) or {}
+    check_read(fields, overrides)
+    if not family.has_final_length:
+        config = lengthened(config)
     return config, names_of(said, config)
 
 
@@ -177,7 +194,7 @@ def names_of(said: Mapping[str, Any], config: ModelConfig, quant_method: str | N
     """Return what files of a config call the weights of its description, in this quantised form if in one."""
     wrapper, family, _ = _found(said)
     names = family.quantised_names.get(quant_method or "") or family.names(config)
-    return names if wrapper is None else wrapper.names(names)
+    return taken_out(names) if wrapper is None else wrapper.names(names)
 
 
 def _found(said: Mapping[str, Any]) -> tuple[Wrapper | None, Family, Mapping[str, Any]]:
@@ -201,9 +218,9 @@ def of_architecture(architecture: str, tensors: Collection[str]) -> tuple[Family
     return next(iter([*marked, *(pair for pair in known if pair[1].marker is None)]), None)
 
 
-def from_hf(said: Mapping[str, Any]) -> ModelConfig:
+def from_hf(said: Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> ModelConfig:
     """Return the description alone; see `described`."""
-    return described(said)[0]
+    return described(said, overrides)[0]
 
 
 def markdown_table() -> str:

@@ -64,6 +64,8 @@ class Family:
     read: Callable[[Fields], ModelConfig]
     names: Callable[[ModelConfig], Names]
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # what transformers takes
+    # Whether `max_position_embeddings` already counts every scaling of RoPE.
+    has_final_length: bool = False
     gguf: tuple[Gguf, ...] = ()
     # By a `quant_method` whose files call the weights otherwise, or have them in another form: what they do.
     quantised_names: Mapping[str, Names] = dataclasses.field(default_factory=dict)

@@ -48,7 +48,6 @@ def _capped(f: Fields) -> dict[str, Any]:
     return common(f) | {
         "norm_place": "both",
         "attention_scale": f.positive("query_pre_attn_scalar", 256) ** -0.5,
-        "attention_soft_cap": f.get("attn_logit_softcapping"),
         "logit_soft_cap": f.get("final_logit_softcapping"),
     }
 
@@ -73,6 +72,7 @@ def _gemma2(f: Fields) -> dict[str, Any]:
 
 
 def read_gemma3(f: Fields) -> ModelConfig:
+    f.get("attn_logit_softcapping")  # transformers and llama.cpp have it, and leave it unused in this family
     same = _capped(f) | {"qk_norm": "head"}
     local, everywhere = ropes(f, same["head_dim"])
     sliding = LayerKind(rope=local, sliding_window=f.size("sliding_window", 4096))
@@ -114,7 +114,10 @@ def _gguf_fields(read: Metadata) -> dict[str, Any]:
 
 
 def _gguf_fields3(read: Metadata) -> dict[str, Any]:
-    return _gguf_fields(read) | {"rope_theta": read("rope.freq_base") or GLOBAL_THETA}
+    return _gguf_fields(read) | {
+        "rope_theta": read("rope.freq_base") or GLOBAL_THETA,
+        "rope_local_base_freq": read("rope.freq_base_swa") or LOCAL_THETA,
+    }
 
 
 LESS_ONE = Form(lambda config, shape: shape, lambda config, pieces: [piece - 1 for piece in pieces])
@@ -156,5 +159,6 @@ GEMMA3 = Family(
     read=read_gemma3,
     names=lambda config: FOUR_NORMS,
     defaults=_TIED | {"max_position_embeddings": 131072},
+    has_final_length=True,
     gguf=_gguf("gemma3", _gguf_fields3),
 )

@@ -133,6 +133,7 @@ def _sparsity(f: Fields, num_layers: int) -> list[float]:
 GEMMA3N = Family(
     model_type="gemma3n_text",
     models="Gemma 3n, text only",
+    has_final_length=True,
     read=read_gemma3n,
     names=names,
     defaults={

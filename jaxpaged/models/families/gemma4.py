@@ -35,6 +35,7 @@ MOE = TABLE | {
 }
 FULL, SLIDING = "full_attention", "sliding_attention"
 PATTERN = 6  # the last of so many layers sees all tokens
+MOST_DIGITS = 10  # of a layer's number
 GLOBAL_PART = 0.25  # share of coordinates that turn where all tokens are seen
 
 
@@ -114,18 +115,31 @@ def _wide(f: Fields, types: Sequence[Any]) -> dict[str, int]:
     default = {"head_dim": f.size("global_head_dim", 512), "num_key_value_heads": its_own or kv_heads}
     given = f.get("per_layer_config")
     if given is not None:
-        numbers = {str(i) for i, each in enumerate(types) if each == FULL}
+        same = {"head_dim": f.size("head_dim", 256), "num_key_value_heads": kv_heads}
         rule = f"a JSON object with the same head_dim and num_key_value_heads for each {FULL} layer"
-        ok = isinstance(given, Mapping) and set(given) == numbers and bool(numbers)
-        each = list(given.values()) if ok else []
-        ok = ok and all(isinstance(one, Mapping) and set(one) <= set(default) for one in each)
-        check("model config: per_layer_config", given, rule, ok and all(one == each[0] for one in each))
-        default = {"head_dim": f.size("head_dim", 256), "num_key_value_heads": kv_heads, **each[0]}
+        by_layer = _by_layer(given, len(types))
+        ok = by_layer is not None and all(set(its) <= set(same) for its in by_layer.values())
+        its = [(kind, {**same, **by_layer.get(i, {})}) for i, kind in enumerate(types)] if by_layer else []
+        full = [sizes for kind, sizes in its if kind == FULL] or [same]
+        ok = ok and all(sizes == (full[0] if kind == FULL else same) for kind, sizes in its)
+        check("model config: per_layer_config", given, rule, ok)
+        default = full[0]
     sizes = {
         name: checked_int(f"model config: {name} of {FULL} layers", value, "an int >= 1", 1)
         for name, value in default.items()
     }
     return {"head_dim": sizes["head_dim"], "num_kv_heads": sizes["num_key_value_heads"]}
+
+
+def _by_layer(given: object, num_layers: int) -> dict[int, Mapping[str, Any]] | None:
+    """Return what `per_layer_config` says of each layer; None if it is of another form.
+
+    Keys are numbers of layers, which transformers fills with zeros to the same width.
+    """
+    if not isinstance(given, Mapping) or not all(isinstance(its, Mapping) for its in given.values()):
+        return None
+    found = {int(key): its for key, its in given.items() if key.isdecimal() and len(key) < MOST_DIGITS}
+    return found if len(found) == len(given) and all(i < num_layers for i in found) else None
 
 
 def _kind(sizes: Mapping[str, int], most: Mapping[str, int], *, rope: Rope) -> LayerKind:

@@ -24,12 +24,14 @@ INSIDE = (
     ("language_model.model.", "model."),
     ("language_model.lm_head.", "lm_head."),
     ("model.language_model.", "model."),
+    ("language_model.", "model."),
 )
 FIRST_OUTSIDE = 5
 VISION = (
     *("vision_tower.", "vision_model.", "multi_modal_projector.", "visual."),
     *("model.vision_tower.", "model.multi_modal_projector.", "model.visual."),
-    *("model.audio_tower.", "model.embed_vision.", "model.embed_audio."),
+    *("model.audio_tower.", "model.embed_vision.", "model.embed_audio.", "model.vision_model."),
+    *("audio_tower.", "embed_vision.", "embed_audio."),
 )
 
 
@@ -85,6 +87,13 @@ class Wrapper:
     def names(self, names: Names) -> Names:
         """Return what files of this kind call the decoder's weights."""
         return dataclasses.replace(names, inside=INSIDE, ignored=(*names.ignored, *VISION))
+
+
+def taken_out(names: Names) -> Names:
+    """Return the names of a decoder's weights with those of wrappers, out of which it may be taken."""
+    first = names.table.get("embedding")
+    is_like_theirs = isinstance(first, str) and first.startswith("model.")
+    return dataclasses.replace(names, inside=(*names.inside, *INSIDE)) if is_like_theirs else names
 
 
 def _of_one_axis(rope: Any) -> Any:

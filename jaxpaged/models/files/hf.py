@@ -6,10 +6,14 @@ import os
 from pathlib import Path
 from typing import Any
 
-from jaxpaged.checks import InputError
+from jaxpaged.checks import InputError, shown
 
 POINTER = b"version https://git-lfs.github.com/spec/"  # first bytes of a Git LFS pointer file
+PROCESSORS = ("chat_template.json", "processor_config.json")  # files that may have a wrapper's chat template
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
+# Special tokens that a class of tokenizers has where its files say nothing.
+SPECIAL = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 
 MAX_JSON_BYTES = 2**26  # the index of the largest models has some 10 MB
 
@@ -63,7 +67,8 @@ def _instead(path: Path) -> str:
 def tokenizer(path: Path) -> Any:
     """Return the directory's tokenizer, one of transformers'; None where it has none.
 
-    Code of its own is never run. Raises `InputError` if it cannot be read.
+    A tokenizer.json is taken as it stands: classes of transformers make some of its parts anew, and then give
+    other ids. Code of its own is never run. Raises `InputError` if it cannot be read.
     """
     found = [path / name for name in TOKENIZERS if (path / name).is_file()]
     if not found:
@@ -72,7 +77,8 @@ def tokenizer(path: Path) -> Any:
         refuse_pointer(file)
     transformers = import_transformers()
     try:
-        return transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        made = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        made = _as_in_file(made, path) if (path / TOKENIZERS[0]).is_file() else made
     except Exception as error:  # errors of JSON, the tokenizers library and transformers
         if "trust_remote_code" in str(error):
             raise InputError(
@@ -80,6 +86,46 @@ def tokenizer(path: Path) -> Any:
             ) from error
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise InputError(f"model={str(path)!r}: its tokenizer cannot be read: {reason}") from error
+    if not made.chat_template:
+        made.chat_template = _template_of_processor(path)
+    return made
+
+
+def _template_of_processor(path: Path) -> str | dict[str, str] | None:
+    """Return the chat template among a processor's settings, where wrappers have it, or several by name.
+
+    Raises `InputError` for one that is no text.
+    """
+    for name in PROCESSORS:
+        found = read_object(path / name).get("chat_template") if (path / name).is_file() else None
+        if isinstance(found, list) and all(isinstance(each, dict) for each in found):
+            found = {each.get("name"): each.get("template") for each in found}
+        if not found:
+            continue
+        texts = [*found, *found.values()] if isinstance(found, dict) else [found]
+        if not all(isinstance(text, str) for text in texts):
+            raise InputError(
+                f"model={str(path)!r}: {name}: chat_template={shown(found)} must be a text, or texts by name"
+            )
+        return found
+    return None
+
+
+def _as_in_file(made: Any, path: Path) -> Any:
+    """Return a tokenizer with tokenizer.json's own parts, and the special tokens that the class gives it."""
+    plain = import_transformers().PreTrainedTokenizerFast
+    if type(made) is plain:
+        return made
+    file, config = path / TOKENIZERS[0], path / "tokenizer_config.json"
+    said = read_object(config) if config.is_file() else {}
+    unsaid = {name: getattr(made, name, None) for name in SPECIAL if said.get(name) is None}
+    unsaid = {name: token for name, token in unsaid.items() if token is not None}
+    if unsaid:
+        from tokenizers import Tokenizer
+
+        known = Tokenizer.from_file(str(file)).get_vocab()
+        unsaid = {name: token for name, token in unsaid.items() if token in known}
+    return plain.from_pretrained(path, **unsaid)
 
 
 def import_transformers() -> Any:

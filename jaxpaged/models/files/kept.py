@@ -82,6 +82,11 @@ def _write(folder: Path, key: str, arrays: list[np.ndarray]) -> None:
             os.replace(part, folder)  # other processes see all of it or nothing
         finally:
             shutil.rmtree(part, ignore_errors=True)
-        disk_cache.prune(folder, MOST_MODELS)
+        disk_cache.prune(folder, MOST_MODELS, _key_in)
     except OSError as error:  # a full or read-only disk
         logging.warning("the model cannot be kept in %s: %s", folder, error)
+
+
+def _key_in(folder: Path) -> bytes:
+    """Return the key that a folder says it was made for."""
+    return bytes.fromhex(json.loads((folder / ABOUT).read_text())["key"])

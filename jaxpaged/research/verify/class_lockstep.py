@@ -136,7 +136,7 @@ class ClassLockstep(History):
         theirs = self._theirs("free_twice", self.theirs.trial)
         try:
             got = theirs.over_free(row)
-        except Exception:  # stricter than vLLM, or as strict
+        except Exception:  # refusing a block that is free already is as strict as vLLM, or stricter
             return
         freed = "a block is freed once more than it is held, without an error, and"
         try:

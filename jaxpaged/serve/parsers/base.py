@@ -235,6 +235,7 @@ class Parser:
     signs: ClassVar[tuple[str, ...]] = ()
     # The mark behind which the answer begins, for a parser of reasoning; None where no one mark tells it.
     end_mark: ClassVar[str | None] = None
+    begin_mark: ClassVar[str | None] = None  # likewise, before it
     # How calls are written, for a parser of marked JSON; None for other forms.
     call_marks: ClassVar[CallMarks | None] = None
 

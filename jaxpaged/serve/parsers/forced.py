@@ -1,4 +1,4 @@
-"""Calls that a grammar forces, in the form that the grammar has, whatever the model's own is."""
+"""Parsers of tool calls that a grammar forces: JSON of one form, whatever form the model writes by itself."""
 
 from jaxpaged.serve.parsers.base import Arguments, Begin, Parser, Reads, Source, Text
 from jaxpaged.serve.parsers.json_calls import SPACE, call_object

@@ -20,6 +20,7 @@ class Qwen3(Parser):
     """
 
     end_mark: ClassVar[str | None] = END
+    begin_mark: ClassVar[str | None] = BEGIN
     is_open: ClassVar[bool] = False  # where neither prompt nor answer has a mark
     other_ends: ClassVar[tuple[str, ...]] = ()  # marks of what comes behind the reasoning, without </think>
 

@@ -16,15 +16,18 @@ from typing import Any, NamedTuple
 import gguf
 import numpy as np
 
-from jaxpaged.checks import InputError, check
+from jaxpaged.checks import InputError, check, checked_int
 from jaxpaged.models.config import LayerKind, ModelConfig
 from jaxpaged.models.families import ARCHITECTURES, of_architecture
 from jaxpaged.models.families.family import Family, Gguf, Metadata, rope_scaling
 from jaxpaged.models.fields import Fields
 from jaxpaged.models.files.gguf import blocks
 from jaxpaged.models.files.gguf.ends import end_tokens
+from jaxpaged.models.files.gguf.keys import check_keys
 from jaxpaged.models.files.gguf.reader import TOKENS, GgufFile, field, read_header
+from jaxpaged.models.lengths import lengthened
 from jaxpaged.models.names import Names
+from jaxpaged.models.overrides import check_read, overridden
 from jaxpaged.models.quantised.codes import CodedRows, CodeFormat, TensorSlice
 from jaxpaged.models.quantised.on_load import EXPERTS, FromFile
 from jaxpaged.models.ropes import LinearScaling, LongScaling
@@ -75,6 +78,9 @@ FIELDS = {
 ROPE_FACTORS = "rope_freqs.weight"
 SHORT_FACTORS, LONG_FACTORS = "rope_factors_short.weight", "rope_factors_long.weight"
 MOST_BEYOND = 8
+# Keys of windows, by the fields that they become.
+PATTERN = "attention.sliding_window_pattern"
+WINDOWS = {"sliding_window": "attention.sliding_window", "layer_types": PATTERN}
 LAYER_NORM = "attention.layer_norm_epsilon"
 REQUIRED = (
     "hidden_size",
@@ -102,14 +108,25 @@ def family(reader: GgufFile, path: Path) -> tuple[Family, Gguf]:
     return known
 
 
-def model_config(reader: GgufFile, path: Path) -> ModelConfig:
+def model_config(reader: GgufFile, path: Path, overrides: Mapping[str, Any] | None = None) -> ModelConfig:
+    """Return the description that a file's header gives.
+
+    overrides: what a user says in place of the Hugging Face config that the header becomes.
+    """
     known, its = family(reader, path)
 
     def read(name: str) -> Any:
         return reader.get(f"{its.architecture}.{name}")
 
+    used: set[str] = set()
+
+    def use(name: str) -> Any:
+        used.add(name)
+        return read(name)
+
     tensors = {tensor.name for tensor in reader.tensors}
-    said = {ours: read(theirs) for ours, theirs in (FIELDS | dict(its.metadata)).items()}
+    keys = FIELDS | dict(its.metadata)
+    said = {ours: read(theirs) for ours, theirs in keys.items()}
     epsilon = LAYER_NORM if LAYER_NORM in its.metadata.values() else FIELDS["rms_norm_eps"]
     for theirs in (*(FIELDS[ours] for ours in REQUIRED), epsilon):
         field(reader, path, f"{its.architecture}.{theirs}")
@@ -132,8 +149,35 @@ def model_config(reader: GgufFile, path: Path) -> ModelConfig:
     check(f"model={str(path)!r}: rope.scaling.type", kind, rule, kind in scalings)
     said["rope_scaling"] = scalings[kind]
     # Hugging Face's defaults do not hold for llama.cpp: a missing field means its absence.
-    config = (its.read or known.read)(Fields(said | its.fields(read)))
-    return _with_factors(reader, path, config, read)
+    said |= its.fields(use)
+    if PATTERN not in used and read(PATTERN) is not None:
+        said["layer_types"] = _layer_types(path, read(PATTERN), said["num_hidden_layers"])
+    fields = Fields(overridden(said, overrides or {}))
+    config = (its.read or known.read)(fields)
+    check_read(fields, overrides or {})
+    if not known.has_final_length:
+        config = lengthened(config)
+    config = _with_factors(reader, path, config, use)
+    used |= {theirs for ours, theirs in (keys | WINDOWS).items() if fields.has_read(ours)}
+    if fields.has_read("rope_scaling"):
+        rope_scaling(use)
+        used.add("rope.scale_linear")  # the newer name goes first
+    begin = f"{its.architecture}."
+    header = {name.removeprefix(begin): reader.get(name) for name in reader.fields if name.startswith(begin)}
+    check_keys(header, path, its.architecture, used, config)
+    return config
+
+
+def _layer_types(path: Path, pattern: object, num_layers: int) -> list[str]:
+    """Return layers' types, which a file names one by one, or says of how many the last has no window."""
+    if isinstance(pattern, list):
+        rule = f"a number, or {num_layers} of which each says whether a layer has a window"
+        check(f"model={str(path)!r}: {PATTERN}", pattern, rule, len(pattern) >= num_layers)
+        has_window = [bool(each) for each in pattern[:num_layers]]
+    else:
+        every = checked_int(f"model={str(path)!r}: {PATTERN}", pattern, "an int >= 0, or a list", 0)
+        has_window = [every == 0 or i % every < every - 1 for i in range(num_layers)]
+    return ["sliding_attention" if each else "full_attention" for each in has_window]
 
 
 def _with_factors(reader: GgufFile, path: Path, config: ModelConfig, read: Metadata) -> ModelConfig:

@@ -93,7 +93,7 @@ def _parts(path: Path, number: int, count: int) -> tuple[Path, ...]:
 
 
 def _number(path: Path, reader: gguf.GGUFReader, name: str) -> int:
-    """Return a number that a header says of parts, 0 where it does not."""
+    """Return an integer of the header, such as the number of parts; 0 if the header has no such key."""
     found = reader.fields.get(name)
     value = 0 if found is None else _value(path, name, found)
     if not isinstance(value, int):
@@ -114,11 +114,17 @@ def _value(path: Path, name: str, found: gguf.ReaderField) -> Any:
 def _read(path: Path) -> gguf.GGUFReader:
     hf.refuse_pointer(path)
     try:
-        return _Reader(path)
+        reader = _Reader(path)
     except Exception as error:  # the reader has no error class of its own
         raise InputError(
             f"model={str(path)!r} must be a whole GGUF file: {type(error).__name__}: {error}"
         ) from error
+    if reader.endianess != gguf.GGUFEndian.LITTLE:
+        raise InputError(
+            f"model={str(path)!r} must be little-endian: its byte order is big-endian, for other machines; "
+            "gguf-convert-endian, a command of the gguf package, turns it"
+        )
+    return reader
 
 
 def field(reader: GgufFile, path: Path, name: str, default: Any = None) -> Any:

@@ -12,12 +12,13 @@ import gguf
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 
-from jaxpaged.checks import InputError, shown
+from jaxpaged.checks import InputError, check, shown
 from jaxpaged.models.files import hf
 from jaxpaged.models.files.gguf.ends import SENTENCEPIECE_IDS, end_tokens, special_id
 from jaxpaged.models.files.gguf.reader import TOKENS, GgufFile, field
 from jaxpaged.models.files.gguf.words import NAMES, Words, words_of
 
+TEMPLATE = "tokenizer.chat_template"
 SPACE = "\u2581"  # stands for a space in SentencePiece's tokens
 
 
@@ -123,6 +124,18 @@ def _add_tokens(made: Tokenizer, reader: GgufFile, path: Path, tokens: list[str]
         )
 
 
+def _chat_template(reader: GgufFile, path: Path) -> str | dict[str, str]:
+    """Return the file's chat template; where it names others, such as one for tools, all by their names."""
+    default: str = field(reader, path, TEMPLATE, "")
+    found = {"default": default} if default else {}
+    for name in reader.fields:
+        if name.startswith(f"{TEMPLATE}.") and (text := field(reader, path, name, "")):
+            found[name.removeprefix(f"{TEMPLATE}.")] = text
+    for name, text in found.items():
+        check(f"model={str(path)!r}: chat template {name!r}", text, "a text", isinstance(text, str))
+    return default if found.keys() <= {"default"} else found
+
+
 def _with_special_tokens(
     made: Tokenizer,
     reader: GgufFile,
@@ -153,6 +166,6 @@ def _with_special_tokens(
         eos_token=eos,
         unk_token=token("unknown"),
         pad_token=token("padding"),
-        chat_template=field(reader, path, "tokenizer.chat_template", ""),
+        chat_template=_chat_template(reader, path),
         clean_up_tokenization_spaces=False,
     )

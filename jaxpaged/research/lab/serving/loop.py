@@ -40,7 +40,7 @@ class Report:
     num_hit_tokens: Int[Array, " rows"]
     num_free: Int[Array, ""]  # blocks
     num_cached: Int[Array, ""]  # held blocks whose content can be found
-    counters: Int[Array, " counters"]  # by `engine.state.Counter`
+    counters: Int[Array, " counters"]  # by `step.state.Counter`
     status: Int[Array, ""]
 
 
