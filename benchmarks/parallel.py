@@ -97,7 +97,7 @@ def collectives(driver: Driver) -> dict[str, dict[str, int]]:
 
     A decode pass is recognised by the shape of its results: rows, by the model's width or by the vocabulary.
     """
-    program: Any = driver.kept_run
+    program: Any = driver.device.kept_run
     assert isinstance(program, Program)
     config = driver.door.model_config
     times = config.num_layers if form_of(jnp.dtype("float32")).loops else 1

@@ -25,7 +25,8 @@ from benchmarks import record
 from benchmarks.llama import llama_config
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine import capacity
-from jaxpaged.engine.door import Door, filled
+from jaxpaged.engine.door import Door
+from jaxpaged.engine.request_encoding import filled, row_values
 from jaxpaged.engine.setup import Setup
 from jaxpaged.sampling import Context, edited, sample, score
 from jaxpaged.sampling_params import SamplingParams
@@ -149,7 +150,7 @@ def _rows(mix: str, num_rows: int, vocab_size: int) -> Rows:
         params = SamplingParams(max_tokens=None, seed=line, **MIXES[mix][line % len(MIXES[mix])])
         token_ids = rng.integers(0, 2000, LENGTH)
         [request] = door.admit(token_ids[: LENGTH // 2], params)
-        lines.append(door.row_values(request, LENGTH) | {"token_ids": token_ids})
+        lines.append(row_values(request, config, vocab_size, LENGTH) | {"token_ids": token_ids})
     return jax.tree.map(jnp.asarray, filled(empty_rows(num_rows, 2 * LENGTH, vocab_size), lines))
 
 

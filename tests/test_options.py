@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxpaged.config import EngineConfig
-from jaxpaged.engine.door import filled
+from jaxpaged.engine.request_encoding import filled
 from jaxpaged.options import flags_of
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.sampling_state import LogitRules, RowOptions, SamplingState, neutral_rows, row_values

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from jaxpaged import InputError, sampling
 from jaxpaged.config import EngineConfig, LogprobsMode
-from jaxpaged.engine.door import Door, filled
+from jaxpaged.engine.door import Door
 from jaxpaged.engine.request import Request
+from jaxpaged.engine.request_encoding import filled, row_values
 from jaxpaged.sampling import Context, first_ranked, likeliest, sample
 from jaxpaged.sampling_filters import filter_rows, filtered
 from jaxpaged.sampling_params import MAX_LOGPROBS, SamplingParams
@@ -182,7 +183,7 @@ def rows_of(requests: list[Request], answers: list[list[int]]) -> Rows:
 
 def line_of(request: Request, answer: list[int]) -> dict:
     token_ids = [*request.prompt_token_ids, *answer]
-    return DOOR.row_values(request, len(token_ids)) | {"token_ids": token_ids}
+    return row_values(request, DOOR.config, ROOM, len(token_ids)) | {"token_ids": token_ids}
 
 
 def rules_of(params: SamplingParams) -> dict:

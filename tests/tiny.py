@@ -247,7 +247,7 @@ def thread_of(engine: Engine) -> threading.Thread:
 
 def set_state(driver: Driver, state: EngineState) -> None:
     """Put a state in the place of the driver's."""
-    driver._state = state
+    driver.device._state = state
 
 
 class Brake:

@@ -27,6 +27,14 @@ from jaxpaged.checks import InputError, check, checked_int
 from jaxpaged.engine.handle import Handle, Item
 from jaxpaged.engine.request import Delta, Request
 from jaxpaged.engine.texts import texts
+from jaxpaged.pooling.llm import Pooling
+from jaxpaged.pooling.outputs import (
+    ClassificationRequestOutput,
+    EmbeddingRequestOutput,
+    PoolingOutput,
+    PoolingParams,
+    PoolingRequestOutput,
+)
 from jaxpaged.sampling_params import BeamSearchParams, SamplingParams
 from jaxpaged.text.conversations import Message
 
@@ -178,6 +186,29 @@ class LLM(LoadedModel):
             prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request, priority=priority
         )
 
+    def encode(
+        self,
+        prompts: Any,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        *,
+        pooling_task: str = "embed",
+        use_tqdm: bool = True,
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """Return what the model makes of each text: see `Pooling.encode`."""
+        return self._pooling().encode(prompts, pooling_params, pooling_task=pooling_task)
+
+    def embed(
+        self, prompts: Any, *, use_tqdm: bool = True, pooling_params: Any = None
+    ) -> list[EmbeddingRequestOutput]:
+        """Return each text's vector."""
+        return self._pooling().embed(prompts, pooling_params)
+
+    def classify(
+        self, prompts: Any, *, use_tqdm: bool = True, pooling_params: Any = None
+    ) -> list[ClassificationRequestOutput]:
+        """Return the chances of each text's classes."""
+        return self._pooling().classify(prompts, pooling_params)
+
     def score(
         self,
         data_1: Any,
@@ -195,7 +226,7 @@ class LLM(LoadedModel):
         completion together must be shorter than `max_model_len`. Raises `InputError`.
         """
         if self.pooling is not None:
-            return super().score(data_1, data_2, use_tqdm=use_tqdm, pooling_params=pooling_params)
+            return self.pooling.score(data_1, data_2, pooling_params)
         check("pooling_params", pooling_params, "None unless runner is 'pooling'", pooling_params is None)
         generate = functools.partial(self.generate, use_tqdm=use_tqdm, lora_request=lora_request)
         return scored(data_1, data_2, self.tokenize, generate)
@@ -266,6 +297,11 @@ class LLM(LoadedModel):
         self, group: Sequence[Handle], _prompt: str | None, found: Sequence[Delta]
     ) -> BeamSearchOutput:
         return beam_search_output(group[0].request, found, self.tokenizer)
+
+    def _pooling(self) -> Pooling:
+        if self.pooling is None:
+            raise InputError("runner='generate' must be 'pooling' for vectors, classes and scores")
+        return self.pooling
 
     def _params(self, params: Any) -> Any:
         if params is None:

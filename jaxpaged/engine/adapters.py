@@ -1,15 +1,10 @@
-"""Adapters in the host's memory, and the adapter slots of the device.
-
-An adapter is read once, by the thread that asks for it first. The device has a fixed number of adapter slots.
-A request gets a row when its adapter has a slot, which it keeps while any request with that adapter has a
-row.
-"""
+"""Adapters in the host's memory: each is read once, by the thread that asks for it first."""
 
 import collections
 import dataclasses
 import itertools
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -152,7 +147,7 @@ def beside(model: Decoder, names: Names | None, setup: Setup) -> Adapters | None
     check("adapter_names", names, "those of the model's family, for enable_lora", names is not None)
     assert names is not None
     lora.make_room(model, names, config.max_loras, config.max_lora_rank)
-    more = names, config.max_lora_rank, model.dtype
+    rank, dtype = config.max_lora_rank, model.dtype
     if mesh is not None:
         nnx.update(model, repeated(mesh, nnx.state(model, AdapterParam)))
 
@@ -160,10 +155,10 @@ def beside(model: Decoder, names: Names | None, setup: Setup) -> Adapters | None
 
     def read(request: LoRARequest) -> Arrays:
         if not shards:
-            return lora.read(request, model_config, *more)
-        return _joined([lora.read(request, shard.whole, *more, shard) for shard in shards])
+            return lora.read(request, model_config, names, rank, dtype)
+        return _joined([lora.read(request, shard.whole, names, rank, dtype, shard) for shard in shards])
 
-    nothing = lora.nothing(model_config, *more)
+    nothing = lora.nothing(model_config, names, rank, dtype)
     return Adapters(read, config.max_cpu_loras, _joined([nothing] * len(shards)) if shards else nothing)
 
 
@@ -178,35 +173,3 @@ def _joined(each: Sequence[Arrays]) -> Arrays:
 def _said(request: LoRARequest) -> tuple[str, str]:
     """Return what tells adapters of one id apart."""
     return request.lora_name, str(request.lora_path)
-
-
-class OnDevice:
-    """The adapter slots of the device, and which adapter has which. For one thread."""
-
-    def __init__(self, num_rooms: int) -> None:
-        self._rooms: list[Adapter | None] = [None] * num_rooms
-        self._last_used = [0] * num_rooms
-        self._clock = itertools.count(1)
-
-    def number_of(self, adapter: Adapter | None) -> int:
-        """Return the number of an adapter's slot, from 1 on; 0 for None. The adapter must have a slot."""
-        return 0 if adapter is None else 1 + self._rooms.index(adapter)
-
-    def has_room(self, adapter: Adapter, in_use: Collection[Adapter | None]) -> bool:
-        """Check whether `find` would give the adapter a slot."""
-        return adapter in self._rooms or any(its not in in_use for its in self._rooms)
-
-    def find(self, adapter: Adapter, in_use: Collection[Adapter | None]) -> tuple[int | None, bool]:
-        """Give an adapter a slot if it has none: the longest unused one that is not in use.
-
-        Returns: the slot's number, None if there is none; and whether the adapter has to be written there.
-        """
-        if adapter in self._rooms:
-            place, is_new = self._rooms.index(adapter), False
-        else:
-            free = [i for i, its in enumerate(self._rooms) if its not in in_use]
-            if not free:
-                return None, False
-            place, is_new = min(free, key=lambda i: self._last_used[i]), True
-        self._rooms[place], self._last_used[place] = adapter, next(self._clock)
-        return 1 + place, is_new

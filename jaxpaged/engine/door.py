@@ -6,7 +6,7 @@ import functools
 import hashlib
 import math
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, TypedDict, TypeGuard, Unpack
 
 import numpy as np
@@ -26,24 +26,16 @@ from jaxpaged.contracts.block_stores import MOST_KEPT_SECONDS
 from jaxpaged.engine.adapters import Adapter, Adapters
 from jaxpaged.engine.arena import Grammar
 from jaxpaged.engine.candidates import check_told
-from jaxpaged.engine.continued import check_replay, continued
 from jaxpaged.engine.dead_ends import dead_end
 from jaxpaged.engine.grammars import Grammars
-from jaxpaged.engine.request import Request, arrival_of
+from jaxpaged.engine.partial_rollouts import check_replay, continued
+from jaxpaged.engine.request import Request
 from jaxpaged.lora import LoRARequest
 from jaxpaged.memory.sizing import CacheSize
 from jaxpaged.models.config import ModelConfig
-from jaxpaged.sampling_params import BeamSearchParams, SamplingParams, seed_bits
-from jaxpaged.sampling_state import (
-    MAX_EDITS,
-    Edit,
-    LogitRules,
-    RowOptions,
-    SamplingState,
-    row_values,
-)
+from jaxpaged.sampling_params import BeamSearchParams, SamplingParams
+from jaxpaged.sampling_state import MAX_EDITS, Edit
 from jaxpaged.step.config import StepConfig
-from jaxpaged.step.state import Phase
 from jaxpaged.text.limits import MAX_BAD_WORD_CHARS, MAX_BAD_WORDS, MAX_STOP_CHARS, MAX_STOPS, check_texts
 
 INT32_RULE = "an int in [-2**31, 2**31)"
@@ -269,44 +261,6 @@ class Door:
         check_salt("cache_salt", cache_salt)
         return self._prompt(prompt_token_ids)
 
-    def row_values(self, request: Request, num_tokens: int) -> dict[str, Any]:
-        """Return what `Rows` holds of a request, by its fields, but for the tokens, the head and the adapter.
-
-        `num_tokens` is more than the prompt's where a part of the answer is known already.
-        """
-        params, prompt_len = request.params, len(request.prompt_token_ids)
-        options = RowOptions(
-            params=params,
-            prompt_len=prompt_len,
-            vocab_size=self.model_config.vocab_size,
-            seed=self._seed(request),
-            stop_token_ids=request.stop_token_ids,
-            edits=request.edits,
-        )
-        width = request.beams.beam_width if request.beams else 0
-        trace = params.trace_decode_token_ids
-        replays = {"replay_lens": 0 if trace is None else prompt_len + len(trace)}
-        return (replays if self.config.enable_trace_replay else {}) | {
-            "phase": Phase.HELD if request.index >= width > 0 else Phase.WAITING,
-            "arrival": arrival_of(request.request_id),
-            "priority": request.priority,
-            "salt": request.salt,
-            "leader": arrival_of(request.leader_id) if request.leader_id else 0,
-            "prompt_lens": prompt_len,
-            "num_tokens": num_tokens,
-            "max_num_tokens": request.max_num_tokens,
-            "num_prompt_logprobs": params.prompt_logprobs or 0 if params.tells_prompt else -1,
-            "sampling": row_values(SamplingState, options),
-            "rules": row_values(LogitRules, options),
-            "beams": {
-                "width": width,
-                "length_penalty": request.beams.length_penalty if request.beams else 0,
-                "temperature": (request.beams.temperature if request.beams else 0) or 1,
-                "cum_logprob": 0 if request.index == 0 else -np.inf,
-                "rank": request.index % width if width else 0,
-            },
-        }
-
     def _prompt(self, token_ids: Any) -> np.ndarray:
         """Return the prompt as int32. A long one is passed over twice: once for its types, once for its
         values.
@@ -403,13 +357,6 @@ class Door:
             edits.append(Edit(word[-1], -math.inf, len(word) - 1))
         return tuple(edits)
 
-    def _seed(self, request: Request) -> int:
-        """Return a request's seed. Without one of its own it depends on the order of requests alone."""
-        if request.params.seed is not None:
-            return seed_bits(request.params.seed)
-        seeds = self.config.seed % 2**64, request.request_id
-        return int(np.random.SeedSequence(seeds).generate_state(1)[0])
-
 
 @functools.lru_cache(maxsize=16)  # of a request with many prompts, once for all
 def _bad_words(tokenizer: Any, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
@@ -427,25 +374,3 @@ def _bad_words(tokenizer: Any, words: tuple[str, ...]) -> tuple[tuple[int, ...],
         if spaced and len(spaced) == len(bare) and spaced[0] != bare[0]:
             found.append(spaced)
     return tuple(found)
-
-
-def filled[T](template: T, lines: Sequence[Mapping[str, Any]]) -> T:
-    """Return a record of NumPy arrays with the values of some lines in place of the first of a template.
-
-    template: a dataclass of arrays [num_lines, ...], or of such dataclasses; `empty_rows` gives one.
-    lines: values by field, a mapping of them where the field is a dataclass. Values shorter than an array's
-        line leave the rest of it as it is.
-    """
-    changed: dict[str, Any] = {}
-    for name in lines[0] if lines else ():
-        values = [line[name] for line in lines]
-        if isinstance(values[0], dict):
-            changed[name] = filled(getattr(template, name), values)
-            continue
-        changed[name] = array = getattr(template, name).copy()
-        if array.ndim == 1:
-            array[: len(values)] = values
-            continue
-        for line, value in enumerate(values):
-            array[line, : len(value)] = value
-    return dataclasses.replace(template, **changed)  # type: ignore[type-var]  # a dataclass

@@ -1,7 +1,7 @@
 """Rows as the host knows them: which request has which, and what the runs report. For one thread only."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -9,7 +9,7 @@ from absl import logging
 
 from jaxpaged.engine.by_host import Follower, Line
 from jaxpaged.engine.candidates import told_candidates
-from jaxpaged.engine.request import Beam, Delta, DraftCounts, Request, Score, arrival_of
+from jaxpaged.engine.request import Beam, Delta, DraftCounts, Request, Score, device_request_id
 from jaxpaged.sampling import Scores
 from jaxpaged.step.report import Report
 from jaxpaged.step.state import MAX_STEPS, FinishReason, Phase
@@ -34,9 +34,9 @@ class HostRow:
     problem: str | None = None  # why the host ended it, if that was no abort
 
     @property
-    def arrival(self) -> int:
+    def device_request_id(self) -> int:
         """Number of the request on the device."""
-        return arrival_of(self.request.request_id)
+        return device_request_id(self.request.request_id)
 
     def scores_of_prompt(self) -> list[Score | None] | None:
         """Return the scores of the prompt's tokens, where they are wanted and the answer has not begun."""
@@ -72,7 +72,7 @@ class HostRow:
 # The same of all rows, for NumPy; zeros for a free row.
 COLUMNS = np.dtype(
     [
-        ("arrival", np.int32),
+        ("device_request_id", np.int32),
         ("num_tokens", np.int32),  # known
         ("phase", np.int32),  # when last reported
         ("wants_scores", np.bool_),  # log-probabilities of its answer
@@ -80,7 +80,7 @@ COLUMNS = np.dtype(
         ("is_beam", np.bool_),  # or holds what has ended of a beam search
         ("has_run", np.bool_),
         ("drafts", np.int32, 3),  # `DraftRows.counts` when last reported
-        # Number of the stay in the row. A request that leaves its row and comes back has the same arrival,
+        # Number of the stay in the row. A request that leaves its row and comes back has the same id,
         # but it is another stay.
         ("stay", np.int64),
         ("is_followed", np.bool_),  # its grammar, by the host
@@ -111,7 +111,7 @@ class HostRows:
     @property
     def has_any(self) -> bool:
         """Whether any row is taken."""
-        return bool(self._columns["arrival"].any())
+        return bool(self._columns["device_request_id"].any())
 
     @property
     def has_aborted(self) -> bool:
@@ -128,12 +128,12 @@ class HostRows:
     @property
     def free_rows(self) -> np.ndarray:
         """Numbers of the rows without a request, rising."""
-        return np.flatnonzero(self._columns["arrival"] == 0)
+        return np.flatnonzero(self._columns["device_request_id"] == 0)
 
     @property
     def num_waiting(self) -> int:
         """Number of rows whose requests do not run."""
-        return int(np.isin(self._columns["phase"][self._columns["arrival"] != 0], WAITS).sum())
+        return int(np.isin(self._columns["phase"][self._columns["device_request_id"] != 0], WAITS).sum())
 
     @property
     def wants_scores(self) -> bool:
@@ -153,7 +153,7 @@ class HostRows:
     @property
     def are_read_whole(self) -> bool:
         """Whether nobody looks at the tokens of any row before its answer's end."""
-        taken = self._columns[self._columns["arrival"] != 0]
+        taken = self._columns[self._columns["device_request_id"] != 0]
         return bool(taken["is_read_whole"].all())
 
     def masks_due(self, first_word: Callable[[Request], int]) -> tuple[list[Line], list[HostRow]]:
@@ -174,6 +174,12 @@ class HostRows:
                 lost += self._end(entry, entry.follower.problem)
         return lines, lost
 
+    def device_ids_of(self, entries: Sequence[HostRow]) -> np.ndarray:
+        """Return the numbers of rows' requests on the device, behind them 0 for none: int32 [num_rows]."""
+        ids = np.zeros(len(self), np.int32)
+        ids[: len(entries)] = [entry.device_request_id for entry in entries]
+        return ids
+
     def _end(self, entry: HostRow, problem: str) -> list[HostRow]:
         """Mark the rows of a request, or of a whole search, as ended by the host, and return them."""
         request = entry.request
@@ -190,7 +196,9 @@ class HostRows:
     def waiting(self) -> list[tuple[tuple[int, int], int]]:
         """Return order and row of each request that can be recalled without loss: new or preempted, alone."""
         columns = self._columns
-        waits = (columns["arrival"] != 0) & np.isin(columns["phase"], (Phase.WAITING, Phase.SWAPPED))
+        waits = (columns["device_request_id"] != 0) & np.isin(
+            columns["phase"], (Phase.WAITING, Phase.SWAPPED)
+        )
         return [
             (entry.request.order, row)
             for row in np.flatnonzero(waits).tolist()
@@ -207,7 +215,7 @@ class HostRows:
         num_tokens = len(request.prompt_token_ids) + len(answer)
         wants = request.params.logprobs is not None, request.params.tells_prompt
         self._columns[row] = (
-            *(entry.arrival, num_tokens, Phase.WAITING, *wants, is_beam, has_run, no_drafts),
+            *(entry.device_request_id, num_tokens, Phase.WAITING, *wants, is_beam, has_run, no_drafts),
             *(self._num_stays, follower is not None, request.is_read_whole and not request.params.stop),
         )
 
@@ -272,7 +280,7 @@ class HostRows:
         deltas = []
         for row, end, n, token_ids, num_hits, reason in zip(rows.tolist(), *columns, strict=True):
             entry = self._rows[row]
-            assert entry is not None  # it has an arrival
+            assert entry is not None  # it has a request
             request, new = entry.request, slice(end - n, end)
             num_top, its_tokens = request.params.logprobs, token_ids[new]
             its_own = reason == FinishReason.STOP and its_tokens[-1] not in request.eos_token_ids
@@ -305,7 +313,7 @@ class HostRows:
         deltas = []
         for row in rows.tolist():
             entry, end = self._rows[row], min(int(report.num_tokens[row]), MAX_STEPS)
-            assert entry is not None  # it has an arrival
+            assert entry is not None  # it has a request
             request, new = entry.request, slice(end - int(num_new[row]), end)
             origin = int(report.origin[row])
             answer, scores, follower = before[origin]

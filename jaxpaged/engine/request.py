@@ -171,7 +171,7 @@ class Delta:
         return None if self.scores is None else [score.logprob for score in self.scores]
 
 
-def arrival_of(request_id: int) -> int:
+def device_request_id(request_id: int) -> int:
     """Return the number of a request on the device: an int32, never 0, in which ids of any size wrap around.
 
     Two requests on the device are less than 2**31 requests apart. So their numbers differ, and the sign of

@@ -17,7 +17,6 @@ from jaxpaged.contracts import attentions, layer_kinds, samplers
 from jaxpaged.contracts.attentions import Attention
 from jaxpaged.contracts.samplers import Sampler
 from jaxpaged.engine import draft_costs
-from jaxpaged.engine.routed import routed_shape
 from jaxpaged.memory import eviction, kv_cache
 from jaxpaged.memory.cache_specs import FULL, CacheSpec, together
 from jaxpaged.memory.grouping import Grouping, grouping_of, one_group
@@ -233,8 +232,17 @@ class Setup:
 
     @functools.cached_property
     def routed_shape(self) -> jax.ShapeDtypeStruct | None:
-        """Shape of what is told of a token's experts; None where nothing is."""
-        return routed_shape(self.model_config, is_asked=self.config.enable_return_routed_experts)
+        """Shape and dtype of a token's experts: layers, and experts in each; None where they are not
+        returned. Raises `InputError` for a model without experts.
+        """
+        is_asked, experts = self.config.enable_return_routed_experts, self.model_config.experts
+        if not is_asked:
+            return None
+        rule = "False for a model without experts"
+        check("enable_return_routed_experts", is_asked, rule, experts is not None)
+        assert experts is not None
+        dtype = jnp.uint8 if experts.num_experts <= 256 else jnp.uint16
+        return jax.ShapeDtypeStruct((self.model_config.num_layers, experts.num_chosen), dtype)
 
     def step_config(self, num_blocks: int) -> StepConfig:
         """Return the constants of the compiled step over a pool of `num_blocks` blocks."""

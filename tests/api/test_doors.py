@@ -17,7 +17,7 @@ from jaxpaged.checks import shown
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine.door import Salts
 from jaxpaged.engine.handle import EngineDeadError
-from jaxpaged.engine.request import arrival_of, since
+from jaxpaged.engine.request import device_request_id, since
 from tests import tiny
 from tests.tiny_gguf import write_gguf
 
@@ -177,7 +177,7 @@ def test_salts_have_numbers_of_their_own_and_only_the_last_are_remembered(monkey
 def test_names_of_requests_go_round_without_naming_nobody():
     period = 2**32 - 1
     for start in (1, 2**31 - 3, period - 3, 5 * period - 2):
-        names = [arrival_of(start + i) for i in range(6)]
+        names = [device_request_id(start + i) for i in range(6)]
         assert len({0, *names}) == 7
         assert all(-(2**31) <= name < 2**31 for name in names)
         ages = [since(name, names[0]) for name in names]

@@ -136,7 +136,7 @@ def as_trainers_ask(rng: random.Random, ask: Ask, driver: Driver) -> Ask:
 
 
 class Dice:
-    """Random limits of a run, in place of `engine.pace.Pace`."""
+    """Random limits of a run, in place of `engine.run_length.RunLengthController`."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
@@ -213,11 +213,11 @@ class Fuzz:
         if rng.random() < 0.5:
             assert driver.reset_prefix_cache()
             self._adopt(rng)
-        pace, driver.pace = driver.pace, Dice(rng)  # type: ignore[assignment]
+        pace, driver.run_length = driver.run_length, Dice(rng)  # type: ignore[assignment]
         try:
             asked, deltas = self._work(rng, numbers)
         finally:
-            driver.pace = pace
+            driver.run_length = pace
         counts = [0, 0]
         for number, requests, its in zip(numbers, asked, wanted, strict=True):
             for request, want in zip(requests, its, strict=True):
@@ -239,7 +239,7 @@ class Fuzz:
     def _update(self) -> list[Delta]:
         """Put in the weights of now, which are the engine's already or not."""
         weights = random_weights(self.driver.setup.whole, NAMES, (0, 7)[self._weights])
-        return self.driver.update_weights(self.driver.read_names(named(weights)))
+        return self.driver.lifecycle.update_weights(self.driver.lifecycle.read_names(named(weights)))
 
     def _change(self, rng: random.Random) -> list[Delta]:
         """Give memory back and take it again, or put in the same weights, whatever is under way.
@@ -252,17 +252,17 @@ class Fuzz:
         self.num_changes += 1
         match rng.choice(["sleep", "sleep deep", "release", "update"]):
             case "release":
-                deltas = driver.release_kv_cache()
-                driver.wake_up(["kv_cache"])
+                deltas = driver.lifecycle.release_kv_cache()
+                driver.lifecycle.wake_up(["kv_cache"])
             case "update" if self._takes_weights:
                 deltas = self._update()
             case "sleep deep" if self._takes_weights:
-                deltas = driver.sleep(2)
+                deltas = driver.lifecycle.sleep(2)
                 deltas += self._update()
-                driver.wake_up(["kv_cache"])
+                driver.lifecycle.wake_up(["kv_cache"])
             case _:
-                deltas = driver.sleep(1)
-                driver.wake_up(rng.sample(["weights", "kv_cache"], 2))
+                deltas = driver.lifecycle.sleep(1)
+                driver.lifecycle.wake_up(rng.sample(["weights", "kv_cache"], 2))
         return deltas
 
     def _work(
@@ -284,9 +284,10 @@ class Fuzz:
                 asked.append(ask.requests(driver, self._folder, rng.choice([0, 0, 1, -1])))
                 for request in asked[-1]:
                     driver.add(request)
-            if rng.random() < changes or (changes and driver.is_fetching and rng.random() < 0.3):
+            is_fetching = driver.offloading is not None and driver.offloading.is_fetching
+            if rng.random() < changes or (changes and is_fetching and rng.random() < 0.3):
                 told(self._change(rng))
-            if rng.random() < (0.3 if changes and driver.is_fetching else 0.08):
+            if rng.random() < (0.3 if changes and is_fetching else 0.08):
                 told(driver.abort([request.request_id for request in self._some_of(rng, asked)]))
             if rng.random() < 0.08:  # as for more urgent ones, who then could not have the rows
                 rows = [row for _, row in driver.rows.waiting()]
@@ -303,8 +304,8 @@ class Fuzz:
             return
         ask = rng.choice(self._asks)
         if self._exported is not None and self._exported.num_blocks:
-            self.driver.adopt_blocks(self._exported)
-        self._exported = self.driver.export_blocks(np.array(ask.prompt, np.int32), ask.salt)
+            self.driver.exchange.adopt_blocks(self._exported)
+        self._exported = self.driver.exchange.export_blocks(np.array(ask.prompt, np.int32), ask.salt)
 
     def _some_of(self, rng: random.Random, asked: Sequence[list[Request]]) -> list[Request]:
         """Choose one request, or all of a prompt: a beam search ends whole."""
@@ -316,7 +317,8 @@ class Fuzz:
 
     def _assert_nothing_is_held(self) -> None:
         driver = self.driver
-        driver.finish_departures()
+        for service in driver.services:
+            service.finish()
         if driver.config.data_parallel_size == 1:
             tiny.assert_nothing_is_held(driver)
             return

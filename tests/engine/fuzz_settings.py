@@ -37,7 +37,7 @@ def _tiers(num_kept: int = 30, folder: Path | None = None, num_on_disk: int = 0)
 
 def _fetching(driver: Driver) -> Driver:
     """Let an engine fetch whatever it can."""
-    driver.rule = Always()
+    driver.offloading.rule = Always()
     return driver
 
 

@@ -181,7 +181,7 @@ def test_an_adapter_and_new_weights_change_the_answers_and_not_the_drafts(tmp_pa
 
     assert ask() == (tiny_lora.reference_answer(None, prompt, 24), True)
     assert ask(0) == (tiny_lora.reference_answer(0, prompt, 24), False)
-    driver.update_weights(driver.read_names(tiny.weights(seed=7).items()))
+    driver.lifecycle.update_weights(driver.lifecycle.read_names(tiny.weights(seed=7).items()))
     new = by_role(tiny.CONFIG, NAMES, tiny.weights(seed=7))
     assert ask() == (reference_model.generate(tiny.CONFIG, new, prompt, 24), False)
     assert ask(0) == (reference_model.generate(tiny.CONFIG, tiny_lora.merged(0, 7), prompt, 24), False)

@@ -9,7 +9,7 @@ import pytest
 
 from jaxpaged.checks import InputError
 from jaxpaged.config import EngineConfig
-from jaxpaged.engine import driver as driver_module
+from jaxpaged.engine import row_filler
 from jaxpaged.engine.driver import Driver
 from jaxpaged.engine.setup import Setup
 from jaxpaged.sampling_params import SamplingParams
@@ -84,7 +84,7 @@ def test_a_long_prompt_is_computed_while_others_decode():
 
 
 def test_prompts_are_written_in_chunks(monkeypatch):
-    monkeypatch.setattr(driver_module, "SUBMIT_TOKENS", 16)
+    monkeypatch.setattr(row_filler, "SUBMIT_TOKENS", 16)
     driver = tiny.driver()
     prompts = tiny.prompts([100, 3, 16, 60])
     answers = tiny.generate(driver, prompts, tiny.greedy(5))
@@ -236,7 +236,7 @@ def test_log_probabilities_of_prompts_are_told_whole_whatever_is_cached():
 
 def test_the_loop_compiles_once_whatever_comes():
     driver = tiny.driver(**tiny.SMALL)
-    assert driver.kept_run is not None  # compiled for its sizes: others it refuses
+    assert driver.device.kept_run is not None  # compiled for its sizes: others it refuses
     programs = loop.submit, loop.write_tokens, loop.abort
     compiled = [program.num_compiled() for program in programs]
     for seed in range(3):
@@ -257,7 +257,7 @@ def test_no_step_copies_the_cache():
     def temp_bytes(**sizes: int) -> tuple[int, int]:
         driver = tiny.driver(**tiny.SWAP | sizes)
         cache_bytes = sum(a.nbytes for a in jax.tree.leaves(driver.state.kv_cache))
-        return driver.kept_run.temporary_bytes, cache_bytes
+        return driver.device.kept_run.temporary_bytes, cache_bytes
 
     small_temp, small_cache = temp_bytes()  # the program of other tests
     large_temp, large_cache = temp_bytes(num_blocks=5000)

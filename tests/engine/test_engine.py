@@ -339,7 +339,8 @@ def test_an_error_fails_all_in_flight_with_its_cause_and_all_that_comes_later(
     def breaks(*_: Any, **__: Any) -> None:
         raise MemoryError("no more")
 
-    monkeypatch.setattr(tiny.driver_of(own), what, breaks)
+    driver = tiny.driver_of(own)
+    monkeypatch.setattr(driver if what in vars(type(driver)) else driver.device, what, breaks)
     waiting[0].abort()
     hold.off()
     for read in (running.result, waiting[-1].result, waits.result, lambda: own.submit([1], tiny.greedy(1))):
@@ -383,7 +384,7 @@ def test_the_next_run_is_dispatched_before_the_last_ones_report_is_read(monkeypa
     driver = tiny.driver(**tiny.SMALL)
     events: list[tuple[str, int]] = []
     reports: list[Any] = []
-    run, device_get = driver.kept_run, jax.device_get
+    run, device_get = driver.device.kept_run, jax.device_get
     assert run is not None
 
     def recorded_run(*args: Any, **kwargs: Any) -> Any:
@@ -396,7 +397,7 @@ def test_the_next_run_is_dispatched_before_the_last_ones_report_is_read(monkeypa
         events.append(("read", [report.status is value.status for report in reports].index(True)))
         return device_get(value)
 
-    monkeypatch.setattr(driver, "kept_run", recorded_run)
+    monkeypatch.setattr(driver.device, "kept_run", recorded_run)
     monkeypatch.setattr(jax, "device_get", recorded_get)
     [request_id] = tiny.submit(driver, [[1, 2, 3]], tiny.greedy(90))
     tokens: list[int] = []

@@ -100,7 +100,7 @@ def test_adapters_share_no_cached_blocks(driver, folder):
         return tiny.drain(driver)[request_id].num_hit_tokens
 
     assert [hits(seed) for seed in (0, 1)] == [0, 0]
-    exported = driver.locate(np.array(prompt, np.int32), None)
+    exported = driver.exchange.locate(np.array(prompt, np.int32), None)
     assert exported.block_ids.size == 0, "what an adapter has made is for nobody else"
     assert hits(None) == 0
     assert [hits(seed) for seed in (None, 0, 1)] == [48, 48, 48]
@@ -138,7 +138,7 @@ def test_adapters_stay_over_an_update_of_the_weights(driver, folder):
         begun: list[Delta] = []
         while len({delta.request_id for delta in begun if delta.token_ids}) < 3:
             begun += driver.turn(max_steps=1)
-        begun += driver.update_weights(driver.read_names(tiny.weights(seed=7).items()))
+        begun += driver.lifecycle.update_weights(driver.lifecycle.read_names(tiny.weights(seed=7).items()))
         rest = tiny.drain(driver)
         for request_id, seed, prompt in zip(ids, (0, None, 1), prompts, strict=True):
             old = [token for its in begun if its.request_id == request_id for token in its.token_ids]
@@ -146,7 +146,7 @@ def test_adapters_stay_over_an_update_of_the_weights(driver, folder):
             weights = by_role(tiny.CONFIG, NAMES, tiny.weights(seed=7)) if seed is None else merged(seed, 7)
             new = reference_model.generate(tiny.CONFIG, weights, prompt + old, 20 - len(old))
             assert rest[request_id].token_ids == new
-        driver.update_weights(driver.read_names(tiny.weights(seed=8).items()))
+        driver.lifecycle.update_weights(driver.lifecycle.read_names(tiny.weights(seed=8).items()))
         for seed, hits in ((0, 0), (1, 0), (0, 24)):
             [request_id] = submit(driver, folder, [(seed, prompts[0])], greedy(4))
             found = tiny.drain(driver)[request_id]
@@ -155,7 +155,7 @@ def test_adapters_stay_over_an_update_of_the_weights(driver, folder):
         assert loop.put_adapter.num_compiled() == compiled
         tiny.assert_nothing_is_held(driver)
     finally:
-        driver.update_weights(driver.read_names(tiny.weights().items()))
+        driver.lifecycle.update_weights(driver.lifecycle.read_names(tiny.weights().items()))
 
 
 def test_forks_and_beams_have_the_adapter_of_whom_they_come_from(driver, folder):

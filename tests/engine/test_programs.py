@@ -157,7 +157,7 @@ def test_an_engine_may_keep_no_programs(monkeypatch):
     monkeypatch.setattr(programs, "kept", lambda *args, **options: asked.append(args))
     for keep in (True, False):
         driver = tiny.driver(keep_programs=keep)
-        loaded = driver.setup, driver.graphdef, driver.params, driver.state
+        loaded = driver.setup, driver.device.graphdef, driver.device.params, driver.state
         assert start.run_of(*loaded, by_host=False) is None
         assert len(asked) == keep
         asked.clear()

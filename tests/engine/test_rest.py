@@ -148,11 +148,11 @@ def test_sleep_gives_memory_back_and_compiles_nothing(llm, engine, level):
     )
     llm.pause_generation("keep")
     handle = engine.submit(PROMPTS[0], PARAMS)
-    before = driver.params
+    before = driver.device.params
     llm.sleep(level, "keep")
     assert llm.is_sleeping
     assert [array.is_deleted() for array in cache] == [level > 0] * len(cache)
-    gone = [isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(driver.params)]
+    gone = [isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(driver.device.params)]
     assert gone == [level > 0] * len(gone)
     del before
     if level:

@@ -10,8 +10,8 @@ import pytest
 
 from jaxpaged.api.draft import draft_of
 from jaxpaged.config import EngineConfig
+from jaxpaged.engine.device import MEMORY
 from jaxpaged.engine.driver import Driver
-from jaxpaged.engine.residence import MEMORY
 from jaxpaged.engine.updates import own_weights
 from jaxpaged.models import loading
 from jaxpaged.models.changes import named
@@ -64,15 +64,15 @@ def put_to_sleep_and_back(
     driver: Driver, weights: dict[str, np.ndarray], level: int, brings: str | None, wakes: list[str]
 ) -> None:
     """Let an engine sleep and wake with the weights that it had."""
-    tree = jax.tree.map(lambda x: x, own_weights(driver.params))
-    driver.sleep(level)
+    tree = jax.tree.map(lambda x: x, own_weights(driver.device.params))
+    driver.lifecycle.sleep(level)
     if brings == "names":
-        driver.update_weights(driver.read_names(named(weights)))
+        driver.lifecycle.update_weights(driver.lifecycle.read_names(named(weights)))
     elif brings == "pytree":
-        driver.update_weights(tree)
+        driver.lifecycle.update_weights(tree)
     for each in wakes:  # one after the other, in this order
-        driver.wake_up([each])
-    assert driver.resident == frozenset(MEMORY)
+        driver.lifecycle.wake_up([each])
+    assert driver.device.resident == frozenset(MEMORY)
 
 
 # Methods without weights of their own are like an engine without drafts.
@@ -83,11 +83,11 @@ def test_no_weight_is_missing_when_an_engine_is_awake(method, tmp_path, monkeypa
     """Nothing runs here, so no loop is compiled."""
     tiny.replace(monkeypatch, Driver, "compile", lambda self: None)
     driver, weights = driver_of(method, tmp_path)
-    want = [np.array(leaf) for leaf in jax.tree.leaves(driver.params)]
-    paths = jax.tree.structure(driver.params)
+    want = [np.array(leaf) for leaf in jax.tree.leaves(driver.device.params)]
+    paths = jax.tree.structure(driver.device.params)
     for way in WAYS:
         put_to_sleep_and_back(driver, weights, *way)
-        found: Any = driver.params
+        found: Any = driver.device.params
         assert jax.tree.structure(found) == paths, way
         for leaf, like in zip(jax.tree.leaves(found), want, strict=True):
             assert isinstance(leaf, jax.Array), way
@@ -97,9 +97,9 @@ def test_no_weight_is_missing_when_an_engine_is_awake(method, tmp_path, monkeypa
 def test_an_update_that_cannot_read_what_drafts_changes_nothing(tmp_path, monkeypatch):
     tiny.replace(monkeypatch, Driver, "compile", lambda self: None)
     driver, weights = driver_of("mtp", tmp_path)
-    driver.sleep(2)
-    before = driver.params, driver.weight_version, driver.resident
-    update = driver.read_names(named(weights))
+    driver.lifecycle.sleep(2)
+    before = driver.device.params, driver.device.weight_version, driver.device.resident
+    update = driver.lifecycle.read_names(named(weights))
 
     def gone(*_: Any) -> None:
         raise OSError("files are gone")
@@ -107,11 +107,11 @@ def test_an_update_that_cannot_read_what_drafts_changes_nothing(tmp_path, monkey
     with monkeypatch.context() as patch:
         patch.setattr("jaxpaged.engine.drafted.weights", gone)
         with pytest.raises(OSError, match="files are gone"):
-            driver.update_weights(update)
-    assert (driver.params, driver.weight_version, driver.resident) == before
-    driver.update_weights(update)
-    driver.wake_up(["kv_cache"])
-    assert not any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(driver.params))
+            driver.lifecycle.update_weights(update)
+    assert (driver.device.params, driver.device.weight_version, driver.device.resident) == before
+    driver.lifecycle.update_weights(update)
+    driver.lifecycle.wake_up(["kv_cache"])
+    assert not any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(driver.device.params))
 
 
 @pytest.mark.parametrize("method", slow_and_nightly(METHODS, ["draft_model", "eagle3"]))

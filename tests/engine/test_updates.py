@@ -38,8 +38,8 @@ def load_new(load_as):
 
 def update(driver, weights, **options):
     """Update as an engine does; return the deltas that come of it."""
-    given = weights if isinstance(weights, nnx.State) else driver.read_names(named(weights))
-    return driver.update_weights(given, **options)
+    given = weights if isinstance(weights, nnx.State) else driver.lifecycle.read_names(named(weights))
+    return driver.lifecycle.update_weights(given, **options)
 
 
 def answers(driver, prompts=None, params=PARAMS):
@@ -136,11 +136,11 @@ def test_an_updated_engine_has_the_bits_of_one_loaded_so(driver, old, want, form
 def test_a_part_changes_alone_and_the_rest_is_neither_copied_nor_touched(driver, old):
     """One of three pieces of one layer's product changes; arrays without a change are the same objects."""
     name = "model.layers.1.self_attn.k_proj.weight"
-    before = jax.tree.leaves(driver.params)
+    before = jax.tree.leaves(driver.device.params)
     gc.collect()
     num_bytes = sum(array.nbytes for array in jax.live_arrays())
     update(driver, {name: NEW[name]})
-    after = jax.tree.leaves(driver.params)
+    after = jax.tree.leaves(driver.device.params)
     new = [b for a, b in zip(before, after, strict=True) if a is not b]
     assert len(new) == 1
     del before
@@ -148,7 +148,7 @@ def test_a_part_changes_alone_and_the_rest_is_neither_copied_nor_touched(driver,
     assert sum(array.nbytes for array in jax.live_arrays()) <= num_bytes
     mixed = tiny.weights() | {name: NEW[name]}
     want = Decoder(StoredWeights(tiny.CONFIG, NAMES, mixed, LoadAs(jnp.dtype("float32"))))
-    assert equal(driver.params, nnx.state(want))
+    assert equal(driver.device.params, nnx.state(want))
     update(driver, {name: tiny.weights()[name]})
     assert answers(driver) == old
 
@@ -176,7 +176,7 @@ def test_an_update_of_all_takes_no_more_than_what_there_was(driver, old, want, m
     update(driver, NEW)
     assert len(most_bytes) > 5
     assert max(most_bytes) <= there
-    held = updates.own_weights(driver.params)
+    held = updates.own_weights(driver.device.params)
     copies = jax.tree.map(np.array, held)
     update(driver, tiny.weights())
     assert equal(held, copies)
@@ -205,7 +205,7 @@ def test_a_failure_in_the_midst_leaves_no_half_of_the_weights(driver, old, want,
 def test_a_state_like_the_engines_own_is_shared(driver, want):
     weights = updates.without_adapters(tiny.driver(load_new).params)
     update(driver, weights)
-    leaves = zip(jax.tree.leaves(driver.params), jax.tree.leaves(weights), strict=True)
+    leaves = zip(jax.tree.leaves(driver.device.params), jax.tree.leaves(weights), strict=True)
     assert all(ours.unsafe_buffer_pointer() == its.unsafe_buffer_pointer() for ours, its in leaves)
     assert answers(driver) == want
     other = jax.tree.map(lambda x: x[..., :1], weights)
@@ -218,7 +218,7 @@ def test_a_state_like_the_engines_own_is_shared(driver, want):
 def test_a_table_in_the_engines_form_is_shared(driver, old):
     table = jnp.asarray(NEW["model.embed_tokens.weight"])
     update(driver, {"model.embed_tokens.weight": table})
-    own = driver.params["embedding"].get_value()
+    own = driver.device.params["embedding"].get_value()
     assert own.unsafe_buffer_pointer() == table.unsafe_buffer_pointer()
 
 
@@ -244,13 +244,13 @@ FIRST = "model.layers.0.mlp.down_proj.weight"
     ],
 )
 def test_half_a_mistake_changes_nothing(driver, old, wrong, message):
-    before, version = jax.tree.leaves(driver.params), driver.weight_version
+    before, version = jax.tree.leaves(driver.device.params), driver.device.weight_version
     with pytest.raises(InputError, match=message):
         update(driver, {FIRST: NEW[FIRST]} | wrong)
     with pytest.raises(InputError, match="must be a mapping of names to arrays, pairs, or a pytree"):
         update(driver, 3)
-    assert all(a is b for a, b in zip(before, jax.tree.leaves(driver.params), strict=True))
-    assert driver.weight_version == version
+    assert all(a is b for a, b in zip(before, jax.tree.leaves(driver.device.params), strict=True))
+    assert driver.device.weight_version == version
     assert answers(driver) == old
 
 
@@ -266,7 +266,7 @@ def test_a_donated_array_is_refused(driver, old):
 
 def test_what_runs_on_tells_the_version_of_each_token(driver, old):
     """The rest of the answer is computed anew: it is what new weights give behind the tokens so far."""
-    prompt, update_to = tiny.prompts([40])[0], driver.weight_version + 5
+    prompt, update_to = tiny.prompts([40])[0], driver.device.weight_version + 5
     [request] = tiny.numbered(driver.door.admit(prompt, PARAMS))
     driver.add(request)
     deltas = []
@@ -294,10 +294,10 @@ def test_a_beam_search_is_not_cut_through(driver, old):
     for request in tiny.numbered(driver.door.admit_search(tiny.prompts([5])[0], params)):
         driver.add(request)
     driver.turn(max_steps=1)
-    version = driver.weight_version
+    version = driver.device.weight_version
     with pytest.raises(InputError, match="beam searches=4 must be 0"):
         update(driver, NEW)
-    assert driver.weight_version == version
+    assert driver.device.weight_version == version
     tiny.drain(driver)
     assert answers(driver) == old
 

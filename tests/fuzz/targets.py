@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from jaxpaged.batch import prompt_files
 from jaxpaged.checks import InputError
-from jaxpaged.engine.driver_calls import CALL_CLASSES
+from jaxpaged.engine.device import CALL_CLASSES
 from jaxpaged.handover.blocks import BlockFormat, Blocks
 from jaxpaged.lora import LoRARequest
 from jaxpaged.models import loading, lora

@@ -137,7 +137,7 @@ def test_blocks_of_another_format_are_refused(here, blocks):
         config = dataclasses.replace(driver.config, **options)
         cache = driver.state.kv_cache
         measured = dataclasses.replace(cache, shared={"k_scale": jnp.zeros((2, 2))})
-        its = driver.door.model_config, driver.setup.grouping, driver.params
+        its = driver.door.model_config, driver.setup.grouping, driver.device.params
         with pytest.raises(InputError, match=rule):
             exchange.describe_format(config, *its, measured)
 
@@ -213,18 +213,18 @@ def test_what_fails_on_the_way_leaves_an_engine_that_finds_nothing_wrong(blocks,
     running = [place for _, place in driver.rows.taken()]
     assert driver.stats.num_running == 4, "with 13 or 14 of 64 blocks each"
     with pytest.raises(OSError, match="the line is cut"):
-        driver.adopt(blocks, broken())
+        driver.exchange.adopt(blocks, broken())
     tiny.check_invariants(driver.state.tables)
     prompt = np.array(PROMPT, np.int32)
-    assert driver.locate(prompt, None).block_ids.size == 0
-    assert driver.adopt_blocks(blocks) == 6
+    assert driver.exchange.locate(prompt, None).block_ids.size == 0
+    assert driver.exchange.adopt_blocks(blocks) == 6
     tiny.check_invariants(driver.state.tables)
-    assert driver.export_blocks(prompt, None).to_bytes() == blocks.to_bytes()
+    assert driver.exchange.export_blocks(prompt, None).to_bytes() == blocks.to_bytes()
     longer = np.arange(15 * 8, dtype=np.int32).reshape(15, 8)
     arrays = {name: np.repeat(x[:1], 15, 0) for name, x in blocks.arrays.items()}
     its = {"token_ids": longer, "present": np.ones((1, 15), bool), "arrays": arrays}
-    assert driver.adopt_blocks(dataclasses.replace(blocks, **its)) == 0
-    assert driver.locate(prompt, None).block_ids.size == 6, "and nothing gave way to it"
+    assert driver.exchange.adopt_blocks(dataclasses.replace(blocks, **its)) == 0
+    assert driver.exchange.locate(prompt, None).block_ids.size == 6, "and nothing gave way to it"
     tiny.drain(driver)
     for place in running:
         its_prompt = tuple(place.request.prompt_token_ids.tolist())

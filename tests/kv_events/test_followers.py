@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jaxpaged.engine import events
+from jaxpaged.engine.services import events
 from jaxpaged.handover import exchange
 from jaxpaged.kv_events import tree
 from jaxpaged.kv_events.follower import tell
@@ -88,8 +88,8 @@ def test_adopted_blocks_are_told_at_once(monkeypatch):
     giver, driver = tiny.driver(), tiny.driver(**TOLD)
     tiny.generate(giver, [prompt], tiny.greedy(1))
     heard = Listener(driver, monkeypatch)
-    blocks = giver.export_blocks(np.array(prompt, np.int32), None)
-    assert driver.adopt_blocks(blocks) == 8
+    blocks = giver.exchange.export_blocks(np.array(prompt, np.int32), None)
+    assert driver.exchange.adopt_blocks(blocks) == 8
     heard.check({0: None})
     assert len(heard.plain.known) == 8
 

@@ -32,10 +32,10 @@ class Listener:
 
     def check(self, talks):
         """Compare what was told of each tier with what it has of these conversations, each with a salt."""
-        tiers = self.driver.tiers
+        tiers = self.driver.offloading.tiers
         tiers.below.flush()
         self.driver.turn()
-        space = keys.space_of(self.driver.block_format)
+        space = keys.space_of(self.driver.exchange.block_format)
         for name, medium in (("host", "CPU"), ("disk", "STORAGE")):
             there = set()
             for talk, salt in talks:
@@ -67,23 +67,23 @@ def test_a_follower_knows_what_the_tiers_have(monkeypatch, tmp_path):
     assert heard.check(seen) > 40
     # What only a tier has counts for a router.
     talk, salt = max(talks, key=lambda pair: len(pair[0]))
-    driver.stand_down()  # the device forgets; the tiers do not, and say so again
+    driver.lifecycle.stand_down()  # the device forgets; the tiers do not, and say so again
     assert not heard.plain.known
     assert heard.check(seen) > 40
     assert heard.router.num_cached(0, keys_of_tokens(talk, 8, salt_of(salt, None))) == len(talk) // 8
-    driver.close_tiers()
+    driver.close()
     # An engine that finds the files tells of them when somebody asks.
     other = tiered(40, **options)
     heard = Listener(other, monkeypatch)
     ask(other, talk, cache_salt=salt)
     assert heard.check([(talk, salt)]) == len(talk) // 8
-    other.tiers.below.flush()
+    other.offloading.tiers.below.flush()
     num_stored = len(heard.stored)
     assert other.reset_prefix_cache()
     assert len(heard.stored) == num_stored, "nothing is told anew that has gone"
     assert heard.check([(talk, salt)]) == 0
     assert heard.stored[0].extra_keys[0] == (None if salt is None else (salt,))
-    other.close_tiers()
+    other.close()
 
 
 def test_neighbours_are_told_together_and_nothing_twice():

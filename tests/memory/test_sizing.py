@@ -185,7 +185,7 @@ def test_quantised_weights_count_as_they_are_kept(monkeypatch):
 def test_on_a_gpu_the_cache_gets_what_the_compiled_loop_leaves(monkeypatch):
     """All that sizing asks of a GPU is its memory, so this CPU plays one. The program is the other tests'."""
     given = tiny.driver()
-    program = given.kept_run
+    program = given.device.kept_run
     of_loop = program.temporary_bytes + 2 * program.result_bytes
     assert min(program.temporary_bytes, program.result_bytes) > 10_000
     num_blocks = given.cache_size.num_blocks
@@ -203,12 +203,12 @@ def test_on_a_gpu_the_cache_gets_what_the_compiled_loop_leaves(monkeypatch):
     assert driver.cache_size.num_blocks == num_blocks
     assert driver.cache_size.budget.left == limit - taken
     assert ("of the compiled loop", of_loop) in driver.cache_size.budget.taken
-    assert driver.kept_run is program
+    assert driver.device.kept_run is program
     [prompt] = tiny.prompts([20])
     assert tiny.generate(driver, [prompt], tiny.greedy(5)) == [tiny.reference_answer(tuple(prompt), 5)]
 
     # Before it is loaded, its weights count beside; and the program is the same.
-    weights = sum(x.nbytes for x in jax.tree.leaves(driver.params))
+    weights = sum(x.nbytes for x in jax.tree.leaves(driver.device.params))
     stats = {"bytes_limit": limit + weights, "bytes_in_use": in_use}
     tiny.replace(monkeypatch, machine, "memory_stats", lambda: stats)
     size = start.cache_size(driver.setup)

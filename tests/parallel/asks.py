@@ -11,9 +11,9 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from jaxpaged import LLM, BeamSearchParams, LoRARequest, SamplingParams
-from jaxpaged.engine import events
-from jaxpaged.engine.driver import Driver
+from jaxpaged.engine.device import Device
 from jaxpaged.engine.grammars import Grammars
+from jaxpaged.engine.services import events
 from jaxpaged.engine.setup import Setup
 from jaxpaged.grammar import recursive
 from reference import kv_events as reference
@@ -133,10 +133,10 @@ def differing(state):
 def differ_in_the_end(follow):
     """Make the calls of process 0, and come to another state with the last one of `ask`."""
 
-    def following(driver, name, arrays):
-        follow(driver, name, arrays)
-        if name == "_forget_prefixes":
-            driver._state = differing(driver.state)
+    def following(device, name, arrays):
+        follow(device, name, arrays)
+        if name == "forget_prefixes":
+            device._state = differing(device.state)
 
     return following
 
@@ -158,7 +158,7 @@ def main(arguments):
     begins = {"tells": tells_that_it_begins, "fails": fails}
     Setup.check = begins.get(options.pop("begins", ""), Setup.check)
     if options.pop("differs", False):
-        Driver.follow = differ_in_the_end(Driver.follow)
+        Device.follow = differ_in_the_end(Device.follow)
     is_brief = options.pop("brief", False)
     llm = LLM(
         GOLDENS / "families/llama",

@@ -301,24 +301,24 @@ def test_blocks_go_to_as_many_devices(kinds):
     assert want == [reference_model.generate(config, tiny.reference_weights(), prompt, 12)]
     assert tiny.generate(there, [prompt[::-1]], tiny.greedy(12)) != want
     before = [each.num_compiled() for each in (loop.run, loop.submit, loop.write_tokens, loop.abort)]
-    blocks, chain = here.export_blocks(line, None), here.locate(line, None)
+    blocks, chain = here.exchange.export_blocks(line, None), here.exchange.locate(line, None)
     assert blocks.present.sum(axis=1).tolist() == [5, 3][: len(kinds)]
-    assert there.adopt_blocks(Blocks.from_bytes(blocks.to_bytes())) == 5
+    assert there.exchange.adopt_blocks(Blocks.from_bytes(blocks.to_bytes())) == 5
     assert tiny.generate(there, [prompt], tiny.greedy(12)) == want
-    assert there.export_blocks(line, None).to_bytes() == blocks.to_bytes()
+    assert there.exchange.export_blocks(line, None).to_bytes() == blocks.to_bytes()
     assert there.reset_prefix_cache()
     assert there.adopt(blocks, iter(here.chunks(chain))) == 5
     assert tiny.generate(there, [prompt], tiny.greedy(12)) == want
     assert there.stats.num_hit_tokens == 2 * 32  # one token is left to compute
     new = random_weights(config, NAMES, seed=7)
-    here.update_weights(here.read_names(new.items()))
+    here.lifecycle.update_weights(here.lifecycle.read_names(new.items()))
     want = reference_model.generate(config, by_role(config, NAMES, new), prompt, 12)
     assert tiny.generate(here, [prompt], tiny.greedy(12)) == [want]
     for level in (1, 2):  # asleep, with all weights new while they are away
-        here.sleep(level)
+        here.lifecycle.sleep(level)
         if level == 2:
-            here.update_weights(here.read_names(new.items()))
-        here.wake_up(["weights", "kv_cache"])
+            here.lifecycle.update_weights(here.lifecycle.read_names(new.items()))
+        here.lifecycle.wake_up(["weights", "kv_cache"])
         assert tiny.generate(here, [prompt], tiny.greedy(12)) == [want]
     assert [each.num_compiled() for each in (loop.run, loop.submit, loop.write_tokens, loop.abort)] == before
     tiny.assert_nothing_is_held(there)
@@ -327,7 +327,7 @@ def test_blocks_go_to_as_many_devices(kinds):
         blocks, block_format=dataclasses.replace(blocks.block_format, tensor_parallel_size=1)
     )
     with pytest.raises(InputError, match="tensor_parallel_size=1 must be 2, as this engine's"):
-        there.adopt_blocks(one)
+        there.exchange.adopt_blocks(one)
 
 
 def assert_same_on_each(state):

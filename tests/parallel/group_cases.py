@@ -310,7 +310,7 @@ def test_what_is_of_one_group_alone_is_refused(driver):
     with pytest.raises(
         InputError, match=r"^data_parallel_size=2 must be 1 to export or adopt blocks: make an"
     ):
-        driver.export_blocks(np.arange(20), None)
+        driver.exchange.export_blocks(np.arange(20), None)
 
 
 @pytest.mark.nightly
@@ -342,11 +342,11 @@ def test_one_group_runs_the_loop_as_it_is_written(monkeypatch):
     driver = tiny.driver(**tiny.SMALL)
     size = driver.cache_size.num_blocks
     state = start.create_state(driver.setup, tiny.load(LoadAs(jnp.dtype("float32"))), size)
-    source = start.Source(driver.setup, driver.graphdef, driver.params, state, by_host=False)
+    source = start.Source(driver.setup, driver.device.graphdef, driver.device.params, state, by_host=False)
     written = jax.jit(
         inspect.unwrap(loop.run), static_argnames=("graphdef", "config"), donate_argnames="state"
     )
-    plain = written.lower(driver.graphdef, *source.arrays, config=source.step_config)
+    plain = written.lower(driver.device.graphdef, *source.arrays, config=source.step_config)
     assert driver.setup.mesh is None
     assert source.lower().as_text() == plain.as_text()
 

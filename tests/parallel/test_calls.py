@@ -3,7 +3,7 @@
 import pytest
 
 from jaxpaged.checks import InputError
-from jaxpaged.engine import driver
+from jaxpaged.engine import device
 from jaxpaged.parallel.calls import SharedCalls
 
 CALLS = SharedCalls("write")
@@ -44,5 +44,5 @@ def test_a_method_that_is_not_in_the_list_cannot_be_shared():
         CALLS.shared(Writer.erase)
 
 
-def test_every_call_of_the_drivers_list_is_a_shared_method():
-    assert all(hasattr(getattr(driver.Driver, name), "__wrapped__") for name in driver.CALLS.names)
+def test_every_call_of_the_devices_list_is_a_shared_method():
+    assert all(hasattr(getattr(device.Device, name), "__wrapped__") for name in device.CALLS.names)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from jaxpaged.checks import InputError
-from jaxpaged.engine.driver_calls import CALL_CLASSES
+from jaxpaged.engine.device import CALL_CLASSES
 from jaxpaged.parallel import messages, processes
 from jaxpaged.step.state import empty_rows
 

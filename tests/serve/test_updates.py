@@ -212,11 +212,11 @@ F32 = {"dtype": "F32", "shape": [32], "data_offsets": [0, 128]}
 )
 def test_hostile_bodies_change_nothing(served, llm, body, message, tmp_path, monkeypatch):
     monkeypatch.setattr(updates.tempfile, "tempdir", str(tmp_path))
-    version, params = llm.weight_version, tiny.driver_of(llm.engine).params
+    version, params = llm.weight_version, tiny.driver_of(llm.engine).device.params
     status, told = said(sent(served, body))
     assert (status, message in told) == (400, True), told
     assert str(tmp_path) not in told
-    assert (llm.weight_version, tiny.driver_of(llm.engine).params is params) == (version, True)
+    assert (llm.weight_version, tiny.driver_of(llm.engine).device.params is params) == (version, True)
     assert not [*tmp_path.iterdir()]
 
 

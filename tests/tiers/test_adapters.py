@@ -22,14 +22,14 @@ def test_adapters_are_apart_in_a_directory_whatever_happens_to_it(tmp_path):
     def make():
         sizes = {"kv_offloading_size": 10 * BLOCK_BYTES / GIB, "kv_offloading_backend": f"disk:{kept}"}
         driver = tiny_lora.driver(folder, **sizes)
-        driver.rule = Always()
+        driver.offloading.rule = Always()
         return driver
 
     def hits(driver, adapter, seed):
         """Return what a request found on disk, behind others; its answer must be the oracle's."""
         for other in others:
             ask(driver, other)
-        driver.tiers.below.flush()
+        driver.offloading.tiers.below.flush()
         answer, num_hits, fetched = ask(driver, prompt, tiny.greedy(4), lora_request=adapter)
         assert tokens(answer) == tiny_lora.reference_answer(seed, prompt, 4)
         assert fetched.get("disk", 0) == num_hits
@@ -56,4 +56,4 @@ def test_adapters_are_apart_in_a_directory_whatever_happens_to_it(tmp_path):
     assert [hits(first, adapters[seed], seed) for seed in SEEDS] == [0, 0, 0]
     for driver in (first, second):
         tiny.assert_nothing_is_held(driver)
-        driver.close_tiers()
+        driver.close()

@@ -53,7 +53,7 @@ class Always(Rule):
 def tiered(num_kept=1000, **options):
     """Make a driver with room for so many blocks in host memory."""
     driver = tiny.driver(kv_offloading_size=num_kept * BLOCK_BYTES / GIB, **options)
-    driver.rule = Always()
+    driver.offloading.rule = Always()
     return driver
 
 
@@ -64,7 +64,7 @@ def ask(driver, prompt, params=ONE_TOKEN, **options):
     deltas = []
     while driver.has_work:
         deltas += driver.turn()
-    driver.finish_departures()
+    driver.offloading.finish()
     fetched = next((delta.num_fetched_tokens for delta in deltas if delta.num_fetched_tokens), {})
     answer = [(delta.token_ids, delta.scores) for delta in deltas if delta.token_ids]
     return answer, deltas[-1].num_hit_tokens, fetched
@@ -112,12 +112,12 @@ def test_hits_are_in_lock_step_with_the_oracle(has_below):
         name = "below"
         mine = (num_hit_tokens - sum(fetched.values()), fetched.get("host", 0), fetched.get(name, 0))
         assert mine == tuple(8 * blocks for blocks in want)
-        assert len(driver.tiers.host) == len(stores[0].entries)
+        assert len(driver.offloading.tiers.host) == len(stores[0].entries)
         seen += want
     assert seen[0] > 20
     assert seen[1 + has_below] > 20
     tiny.assert_nothing_is_held(driver)
-    driver.close_tiers()
+    driver.close()
 
 
 def test_answers_have_the_bits_of_cold_ones_and_what_is_apart_stays_apart(cold):
@@ -141,14 +141,14 @@ def test_answers_have_the_bits_of_cold_ones_and_what_is_apart_stays_apart(cold):
     assert ask(driver, prompts[1], told)[1:] == (0, {})
     # Forgetting forgets all tiers.
     assert driver.reset_prefix_cache()
-    assert len(driver.tiers.host) == 0
+    assert len(driver.offloading.tiers.host) == 0
     assert ask(driver, prompts[0], whole)[1:] == (0, {})
 
 
 def test_a_prompt_is_kept_for_as_long_as_it_asks():
     """Room for 40 blocks, of which 20 may be kept, and prompts of 12 blocks that push others out."""
     driver, clock = tiered(40), Clock()
-    driver.tiers.host = HostStore(40 * BLOCK_BYTES, clock)
+    driver.offloading.tiers.host = HostStore(40 * BLOCK_BYTES, clock)
     kept, too_much, *others = tiny.prompts([70, 120, *[100] * 8], seed=13)
 
     def hits(prompt, **options):
@@ -165,13 +165,13 @@ def test_a_prompt_is_kept_for_as_long_as_it_asks():
     assert hits(kept) == 0
     assert hits(too_much, kv_cache_ttl=0) == 12 * 8
     assert hits(too_much) == 0
-    assert driver.tiers.host.kept_bytes == 0
+    assert driver.offloading.tiers.host.kept_bytes == 0
     search = BeamSearchParams(beam_width=2, max_tokens=2)
     for request in tiny.numbered(driver.door.admit_search(kept, search, kv_cache_ttl=10)):
         driver.add(request)
     tiny.drain(driver)
-    driver.finish_departures()
-    assert driver.tiers.host.kept_bytes == 8 * BLOCK_BYTES
+    driver.offloading.finish()
+    assert driver.offloading.tiers.host.kept_bytes == 8 * BLOCK_BYTES
     for wrong in (-1, 2592001, float("inf"), float("nan"), 10**100, True):
         rule = re.escape(f"kv_cache_ttl={wrong} must be a number from 0 to 2592000, in seconds")
         with pytest.raises(InputError, match=rule):
@@ -185,7 +185,7 @@ def test_the_output_of_a_request_tells_what_was_fetched():
     prompt, params = tiny.prompts([70], seed=9)[0], SamplingParams(n=2, max_tokens=2, detokenize=False)
     with tiny.engine(kv_offloading_size=0.01) as engine:
         driver = tiny.driver_of(engine)
-        driver.rule = Always()
+        driver.offloading.rule = Always()
         for want in ({}, {"host": 64}):
             handles = engine.submit_all(engine.door.admit(prompt, params))
             answers = [handle.result() for handle in handles]
@@ -201,12 +201,13 @@ def test_new_weights_find_nothing_of_old_ones():
     driver, prompt = tiered(), tiny.prompts([70])[0]
     other = {name: array[::-1].copy() for name, array in tiny.weights().items() if "embed" in name}
     ask(driver, prompt)
-    assert len(driver.tiers.host) == 8
-    driver.update_weights(driver.read_names(list(other.items())))
+    assert len(driver.offloading.tiers.host) == 8
+    driver.lifecycle.update_weights(driver.lifecycle.read_names(list(other.items())))
+    driver.exchange.export_blocks(np.array(prompt, np.int32), None)  # which looks at the new weights first
     assert ask(driver, prompt)[1:] == (0, {})
-    assert len(driver.tiers.host) == 8, "the old ones are gone"
-    driver.sleep(1)
-    driver.wake_up(["weights", "kv_cache"])
+    assert len(driver.offloading.tiers.host) == 8, "the old ones are gone"
+    driver.lifecycle.sleep(1)
+    driver.lifecycle.wake_up(["weights", "kv_cache"])
     assert ask(driver, prompt)[1:] == (64, {"host": 64})
 
 
@@ -231,7 +232,7 @@ def test_a_store_that_is_slow_or_fails_costs_hits_alone(cold):
     for other in others:
         ask(driver, other)
     for store.seconds, store.fails in ((0.2, False), (0.0, True)):
-        driver.rule.seconds_to_wait = 0.05
+        driver.offloading.rule.seconds_to_wait = 0.05
         began = time.monotonic()
         answer, num_hits, fetched = ask(driver, first, SCORED)
         assert time.monotonic() - began < 2
@@ -245,10 +246,10 @@ def test_a_store_that_is_slow_or_fails_costs_hits_alone(cold):
     store.seconds, store.fails = 0.5, False
     params = SamplingParams(n=2, max_tokens=2)
     requests = tiny.numbered(driver.door.admit(first, params))
-    driver.rule.seconds_to_wait = 60.0
+    driver.offloading.rule.seconds_to_wait = 60.0
     for request in requests:
         driver.add(request)
-    assert driver.moves_blocks
+    assert driver.offloading.has_work
     assert not driver.queue
     gone = driver.abort([requests[0].request_id])
     assert [delta.request_id for delta in gone] == [requests[0].request_id]
@@ -262,7 +263,7 @@ def test_a_store_that_is_slow_or_fails_costs_hits_alone(cold):
     assert not driver.queue
     driver.abort([requests[0].request_id])
     tiny.drain(driver)
-    driver.finish_departures()
+    driver.offloading.finish()
     gc.collect()
     alive = gc.get_objects()
     last = [each.promoted for each in alive if isinstance(each, Promotion)]  # of the thread that reads
@@ -276,10 +277,10 @@ def test_a_directory_is_found_after_a_restart_and_by_another_engine(cold, tmp_pa
     for prompt in prompts:
         ask(driver, prompt)
     other = tiered(**options)
-    driver.close_tiers()
+    driver.close()
     ended = tiered(**options)
     for again in (other, ended):
-        again.tiers.below.flush()
+        again.offloading.tiers.below.flush()
         for prompt in prompts:
             answer, num_hits, fetched = ask(again, prompt, SCORED)
             assert tokens(answer) == cold(prompt)
@@ -288,10 +289,10 @@ def test_a_directory_is_found_after_a_restart_and_by_another_engine(cold, tmp_pa
         assert (counts.num_hits, counts.read_bytes) == (8 + 11, 19 * BLOCK_BYTES)
     # Forgetting forgets the files of this model, for all.
     assert other.reset_prefix_cache()
-    other.tiers.below.flush()
+    other.offloading.tiers.below.flush()
     assert ask(other, prompts[0])[1:] == (0, {})
     for each in (other, ended):
-        each.close_tiers()
+        each.close()
 
 
 @pytest.mark.slow
@@ -301,7 +302,7 @@ def test_groups_of_layers_are_fetched_as_they_were_computed():
     load = functools.partial(tiny.load, config=config)
     sizes = {"num_blocks": 1 + 4 * 24}
     driver = tiny.driver(load, config, kv_offloading_size=0.1, **sizes)
-    driver.rule = Always()
+    driver.offloading.rule = Always()
     talks = tiny.prompts([100] * 14, seed=11)
     first = [ask(driver, talk[:60], SCORED) for talk in talks]
     again = [ask(driver, talk[:60], SCORED) for talk in talks]
@@ -330,9 +331,9 @@ def test_nothing_is_fetched_where_the_rule_refuses(has_below):
     [prompt, *others] = tiny.prompts([70, *[100] * 6], seed=5)
     for each in (prompt, *others):
         ask(driver, each)
-    driver.rule = Never()
+    driver.offloading.rule = Never()
     assert ask(driver, prompt)[1:] == (0, {})
-    assert driver.rule.asked == ((10, 8 if has_below else 0),)
+    assert driver.offloading.rule.asked == ((10, 8 if has_below else 0),)
 
 
 class Gate:
@@ -357,7 +358,7 @@ def test_rows_run_while_blocks_come_and_nobody_waits_longer_than_for_computing(c
     for prompt in (first, *others[:-1]):
         ask(driver, prompt)
     gate = Gate(monkeypatch)
-    driver.rule.seconds_to_wait = 60.0 if comes else 0.0
+    driver.offloading.rule.seconds_to_wait = 60.0 if comes else 0.0
     two = driver.door.admit(first, SamplingParams(n=2, max_tokens=4, top_k=1))
     running, *waiting = tiny.numbered([tiny.request(driver, 1, others[-1], tiny.greedy(100)), *two])
     driver.add(running)
@@ -370,8 +371,8 @@ def test_rows_run_while_blocks_come_and_nobody_waits_longer_than_for_computing(c
         for delta in driver.turn(max_steps=1):
             told[delta.request_id].append(delta)
     assert len(told[running.request_id]) > 4
-    assert driver.is_fetching == comes
-    assert not (comes and driver.must_keep)  # its blocks are not computed while it waits
+    assert driver.offloading.is_fetching == comes
+    assert not (comes and driver.offloading.must_read_first)  # its blocks are not computed while it waits
     assert not any(told[request.request_id] for request in waiting) or not comes
     gate.may_pass.set()
     while driver.has_work:
@@ -383,7 +384,7 @@ def test_rows_run_while_blocks_come_and_nobody_waits_longer_than_for_computing(c
     for request in waiting:
         assert [token for delta in told[request.request_id] for token in delta.token_ids] == cold(first)
     tiny.assert_nothing_is_held(driver)
-    driver.close_tiers()
+    driver.close()
     assert gate.num_begun == 2 if comes else gate.num_begun <= 1  # what is late is not copied any more
 
 
@@ -398,9 +399,9 @@ def test_new_weights_take_no_block_of_old_ones_that_is_on_its_way(monkeypatch):
     driver.turn(max_steps=1)
     driver.add(waiting)
     deltas = [delta for _ in range(4) for delta in driver.turn(max_steps=1)]
-    assert driver.is_fetching
+    assert driver.offloading.is_fetching
     other = {name: array[::-1].copy() for name, array in tiny.weights().items() if "_proj" in name}
-    deltas += driver.update_weights(driver.read_names(list(other.items())))
+    deltas += driver.lifecycle.update_weights(driver.lifecycle.read_names(list(other.items())))
     gate.may_pass.set()
     while driver.has_work:
         deltas += driver.turn()
@@ -410,7 +411,7 @@ def test_new_weights_take_no_block_of_old_ones_that_is_on_its_way(monkeypatch):
     assert (num_hits, fetched) == (0, {})
     assert whole(its) == whole(answer)
     tiny.assert_nothing_is_held(driver)
-    driver.close_tiers()
+    driver.close()
 
 
 @pytest.mark.slow
@@ -419,7 +420,7 @@ def test_nothing_that_moves_blocks_copies_the_cache_and_the_loop_knows_nothing_o
     monkeypatch.setattr(Driver, "compile", lambda self: None)
     texts = []
     for driver in (tiny.driver(), tiered()):
-        its = driver.graphdef, driver.params, driver.state, loop.limits(1), np.bool_(False)
+        its = driver.device.graphdef, driver.device.params, driver.state, loop.limits(1), np.bool_(False)
         texts.append(loop.run.lower(*its, config=driver.step_config).as_text())
     assert texts[0] == texts[1]
 
@@ -461,4 +462,4 @@ def test_answers_are_found_where_prompts_may_find_them():
         for other in others:
             ask(driver, other)
         assert ask(driver, [*talk, 1, 2, 3])[1:] == (64, {"host": 64})
-    assert not driver._answers
+    assert not driver.offloading._answers

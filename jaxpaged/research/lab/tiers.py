@@ -117,7 +117,8 @@ def replay(
 def _hits(cut: Blocks, on_device: Sequence[int] | np.ndarray, stack: Tiers) -> tuple[np.ndarray, np.ndarray]:
     """Return blocks hit by device, host memory and below [requests, 3], and those stored [requests].
 
-    What is asked of the stores, and when, is what an engine asks of them (`jaxpaged.engine.offloading`).
+    What is asked of the stores, and when, is what an engine asks of them: see
+    `jaxpaged.engine.services.offloading`.
     """
     size = cut.block_size
     nothing = np.zeros((), np.uint8)

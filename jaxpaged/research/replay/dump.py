@@ -16,9 +16,9 @@ from jaxpaged.code_digest import digest_of, trace_anew_if_changed
 from jaxpaged.contracts import attentions, samplers
 from jaxpaged.contracts.attentions import Attention
 from jaxpaged.contracts.samplers import Sampler
-from jaxpaged.engine.door import filled
 from jaxpaged.engine.driver import Driver
 from jaxpaged.engine.engine import Engine
+from jaxpaged.engine.request_encoding import filled, row_values
 from jaxpaged.memory import eviction, kv_cache, policies, prefix_cache
 from jaxpaged.memory.block_table import BlockTables
 from jaxpaged.memory.grouping import Grouping
@@ -64,7 +64,8 @@ def report(engine: Engine | Driver, path: str | os.PathLike[str]) -> None:
     events = []
     for queued in shot.queue:
         token_ids = queued.token_ids
-        values = engine.door.row_values(queued.request, len(token_ids)) | {"token_ids": token_ids}
+        values = row_values(queued.request, engine.config, shot.vocab_size, len(token_ids))
+        values["token_ids"] = token_ids
         events.append(Event(0, filled(empty_rows(1, len(token_ids), shot.vocab_size), [values])))
     dump(shot.state, path, step_config=shot.step_config, vocab_size=shot.vocab_size, events=events)
 

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from jaxpaged.engine.pace import SECONDS_PER_RUN, Pace
+from jaxpaged.engine.run_length import SECONDS_PER_RUN, RunLengthController
 from jaxpaged.step.state import MAX_STEPS
 from tests import tiny
 
@@ -12,14 +12,14 @@ SECOND = SECONDS_PER_RUN  # of these tests: as long as a run should take
 
 
 def test_what_was_never_measured_is_done_once_a_run():
-    pace = Pace()
+    pace = RunLengthController()
     assert (pace.max_steps, pace.max_passes) == (1, 1)
     pace.note(8, 0, SECOND)
     assert (pace.max_steps, pace.max_passes) == (8, 1)
 
 
 def test_steps_and_passes_over_prompts_are_reckoned_apart():
-    pace = Pace()
+    pace = RunLengthController()
     pace.note(10, 0, SECOND)
     pace.note(1, 4, 8.1 * SECOND)  # a step of a long prompt
     assert (pace.max_steps, pace.max_passes) == (10, 1)
@@ -39,7 +39,7 @@ def test_steps_and_passes_over_prompts_are_reckoned_apart():
 def test_the_first_run_may_be_of_both_kinds_and_a_slow_one_is_forgotten(mixed):
     """Nothing is ever thought to take longer than all of a run that had it in it."""
     steps, passes = mixed
-    pace = Pace()
+    pace = RunLengthController()
     pace.note(steps, passes, SECOND)
     assert pace.seconds_per_step <= SECOND / steps
     assert SECOND / passes / 2 <= pace.seconds_per_pass <= SECOND / passes
@@ -50,7 +50,7 @@ def test_the_first_run_may_be_of_both_kinds_and_a_slow_one_is_forgotten(mixed):
     assert (pace.max_steps, pace.max_passes) == (11, 5)
 
 
-class Known(Pace):
+class Known(RunLengthController):
     def note(self, num_steps, num_passes, seconds):
         """Learn nothing."""
 
@@ -62,7 +62,7 @@ class Known(Pace):
 def test_a_run_ends_with_the_step_in_which_so_many_passes_are_made_over_prompts(seconds_per_pass, runs):
     """A prompt of three tiles, each a step's, comes while another request decodes, 20 steps a run."""
     driver = tiny.driver(**tiny.SWAP)
-    driver.pace = Known(SECOND / 20.5, seconds_per_pass)
+    driver.run_length = Known(SECOND / 20.5, seconds_per_pass)
     asked = [(tiny.prompts([3])[0], 70), (tiny.prompts([70], seed=1)[0], 2)]
     ids, made = [], []
     while driver.has_work or not ids:
@@ -84,7 +84,7 @@ def test_a_run_ends_with_the_step_in_which_so_many_passes_are_made_over_prompts(
 def test_runs_are_longer_while_nobody_looks_at_tokens_as_they_come(whole, stop, steps):
     """The host looks for a stop string in each token, so that few are computed behind one."""
     driver = tiny.driver(**tiny.SMALL)
-    driver.pace = Known(SECOND / 3.5, SECOND / 100)
+    driver.run_length = Known(SECOND / 3.5, SECOND / 100)
     for prompt, is_whole in zip(tiny.prompts([3, 5]), whole, strict=True):
         [request] = tiny.numbered(driver.door.admit(prompt, tiny.greedy(40)))
         params = dataclasses.replace(request.params, stop=stop)
@@ -101,10 +101,10 @@ def test_the_first_run_after_an_idle_time_is_measured_without_it(monkeypatch):
     """The first answer after a quiet hour would otherwise come in runs of one step."""
     driver = tiny.driver(**tiny.SMALL)
     tiny.generate(driver, [[1, 2]], tiny.greedy(90))
-    assert driver.pace.seconds_per_step < 60
+    assert driver.run_length.seconds_per_step < 60
     driver._last_read -= 3600
     noted = []
-    monkeypatch.setattr(driver.pace, "note", lambda *run: noted.append(run))
+    monkeypatch.setattr(driver.run_length, "note", lambda *run: noted.append(run))
     tiny.submit(driver, [[3, 4]], tiny.greedy(9))
     tiny.drain(driver, max_steps=2)
     assert [run[:2] for run in noted] == [(2, 1), (2, 0), (2, 0), (2, 0), (1, 0)]

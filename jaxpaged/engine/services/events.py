@@ -13,6 +13,8 @@ from jax.sharding import Mesh
 
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine.request import Request
+from jaxpaged.engine.request_queue import Queued
+from jaxpaged.engine.services.service import Service
 from jaxpaged.handover import programs
 from jaxpaged.kv_events.messages import Event
 from jaxpaged.kv_events.publisher import Publisher
@@ -26,7 +28,7 @@ MOST_CHANGES = 1024  # in one report
 type Listener = Callable[[int, Sequence[Event]], None]  # is told a replica's number, and its events
 
 
-class Events:
+class Events(Service):
     """Events of all replicas of an engine, for its thread. Raises `InputError` where they cannot be sent.
 
     look: lets the devices of all processes look once more. Of several processes only the first one tells.
@@ -46,10 +48,10 @@ class Events:
         self.trees = [Tree(config.block_size, kinds) for _ in range(self._num_replicas)]
         self._mesh, self._listen, self._look_again = mesh, listen, look
         self._tells = config.process_id == 0
-        self._publishers, its = [], config.kv_events_config
+        self._publishers, options = [], config.kv_events_config
         try:
-            for rank in range(self._num_replicas if self._tells and its.publisher == "zmq" else 0):
-                self._publishers.append(Publisher(its, rank))
+            for rank in range(self._num_replicas if self._tells and options.publisher == "zmq" else 0):
+                self._publishers.append(Publisher(options, rank))
         except ValueError:
             self.close()
             raise
@@ -60,9 +62,11 @@ class Events:
         if self._tells:  # nothing is there yet
             self._take(jax.device_get(self._unread.popleft()))
 
-    def note(self, request: Request) -> None:
-        """Note what a request's number for its salt stands for, before it runs."""
+    def takes_for_row(self, together: Sequence[Queued]) -> bool:
+        """Note what the number for a request's salt stands for, before it runs. Take none."""
+        request = together[0].request
         self.name_salt(request.salt, label_of(request))
+        return False
 
     def name_salt(self, number: int, label: Label) -> None:
         """Note what a number for a salt stands for."""
@@ -76,8 +80,8 @@ class Events:
         if self._tells:
             self._unread.append(changes)
 
-    def read(self) -> None:
-        """Read the report that is unread for longest, and tell what it says.
+    def after_report(self) -> None:
+        """Read the report of changes that is unread for longest, and tell what it says.
 
         What did not fit is reported from the newest state if no other report is under way.
         """
@@ -91,9 +95,9 @@ class Events:
         """Tell now what has changed up to this state."""
         self.look(state)
         while self._unread:
-            self.read()
+            self.after_report()
 
-    def forget(self, state: EngineState) -> None:
+    def forget_all(self, state: EngineState) -> None:
         """Tell that nothing is cached any more: of this state, that is so."""
         for rank, tree in enumerate(self.trees):
             self._tell(rank, tree.forget())
@@ -118,11 +122,17 @@ class Events:
             changes = jax.tree.map(lambda x: x[None], changes)
         is_whole = True
         for rank, tree in enumerate(self.trees):
-            its = jax.tree.map(lambda x, rank=rank: np.asarray(x)[rank], changes)
-            count = min(int(its.num_changed), len(its.slot))
-            is_whole &= count == its.num_changed
-            arrays = its.slot, its.generation, its.is_there, its.parent, its.token_ids
-            self._tell(rank, tree.apply(*(array[:count] for array in arrays)))
+            of_rank = jax.tree.map(lambda x, rank=rank: np.asarray(x)[rank], changes)
+            count = min(int(of_rank.num_changed), len(of_rank.slot))
+            is_whole &= count == of_rank.num_changed
+            events = tree.apply(
+                of_rank.slot[:count],
+                of_rank.generation[:count],
+                of_rank.is_there[:count],
+                of_rank.parent[:count],
+                of_rank.token_ids[:count],
+            )
+            self._tell(rank, events)
         return is_whole
 
     def _tell(self, rank: int, events: Sequence[Event]) -> None:

@@ -1,4 +1,4 @@
-"""Pace: how much a run of the loop does before the host looks again, by how long the last ones took."""
+"""Length of runs: how much of them the loop does before the host looks again, by how long the last took."""
 
 import dataclasses
 
@@ -15,8 +15,8 @@ SECONDS_WHILE_NOBODY_READS = 0.5
 
 
 @dataclasses.dataclass
-class Pace:
-    """Seconds that steps and passes over prompts take; they differ by orders of magnitude.
+class RunLengthController:
+    """Controller of the next run's length, by the seconds that steps and passes over prompts take.
 
     The host cannot stop a run that it has dispatched. So a run has a number of steps that is right while rows
     decode, and ends at a number of passes over prompts, whose time is known apart. What was never measured is

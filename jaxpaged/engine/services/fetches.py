@@ -10,13 +10,12 @@ from typing import Any
 import jax
 import numpy as np
 from absl import logging
-from jax.sharding import Mesh
 
 from jaxpaged.arithmetic import cdiv
 from jaxpaged.contracts.block_stores import BlockKey, StoredBlock
+from jaxpaged.engine.device import Device
 from jaxpaged.engine.request_queue import Queued
 from jaxpaged.handover import exchange, staging
-from jaxpaged.step.state import EngineState
 from jaxpaged.tiers import groups
 from jaxpaged.tiers.rule import Rule
 
@@ -88,12 +87,13 @@ class Fetches:
     writes it into free blocks, and makes them findable as those of a finished request are.
     """
 
-    def __init__(self, state: EngineState, specs: tuple[Any, ...], mesh: Mesh | None = None) -> None:
-        self._specs, self._mesh = specs, mesh
-        self._size = staging.piece_size(state, len(specs))
-        self._target = staging.Target(state, self._size, mesh)
+    def __init__(self, device: Device) -> None:
+        self._device, self._specs = device, device.step_config.grouping.specs
+        self._size = staging.piece_size(device.state, len(self._specs))
+        self._target = staging.Target(device.state, self._size, device.mesh)
         self._under_way: dict[int, Fetch] = {}  # by the number of a prompt's first request
         self._thread = ThreadPoolExecutor(1, "jaxpaged-arrivals")
+        self._compile()
 
     def __len__(self) -> int:
         """Return how many fetches are under way."""
@@ -111,12 +111,12 @@ class Fetches:
         """Number of rows that are held for requests that wait."""
         return sum(len(fetch.together) for fetch in self)
 
-    def compiled(self, state: EngineState) -> EngineState:
-        """Return the same state, when all is compiled: no measurement counts that."""
+    def _compile(self) -> None:
+        """Write a piece without blocks, so that all is compiled: no measurement counts that."""
+        state = self._device.state
         line = staging.Line.of(state, np.zeros(0, np.int32), 0)
         places, present = staging.places_of(state, [], self._size), np.zeros((len(self._specs), 0), bool)
-        arrays = self._target.gathered([])
-        return staging.arrived(state, line, present, places, arrays, self._mesh)[0]
+        self._device.write_piece(line, present, places, self._target.gathered([]))
 
     def add(self, fetch: Fetch) -> None:
         """Begin a fetch; `plan` is next, when the device has told what it has."""
@@ -131,11 +131,10 @@ class Fetches:
         fetch.together += together
         return True
 
-    def plan(
-        self, fetch: Fetch, state: EngineState, chain: exchange.Chain, found: Sequence[StoredBlock]
-    ) -> None:
+    def plan(self, fetch: Fetch, chain: exchange.Chain, found: Sequence[StoredBlock]) -> None:
         """Cut what is to be fetched behind the chain that the device has into pieces."""
         num_here, num_groups = min(len(chain.token_ids), len(fetch.keys)), len(self._specs)
+        state = self._device.state
         size = state.tables.block_size
         fetch.is_planned, fetch.num_blocks, end = True, len(found), num_here + len(found)
         present = np.zeros((num_groups, end), bool)
@@ -147,24 +146,23 @@ class Fetches:
         fetch.present = present
         count = self._size // num_groups
         for first in range(num_here, end, count):
-            its = range(first, min(first + count, end))
-            pairs = [(group, i) for i in its for group in range(num_groups) if present[group, i]]
+            numbers = range(first, min(first + count, end))
+            pairs = [(group, i) for i in numbers for group in range(num_groups) if present[group, i]]
             blocks = [_of_group(found[i - num_here], group) for group, i in pairs]
             places = staging.places_of(state, pairs, self._size)
-            fetch.waiting.append(Piece(first, its.stop, places, blocks))
+            fetch.waiting.append(Piece(first, numbers.stop, places, blocks))
 
-    def advance(self, state: EngineState, rule: Rule) -> EngineState:
+    def advance(self, rule: Rule) -> None:
         """Write what has come to the device, and let more come. Waits for nothing."""
         for fetch in self:
             while fetch.staged and fetch.staged[0][1].done():
-                state = self._arrive(fetch, state, rule, *fetch.staged.popleft())
+                self._arrive(fetch, rule, *fetch.staged.popleft())
         num_staged = sum(len(fetch.staged) for fetch in self)
         for fetch in self:
             while fetch.waiting and num_staged < MOST_STAGED:
                 piece = fetch.waiting.popleft()
                 fetch.staged.append((piece, self._thread.submit(self._stage, piece)))
                 num_staged += 1
-        return state
 
     def over(self) -> list[Fetch]:
         """Forget the fetches that are over, and return them."""
@@ -178,9 +176,9 @@ class Fetches:
         """Forget the requests with these numbers, and return those that waited for blocks."""
         gone: list[Queued] = []
         for number, fetch in [*self._under_way.items()]:
-            its = [queued for queued in fetch.together if queued.request.request_id in request_ids]
-            fetch.together = [queued for queued in fetch.together if queued not in its]
-            gone += its
+            given_up = [queued for queued in fetch.together if queued.request.request_id in request_ids]
+            fetch.together = [queued for queued in fetch.together if queued not in given_up]
+            gone += given_up
             if not fetch.together:
                 self._drop(number)
         return gone
@@ -209,23 +207,20 @@ class Fetches:
         arrays = self._target.gathered(piece.blocks)
         return arrays, time.perf_counter() - began
 
-    def _arrive(
-        self, fetch: Fetch, state: EngineState, rule: Rule, piece: Piece, future: Future[Any]
-    ) -> EngineState:
+    def _arrive(self, fetch: Fetch, rule: Rule, piece: Piece, future: Future[Any]) -> None:
         try:
             arrays, seconds = future.result()
         except Exception:  # no memory, say: the tokens are computed
             logging.exception("blocks cannot be copied to the device")
             fetch.cancel()
-            return state
+            return
         rule.upload.note(sum(array.nbytes for array in arrays.values()), seconds)
-        request, end = fetch.together[0].request, piece.end
+        request, end, state = fetch.together[0].request, piece.end, self._device.state
         tokens = request.prompt_token_ids[: end * state.tables.block_size]
         assert fetch.present is not None
-        line, present = staging.Line.of(state, tokens, request.salt), fetch.present[:, :end]
-        state, done = staging.arrived(state, line, present, piece.places, arrays, self._mesh)
+        line = staging.Line.of(state, tokens, request.salt)
+        done = self._device.write_piece(line, fetch.present[:, :end], piece.places, arrays)
         fetch.arrived.append((piece, done))
-        return state
 
 
 def _of_group(block: StoredBlock, group: int) -> dict[str, np.ndarray]:

@@ -4,15 +4,13 @@ import collections
 import dataclasses
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
 
 import numpy as np
 from absl import logging
-from jax.sharding import Mesh
 
 from jaxpaged.contracts.block_stores import BlockKey, StoredBlock
+from jaxpaged.engine.device import Device
 from jaxpaged.handover import staging
-from jaxpaged.step.state import EngineState
 from jaxpaged.tiers import groups
 from jaxpaged.tiers.tiers import Tiers
 
@@ -43,25 +41,24 @@ class Departures:
     Blocks that have left the cache meanwhile, or that cannot be copied, are lost hits.
     """
 
-    def __init__(
-        self, tiers: Tiers, state: EngineState, specs: tuple[Any, ...], mesh: Mesh | None = None
-    ) -> None:
-        self._tiers, self._specs, self._mesh = tiers, specs, mesh
-        self._size = staging.piece_size(state, len(specs))
+    def __init__(self, tiers: Tiers, device: Device) -> None:
+        self._tiers, self._device, self._specs = tiers, device, device.step_config.grouping.specs
+        self._size = staging.piece_size(device.state, len(self._specs))
         self._waiting: collections.deque[Piece | Keep] = collections.deque()
         self._under_way: collections.deque[Future[None]] = collections.deque()
         self._leaving: set[BlockKey] = set()
         self._thread = ThreadPoolExecutor(1, "jaxpaged-departures")
-        self._begin(state, Piece(staging.Line.of(state, np.zeros(0, np.int32), 0), (), ()))  # compiles
-        self.finish(state)
+        self._begin(Piece(staging.Line.of(device.state, np.zeros(0, np.int32), 0), (), ()))  # compiles
+        self.finish()
 
     @property
     def has_any(self) -> bool:
         """Whether blocks are on their way."""
         return bool(self._waiting or self._under_way)
 
-    def add(self, state: EngineState, tokens: np.ndarray, salt: int, keys: Sequence[BlockKey]) -> None:
+    def add(self, tokens: np.ndarray, salt: int, keys: Sequence[BlockKey]) -> None:
         """Let blocks of a sequence leave which the tiers lack: those of its first tokens with these keys."""
+        state = self._device.state
         read = groups.blocks_read(self._specs, len(keys), state.tables.block_size)
         new = [i for i in range(len(keys) - 1, -1, -1) if self._is_new(keys[i], read[:, i])]
         if not new:
@@ -72,23 +69,23 @@ class Departures:
         for first in range(0, len(new), count):
             places = new[first : first + count]
             self._waiting.append(Piece(line, places, [keys[i] for i in places]))
-        self.begin(state)
+        self.begin()
 
     def keep(self, keys: Sequence[BlockKey], seconds: float) -> None:
         """Keep the blocks of a chain in the tiers, when those have come that were added before."""
         self._waiting.append(Keep(keys, seconds))
 
-    def begin(self, state: EngineState) -> None:
+    def begin(self) -> None:
         """Read as many pieces on the device as have room. Waits for nothing."""
         while self._under_way and self._under_way[0].done():
             self._end(self._under_way.popleft())
         while self._waiting and len(self._under_way) < MOST_UNDER_WAY:
-            self._begin(state, self._waiting.popleft())
+            self._begin(self._waiting.popleft())
 
-    def finish(self, state: EngineState) -> None:
+    def finish(self) -> None:
         """Wait until all has been copied."""
         while self._under_way or self._waiting:
-            self.begin(state)
+            self.begin()
             self.wait()
 
     def wait(self) -> None:
@@ -112,18 +109,19 @@ class Departures:
             not self._tiers.has(key) if stored is None else bool(np.any(is_read & ~np.array(stored.present)))
         )
 
-    def _begin(self, state: EngineState, piece: Piece | Keep) -> None:
+    def _begin(self, piece: Piece | Keep) -> None:
         if isinstance(piece, Keep):
             self._under_way.append(self._thread.submit(self._tiers.keep, piece.keys, piece.seconds))
             return
         pairs = [(group, i) for i in piece.places for group in range(len(self._specs))]
+        state = self._device.state
         places = staging.places_of(state, pairs, self._size)
-        leaving = staging.leaving(state, piece.line, places, self._specs, self._mesh)
+        leaving = staging.leaving(state, piece.line, places, self._specs, self._device.mesh)
         self._under_way.append(self._thread.submit(self._put, piece, leaving))
 
     def _put(self, piece: Piece, leaving: staging.Leaving) -> None:
         """Copy a piece and put its blocks into the tiers; in the thread for that."""
-        is_there, arrays = leaving.on_host(self._mesh)
+        is_there, arrays = leaving.on_host(self._device.mesh)
         num_groups = len(self._specs)
         for at, key in enumerate(piece.keys):
             present = is_there[at * num_groups : (at + 1) * num_groups]

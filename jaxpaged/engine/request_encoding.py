@@ -1,0 +1,84 @@
+"""Encoding of requests: what the device's rows hold of each, as arrays of the host."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxpaged import sampling_state
+from jaxpaged.config import EngineConfig
+from jaxpaged.engine.request import Request, device_request_id
+from jaxpaged.sampling_params import seed_bits
+from jaxpaged.sampling_state import LogitRules, RowOptions, SamplingState
+from jaxpaged.step.state import Phase
+
+
+def row_values(request: Request, config: EngineConfig, vocab_size: int, num_tokens: int) -> dict[str, Any]:
+    """Return what `Rows` holds of a request, by its fields, but for its tokens, the row of the first that
+    comes with it, and what services add.
+
+    `num_tokens` is more than the prompt's where a part of the answer is known already.
+    """
+    params, prompt_len = request.params, len(request.prompt_token_ids)
+    options = RowOptions(
+        params=params,
+        prompt_len=prompt_len,
+        vocab_size=vocab_size,
+        seed=_seed(request, config),
+        stop_token_ids=request.stop_token_ids,
+        edits=request.edits,
+    )
+    width = request.beams.beam_width if request.beams else 0
+    trace = params.trace_decode_token_ids
+    replays = {"replay_lens": 0 if trace is None else prompt_len + len(trace)}
+    return (replays if config.enable_trace_replay else {}) | {
+        "phase": Phase.HELD if request.index >= width > 0 else Phase.WAITING,
+        "arrival": device_request_id(request.request_id),
+        "priority": request.priority,
+        "salt": request.salt,
+        "leader": device_request_id(request.leader_id) if request.leader_id else 0,
+        "prompt_lens": prompt_len,
+        "num_tokens": num_tokens,
+        "max_num_tokens": request.max_num_tokens,
+        "num_prompt_logprobs": params.prompt_logprobs or 0 if params.tells_prompt else -1,
+        "sampling": sampling_state.row_values(SamplingState, options),
+        "rules": sampling_state.row_values(LogitRules, options),
+        "beams": {
+            "width": width,
+            "length_penalty": request.beams.length_penalty if request.beams else 0,
+            "temperature": (request.beams.temperature if request.beams else 0) or 1,
+            "cum_logprob": 0 if request.index == 0 else -np.inf,
+            "rank": request.index % width if width else 0,
+        },
+    }
+
+
+def _seed(request: Request, config: EngineConfig) -> int:
+    """Return a request's seed. Without one of its own it depends on the order of requests alone."""
+    if request.params.seed is not None:
+        return seed_bits(request.params.seed)
+    seeds = config.seed % 2**64, request.request_id
+    return int(np.random.SeedSequence(seeds).generate_state(1)[0])
+
+
+def filled[T](template: T, lines: Sequence[Mapping[str, Any]]) -> T:
+    """Return a record of NumPy arrays with the values of some lines in place of the first of a template.
+
+    template: a dataclass of arrays [num_lines, ...], or of such dataclasses; `empty_rows` gives one.
+    lines: values by field, a mapping of them where the field is a dataclass. Values shorter than an array's
+        line leave the rest of it as it is.
+    """
+    changed: dict[str, Any] = {}
+    for name in lines[0] if lines else ():
+        values = [line[name] for line in lines]
+        if isinstance(values[0], dict):
+            changed[name] = filled(getattr(template, name), values)
+            continue
+        changed[name] = array = getattr(template, name).copy()
+        if array.ndim == 1:
+            array[: len(values)] = values
+            continue
+        for line, value in enumerate(values):
+            array[line, : len(value)] = value
+    return dataclasses.replace(template, **changed)  # type: ignore[type-var]  # a dataclass
