@@ -12,7 +12,7 @@ import numpy as np
 
 from . import altup
 from .experts import choose, sparse_mixer
-from .parts import Weights, activate, linear, norm
+from .parts import Weights, activate, gated, linear, norm
 
 
 class Rope(Protocol):
@@ -262,15 +262,6 @@ def attention(
     if c.output_gate is not None:
         out = gated(c, linear(weights, f"{name}.attention_gate", x), out)
     return linear(weights, f"{name}.o", out.reshape(num_tokens, -1))
-
-
-def gated(config: Config, gate: np.ndarray, out: np.ndarray) -> np.ndarray:
-    """Return what attention gives, [num_tokens, heads, head_dim], times a gate of each head, or of each
-    coordinate.
-    """
-    gate = gate.reshape(len(out), -1, 1 if config.output_gate == "head" else out.shape[-1])
-    factors = 1 / (1 + np.exp(-gate)) if config.gate_activation == "sigmoid" else np.log1p(np.exp(gate))
-    return out * factors
 
 
 def qk_normed(

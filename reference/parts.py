@@ -34,3 +34,12 @@ def norm(config: Any, weights: Weights, name: str, x: np.ndarray) -> np.ndarray:
     weight = weights[f"{name}.weight"] + x.dtype.type(config.norm_offset)
     y = x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + x.dtype.type(config.norm_eps)) * weight
     return y + weights[f"{name}.bias"] if f"{name}.bias" in weights else y
+
+
+def gated(config: Any, gate: np.ndarray, out: np.ndarray) -> np.ndarray:
+    """Return what attention gives, [num_tokens, heads, head_dim], times a gate of each head, or of each
+    coordinate.
+    """
+    gate = gate.reshape(len(out), -1, 1 if config.output_gate == "head" else out.shape[-1])
+    factors = 1 / (1 + np.exp(-gate)) if config.gate_activation == "sigmoid" else np.log1p(np.exp(gate))
+    return out * factors

@@ -1,6 +1,7 @@
 """BLOOM: ALiBi, and a norm of the embeddings."""
 
-from jaxpaged.models.config import ModelConfig, alibi_slopes, uniform
+from jaxpaged.models.alibi import alibi_slopes
+from jaxpaged.models.config import ModelConfig, uniform
 from jaxpaged.models.families.early import ALL_BIASES, GROUPED, common
 from jaxpaged.models.families.family import FUSED, Family, Gguf
 from jaxpaged.models.fields import Fields

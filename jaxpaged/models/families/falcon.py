@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from jaxpaged.models.config import ModelConfig, alibi_slopes, uniform
+from jaxpaged.models.alibi import alibi_slopes
+from jaxpaged.models.config import ModelConfig, uniform
 from jaxpaged.models.families.bloom import LAYERS, TABLE
 from jaxpaged.models.families.early import GROUPED, common
 from jaxpaged.models.families.family import FUSED, Family, Gguf, Metadata

@@ -3,7 +3,8 @@
 from typing import Any
 
 from jaxpaged.checks import InputError, shown
-from jaxpaged.models.config import ModelConfig, alibi_slopes, uniform
+from jaxpaged.models.alibi import alibi_slopes
+from jaxpaged.models.config import ModelConfig, uniform
 from jaxpaged.models.families.early import common
 from jaxpaged.models.families.family import FUSED, Family, Gguf, Metadata
 from jaxpaged.models.fields import Fields
