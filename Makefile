@@ -52,7 +52,7 @@ test-nightly: $(READY)
 
 # Without what is not JAX's: the C++ kernels in programs of their own, and barriers left out one by one (slow).
 test-kernels: $(KERNELS_READY)
-	$(KERNELS_VENV)/bin/python -m pytest tests/kernels tests/step/test_compile_h200.py -k 'not (avx or sse2 or neon)' $(PARALLEL) $(ARGS)
+	$(KERNELS_VENV)/bin/python -m pytest tests/kernels tests/ptx/test_compiled.py tests/step/test_compile_h200.py -k 'not (avx or sse2 or neon)' $(PARALLEL) $(ARGS)
 
 # Only its environment.
 kernels-ready: $(KERNELS_READY)

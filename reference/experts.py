@@ -15,7 +15,7 @@ def choose(e: Any, logits: np.ndarray, correction: np.ndarray) -> list[tuple[int
     else:
         scores = np.exp(logits - logits.max())
         scores = scores / scores.sum()
-    ranked = scores + correction
+    ranked = (logits if e.ranks_logits else scores) + correction
     groups = ranked.reshape(e.num_groups, -1)
     best_two = np.sort(groups, axis=1)[:, -2:].sum(axis=1)
     left = np.argsort(-best_two, kind="stable")[: e.num_chosen_groups]

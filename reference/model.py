@@ -64,6 +64,9 @@ class Config(Protocol):
     qk_norm: str | None
     norm_after_rope: bool
     v_norm: bool
+    value_scale: float  # `v_head_dim` is in the weights: rows of zeros
+    output_gate: str | None
+    gate_activation: str
     qkv_clip: float | None
     scale: float
     attention_soft_cap: float | None
@@ -222,10 +225,11 @@ def attention(
             y / np.sqrt(np.mean(y * y, axis=-1, keepdims=True) + y.dtype.type(c.norm_eps)) for y in (q, k)
         )
     if kind.temperature is not None:
-        number = np.arange(first + 1, first + num_tokens + 1) // kind.temperature.every
+        number = (np.arange(first, first + num_tokens) + kind.temperature.offset) // kind.temperature.every
         q = q * (1 + kind.temperature.scale * np.log1p(number)).astype(q.dtype)[:, None, None]
     if c.v_norm:
         v = v / np.sqrt(np.mean(v * v, axis=-1, keepdims=True) + v.dtype.type(c.norm_eps))
+    v = v * v.dtype.type(c.value_scale)
     if kind.shares_kv is not None and shared is not None:
         k, v = shared[kind.shares_kv]
     elif cache is not None:
@@ -255,7 +259,18 @@ def attention(
         total = weight.sum(axis=-1, keepdims=True) + np.exp(sink - top)
         out[:, head] = weight / total @ v[:, head // group]
     out = np.pad(out, ((0, 0), (0, 0), (0, c.head_dim - out.shape[-1])))
+    if c.output_gate is not None:
+        out = gated(c, linear(weights, f"{name}.attention_gate", x), out)
     return linear(weights, f"{name}.o", out.reshape(num_tokens, -1))
+
+
+def gated(config: Config, gate: np.ndarray, out: np.ndarray) -> np.ndarray:
+    """Return what attention gives, [num_tokens, heads, head_dim], times a gate of each head, or of each
+    coordinate.
+    """
+    gate = gate.reshape(len(out), -1, 1 if config.output_gate == "head" else out.shape[-1])
+    factors = 1 / (1 + np.exp(-gate)) if config.gate_activation == "sigmoid" else np.log1p(np.exp(gate))
+    return out * factors
 
 
 def qk_normed(
@@ -314,7 +329,7 @@ def experts(
         read = read * x.dtype.type(x.shape[-1] ** -0.5)
         x = norm(config, weights, f"{name}.experts_norm", residual)
         factors = weights[f"{name}.expert_scale"]
-    scores = linear(weights, f"{name}.router", read)
+    scores = soft_capped(linear(weights, f"{name}.router", read), e.router_soft_cap)
     correction = weights[f"{name}.correction"] if e.correction else np.zeros_like(scores[0])
     for token, its in enumerate(scores):
         mix = sparse_mixer(e, its) if e.scoring == "sparse_mixer" else choose(e, its, correction)
@@ -337,6 +352,7 @@ def experts(
         shared = mlp(config, weights, name, whole, "shared.")
         if e.shared_gate:
             shared = shared / (1 + np.exp(-linear(weights, f"{name}.shared_gate", whole)))
+        shared = shared * shared.dtype.type(e.shared_scale)
         if e.beside:
             out = norm(config, weights, f"{name}.experts_out_norm", out)
             shared = norm(config, weights, f"{name}.shared_out_norm", shared)

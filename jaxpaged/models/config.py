@@ -35,6 +35,7 @@ class LayerKind:
     # Sizes in which the layer has less than the widest. Its weights are padded with zeros, its KV heads by
     # repeating them. None: as wide as the model says.
     head_dim: int | None = None
+    num_q_heads: int | None = None
     num_kv_heads: int | None = None
     intermediate_size: int | None = None
     v_is_k: bool = False  # whether values are the keys' product, before its norm
@@ -79,11 +80,14 @@ class Experts:
     scoring: Literal["softmax", "sigmoid", "sparse_mixer"] = "softmax"
     jitter: float = 0.0
     correction: bool = False  # whether a bias per expert is added to scores for the choice only
+    ranks_logits: bool = False  # whether that bias is added to the router's output, before the sigmoid
+    router_soft_cap: float | None = None  # of the router's output
     num_groups: int = 1  # groups of neighbouring experts; a group's score sums its two highest
     num_chosen_groups: int = 1  # number of best groups from which experts are chosen
     scale: float = 1.0  # factor of the final weights
     shared_size: int = 0  # width of the expert that all tokens share; 0: none
     shared_gate: bool = False  # whether a sigmoid gate scales the shared expert's output
+    shared_scale: float = 1.0  # factor of the shared expert's output
     scales_input: bool = False  # whether an expert's weight scales its input, not its output
     # Whether they read the residual, not the shared expert's input, through norms of their own, and each
     # has a factor of its weight.
@@ -153,6 +157,10 @@ class ModelConfig:
     qk_norm: Literal["head", "each", "all", "plain"] | None = None
     norm_after_rope: bool = False  # whether RoPE comes before the norm of queries and keys
     v_norm: bool = False  # per head, without weights
+    value_scale: float = 1.0
+    v_head_dim: int | None = None  # coordinates of values, if fewer than keys have: the rest are zeros
+    output_gate: Literal["head", "element"] | None = None  # of attention's output, by the layer's input
+    gate_activation: Literal["sigmoid", "softplus"] = "sigmoid"
     qkv_clip: float | None = None
     attention_scale: float | None = None  # None: 1 / sqrt(head_dim)
     attention_soft_cap: float | None = None
@@ -188,6 +196,10 @@ class ModelConfig:
                 f"model config: num_q_heads={self.num_q_heads} must be a multiple of "
                 f"num_kv_heads={self.num_kv_heads}"
             )
+        if self.v_head_dim is not None:
+            checked_int(
+                "model config: v_head_dim", self.v_head_dim, "an int of [1, head_dim]", 1, self.head_dim
+            )
         check("model config: layers", self.layers, "at least one", len(self.layers) > 0)
         for number, kind in enumerate(self.layers):
             if kind not in self.layers[:number]:
@@ -198,10 +210,6 @@ class ModelConfig:
             rule = "an int >= 2"
             checked_int("model config: altup_num_inputs", self.altup.num_streams, rule, 2)
             check("model config: layer_inputs", None, "there with AltUp", self.layer_inputs is not None)
-        rotary = {(kind.head_dim, kind.rope.dim) for kind in self.layers if kind.rope is not None}
-        one = len(rotary) == len({head_dim for head_dim, _ in rotary})
-        dims = {dim for _, dim in rotary}
-        check("model config: rotary dimensions", dims, "the same in all layers with heads as wide", one)
         if self.experts is not None:
             self._check_experts(self.experts)
         untied = not (self.lm_head_bias and self.tie_word_embeddings)
@@ -227,7 +235,8 @@ class ModelConfig:
         chosen = checked_int("model config: groups a token", e.num_chosen_groups, rule, 1, groups)
         rule = f"an int in [1, {chosen * size}], the number of experts in the chosen groups"
         checked_int("model config: experts a token", e.num_chosen, rule, 1, chosen * size)
-        checked_number("model config: factor of experts' weights", e.scale, "a number > 0", 0, above=True)
+        for name, factor in {"experts' weights": e.scale, "the shared expert": e.shared_scale}.items():
+            checked_number(f"model config: factor of {name}", factor, "a number > 0", 0, above=True)
         rule = f"different ints in [0, {self.num_layers}), and not those of all layers"
         numbers = set(e.dense_layers)
         some = len(numbers) == len(e.dense_layers) < self.num_layers and numbers < {*range(self.num_layers)}
@@ -251,6 +260,11 @@ class ModelConfig:
                 rule = f"an int, and a divisor of {most}, that of the widest layers"
                 checked_int(f"model config: a layer's {name}", its, rule, 1, most)
                 check(f"model config: a layer's {name}", its, rule, most % its == 0)
+        if kind.num_q_heads is not None:
+            rule = f"a multiple of {self.num_kv_heads}, the KV heads, and at most {self.num_q_heads}"
+            name = "model config: a layer's num_q_heads"
+            its = checked_int(name, kind.num_q_heads, rule, 1, self.num_q_heads)
+            check(name, its, rule, its % self.num_kv_heads == 0)
         if kind.rope is None:
             return
         checked_number("model config: rope_theta", kind.rope.theta, "a number > 0", 0, above=True)
@@ -400,6 +414,7 @@ _SIZES = (
 )
 _POSITIVE = (
     "embedding_scale",
+    "value_scale",
     "norm_eps",
     "residual_scale",
     "qkv_clip",

@@ -108,6 +108,8 @@ class ExpertsMLP(nnx.Module):
             shared = self.shared(x, layer, is_padding)
             if self.shared_gate is not None:
                 shared = shared * jax.nn.sigmoid(self.shared_gate(x, layer))
+            if self.config.shared_scale != 1.0:
+                shared = shared * self.config.shared_scale
             if self.beside is not None:
                 if self.shards is not None:
                     out, shared = self.shards.total(out), self.shards.total(shared)
@@ -123,6 +125,8 @@ class ExpertsMLP(nnx.Module):
         """
         c = self.config
         logits = self.router(x, layer)
+        if c.router_soft_cap is not None:
+            logits = layers.soft_capped(logits, c.router_soft_cap)
         if c.scoring == "sparse_mixer":
             experts, share = sparse_mixer(logits, c.jitter)
         elif c.scoring == "softmax" and self.correction is None and c.num_groups == 1:
@@ -133,9 +137,9 @@ class ExpertsMLP(nnx.Module):
                 share = jnp.exp(best - row_sums.logsumexp(logits))
         else:
             scores = jax.nn.sigmoid(logits) if c.scoring == "sigmoid" else row_sums.softmax(logits)
-            ranked = scores
+            ranked = logits if c.ranks_logits else scores
             if self.correction is not None:
-                ranked = scores + self.correction[layer].astype(jnp.float32)
+                ranked = ranked + self.correction[layer].astype(jnp.float32)
             _, experts = lax.top_k(self._in_chosen_groups(ranked), c.num_chosen)
             share = jnp.take_along_axis(scores, experts, axis=-1)
             if c.renormalise:

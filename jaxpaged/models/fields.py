@@ -68,6 +68,21 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "routed_scaling_factor": (None, 1),
     "n_group": (None, 1),
     "lm_head_bias": (None, False),
+    "moe_num_experts": (None, 0, 1),
+    "num_shared_experts": (None, 0),
+    "num_shared_expert": (None, 0),
+    "mlp_layer_types": (None, []),
+    "layer_rope_theta": (None,),
+    "num_attention_heads_per_layer": (None,),
+    "v_head_dim": (None,),
+    "attention_value_scale": (None, 1),
+    "gating": (None, False),
+    "use_post_norm": (None, False),
+    "moe_router_logit_softcapping": (None, 0),
+    "route_scale": (None, 1),
+    "router_scaling_factor": (None, 1),
+    "moe_routed_scaling_factor": (None, 1),
+    "mup_enabled": (None, False),
     "position_embedding_type": (None, "absolute", "rope"),
 }
 
@@ -86,6 +101,14 @@ class Fields:
     def get(self, name: str, default: Any = None) -> Any:
         self._read.add(name)
         return self._said.get(name, default)
+
+    def alias(self, **names: str) -> None:
+        """Read fields by the names that older files have for them: `new="old"`. They go before a default."""
+        for name, old in names.items():
+            self._read.add(old)
+            is_said = old in self._given or (old in self._said and name not in self._said)
+            if is_said and name not in self._given:
+                self._said[name] = self._said[old]
 
     def is_null(self, name: str) -> bool:
         """Return whether the file says null where leaving the field out would mean something else."""

@@ -57,7 +57,8 @@ class Names:
     "{layer}" and "{expert}" stand for numbers; experts without one lie side by side in one tensor. A file may
     lack `prefix` in all its names. `spare` are endings of tensors that are no weights. `inside`: beginnings
     of names in files that hold more than the decoder, and what stands for each here; `ignored`: beginnings
-    of those of everything else that such files hold. `of_layers`: see `FormOfLayers`.
+    of those of everything else that such files hold. `of_layers`: see `FormOfLayers`. `filled`: numbers that
+    a role has everywhere and no file holds, such as the ones of a norm without weights.
     """
 
     table: Mapping[str, str | tuple[str, ...]]
@@ -67,6 +68,7 @@ class Names:
     inside: tuple[tuple[str, str], ...] = ()
     ignored: tuple[str, ...] = ()
     of_layers: FormOfLayers | None = None
+    filled: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     def name_of(self, name: str) -> str:
         """Return what the decoder calls a tensor or module of a file."""
@@ -147,6 +149,8 @@ def in_layer(config: ModelConfig) -> dict[str, Shape]:
     if c.num_kv_layers < c.num_layers:
         shapes |= _linear("q", (heads, hidden), c.qkv_bias)
     shapes |= _linear("o", (hidden, heads), c.o_bias)
+    if c.output_gate is not None:
+        shapes["attention_gate.weight"] = (heads if c.output_gate == "element" else c.num_q_heads, hidden)
     shapes |= _altup(c)
     if c.layer_scale:
         shapes["layer_scale"] = (1,)
@@ -284,6 +288,8 @@ def stored_pieces(
     config: ModelConfig, names: Names, role: str, shape: Shape, **numbers: int
 ) -> Iterator[tuple[str, Shape]]:
     """Name and shape of a role's tensors; `numbers`: of the layer and the expert, where it has some."""
+    if role in names.filled:
+        return
     pieces, form = names.pieces(role), names.forms.get(role)
     shapes = piece_shapes(config, role, shape, len(pieces))
     stored = [

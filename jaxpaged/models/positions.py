@@ -86,10 +86,10 @@ def has_rope(kinds: Sequence[LayerKind], layer: layers.Layer) -> bool | Array:
 
 
 def _factors(its: Temperature | None, positions: Int[Array, " num_tokens"]) -> Float[Array, "num_tokens 1 1"]:
-    """Return what queries are multiplied by: `1 + scale * log(1 + floor((position + 1) / every))`."""
+    """Return what queries are multiplied by: `1 + scale * log(1 + floor((position + offset) / every))`."""
     if its is None:
         return jnp.ones((len(positions), 1, 1))
-    number = ((positions + 1) // its.every).astype(jnp.float32)
+    number = ((positions + its.offset) // its.every).astype(jnp.float32)
     return (1 + its.scale * jnp.log1p(number))[:, None, None]
 
 

@@ -78,7 +78,8 @@ class Rope:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Temperature:
-    """Queries at position p multiplied by `1 + scale * log(1 + floor((p + 1) / every))`."""
+    """Queries at position p multiplied by `1 + scale * log(1 + floor((p + offset) / every))`."""
 
     every: int  # tokens
     scale: float
+    offset: int = 1  # 0: a token at position `every` is the first whose queries grow

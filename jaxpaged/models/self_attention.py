@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
@@ -26,6 +27,7 @@ class Attention(nnx.Module):
         self.q = linear(weights, "q") if self.config.num_kv_layers < self.config.num_layers else None
         self.q_norm, self.k_norm = norm(weights, "q_norm"), norm(weights, "k_norm")
         self.sinks = stack(weights, "sinks")
+        self.gate = linear(weights, "attention_gate") if self.config.output_gate is not None else None
 
     def __call__(
         self,
@@ -55,7 +57,10 @@ class Attention(nnx.Module):
             alibi_slopes=slopes,
             sinks=None if self.sinks is None else self.sinks[layer].astype(jnp.float32),
         )
-        out = self.o(attended.reshape(x.shape[0], -1), layer, batch.adapters)
+        attended = attended.reshape(x.shape[0], -1)
+        if self.gate is not None:
+            attended = self._gated(attended, self.gate(x, layer)).astype(dtype)
+        out = self.o(attended, layer, batch.adapters)
         return out if self.shards is None else self.shards.total(out), cache
 
     def _projected(
@@ -80,6 +85,8 @@ class Attention(nnx.Module):
             qk = self._normed(qk, layer)
         if c.v_norm:
             v = self._plain(v, layer)
+        if c.value_scale != 1.0:
+            v = v * c.value_scale
         q, k = jnp.split(qk, [c.num_q_heads], axis=1)
         return q if its.factors is None else q * its.factors, k, v
 
@@ -102,6 +109,14 @@ class Attention(nnx.Module):
             lambda x: self.qkv(x, number),
             x,
         )
+
+    def _gated(
+        self, attended: Float[Array, "num_tokens width"], gate: Float[Array, "num_tokens gates"]
+    ) -> Float[Array, "num_tokens width"]:
+        """Return what attention gives, times its gate: of each coordinate, or of each head."""
+        factors = (jax.nn.softplus if self.config.gate_activation == "softplus" else jax.nn.sigmoid)(gate)
+        heads = attended.reshape(attended.shape[0], factors.shape[1], -1).astype(jnp.float32)
+        return (heads * factors[..., None]).reshape(attended.shape)
 
     def _plain(
         self, x: Float[Array, "num_tokens heads head_dim"], layer: layers.Layer

@@ -110,7 +110,10 @@ class Shard:
             dense_size=c.experts.dense_size // size,
         )
         # Weights are cut when they are padded: all layers have as many heads, and are as wide.
-        alike = [dataclasses.replace(kind, num_kv_heads=None, intermediate_size=None) for kind in c.layers]
+        alike = [
+            dataclasses.replace(kind, num_q_heads=None, num_kv_heads=None, intermediate_size=None)
+            for kind in c.layers
+        ]
         return dataclasses.replace(
             c,
             layers=tuple(alike),
@@ -162,7 +165,11 @@ class Shard:
         name, _, _ = role.rpartition(".")
         if name == "qkv":
             return [self._equal_range(0, q), self._kv_rows(q), self._kv_rows(q + kv)]
-        if role == "sinks" or name in ("q", "up") or (name == "q_norm" and c.qk_norm != "head"):
+        if (
+            role == "sinks"
+            or name in ("q", "up", "attention_gate")
+            or (name == "q_norm" and c.qk_norm != "head")
+        ):
             return [self._equal_range(0, count)]
         if name == "k_norm" and c.qk_norm == "all":
             return [self._kv_rows(0)]

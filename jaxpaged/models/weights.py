@@ -120,7 +120,9 @@ class Weights(ABC):
         if self._quantisation is None:
             return None
         source = self._source(role)
-        stored = stored_pieces(self._whole, self._names, source, shape, **numbers)
+        stored = list(stored_pieces(self._whole, self._names, source, shape, **numbers))
+        if not stored:  # no file holds it
+            return None
         segments = self._quantisation.segments(source, shape, stored, self._cut(role, shape))
         for kind, _ in segments or ():  # registers the products with XLA, also for programs loaded from disk
             native.serves(self.dtype, native.quantised_function(kind.bits, is_float=kind.is_float))
@@ -178,6 +180,8 @@ class StoredWeights(Weights):
         self, role: str, shape: Shape, segments: tuple[SegmentSpec, ...] | None, **numbers: int
     ) -> layers.Weight:
         source = self._source(role)
+        if source in self._names.filled:
+            return self._formed(role, [np.full(shape, self._names.filled[source], np.float32)])
         stored = list(stored_pieces(self._whole, self._names, source, shape, **numbers))
         if segments is not None and self._quantisation is not None:
             restored = functools.partial(self._restored, role, layer=numbers.get("layer"))

@@ -32,7 +32,8 @@ def traits(config: ModelConfig) -> set[tuple[str, object]]:
     found |= {("turned", rope is not None and rope.dim == config.head_dim) for rope in ropes}
     windows = {kind.sliding_window for kind in config.layers}
     found |= {("chunks", any(kind.attention_chunk for kind in config.layers))}
-    found |= {("temperature", any(kind.temperature for kind in config.layers))}
+    found |= {("temperature", kind.temperature and kind.temperature.offset) for kind in config.layers}
+    found |= {("different parts are turned", len({rope.dim for rope in ropes if rope is not None}) > 1)}
     found |= {("experts", config.experts is not None), ("ropes", len(ropes)), ("windows", len(windows))}
     return found | {("window", windows != {None}), ("norm", (config.norm, config.norm_offset))}
 

@@ -68,6 +68,7 @@ SIZES = {
     "quantised/fp8_block": 2,
     "families/bloom": 3,
     "families/gpt_neox": 2,
+    "families/laguna": 2,
 }
 
 

@@ -74,10 +74,14 @@ def _bytes(x, shift):
     return x >> shift & 255
 
 
+def _even_bytes(a, b):
+    return _bytes(a, 0) | _bytes(a, 16) << 8 | _bytes(b, 0) << 16 | _bytes(b, 16) << 24
+
+
 @pytest.mark.parametrize(
     ("text", "function"),
     [
-        ("prmt.b32 %r10, %r1, %r2, 0x6420;", lambda a, b: _bytes(a, 0) | _bytes(a, 16) << 8 | _bytes(b, 0) << 16 | _bytes(b, 16) << 24),
+        ("prmt.b32 %r10, %r1, %r2, 0x6420;", _even_bytes),
         ("prmt.b32 %r10, %r1, %r2, 0x000f;", lambda a, b: 255 * (b >> 31) | _bytes(a, 0) * 0x01010100),
         ("mul.hi.u32 %r10, %r1, %r2;", lambda a, b: a * b >> 32),
         ("mad.lo.s32 %r10, %r1, %r2, %r1;", lambda a, b: a * b + a),

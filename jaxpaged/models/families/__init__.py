@@ -5,11 +5,13 @@ from typing import Any
 
 from jaxpaged.checks import InputError, check, shown
 from jaxpaged.models.config import ModelConfig
+from jaxpaged.models.families.afmoe import AFMOE
 from jaxpaged.models.families.apertus import APERTUS
 from jaxpaged.models.families.bloom import BLOOM
-from jaxpaged.models.families.cohere import COHERE, COHERE2
+from jaxpaged.models.families.cohere import COHERE, COHERE2, COHERE2_MOE
 from jaxpaged.models.families.dots import DOTS1
-from jaxpaged.models.families.exaone import EXAONE4
+from jaxpaged.models.families.ernie_moe import ERNIE4_5_MOE
+from jaxpaged.models.families.exaone import EXAONE, EXAONE4, EXAONE_MOE
 from jaxpaged.models.families.falcon import FALCON
 from jaxpaged.models.families.family import Family, Gguf
 from jaxpaged.models.families.gemma import GEMMA, GEMMA2, GEMMA3, VAULTGEMMA
@@ -17,23 +19,46 @@ from jaxpaged.models.families.gemma3n import GEMMA3N
 from jaxpaged.models.families.gemma4 import GEMMA4
 from jaxpaged.models.families.glm import GLM, GLM4, GLM4_MOE
 from jaxpaged.models.families.gpt2 import GPT2
+from jaxpaged.models.families.gpt_bigcode import GPT_BIGCODE
+from jaxpaged.models.families.gpt_neo import GPT_NEO
 from jaxpaged.models.families.gpt_neox import GPT_NEOX
 from jaxpaged.models.families.gpt_oss import GPT_OSS
+from jaxpaged.models.families.gptj import GPTJ
 from jaxpaged.models.families.granite_moe import GRANITEMOE, GRANITEMOESHARED
+from jaxpaged.models.families.granite_swa import GRANITE_SWA, GRANITEMOE_SWA, GRANITEMOEHYBRID
+from jaxpaged.models.families.hunyuan import HUNYUAN_MOE, HY_V3
+from jaxpaged.models.families.hyperclova import HYPERCLOVAX
+from jaxpaged.models.families.laguna import LAGUNA
 from jaxpaged.models.families.llama import GRANITE, LLAMA, MISTRAL, SMOLLM3
 from jaxpaged.models.families.llama4 import LLAMA4
+from jaxpaged.models.families.mimo import MIMO_V2, MIMO_V2_FLASH
 from jaxpaged.models.families.minimax import MINIMAX_M2
 from jaxpaged.models.families.mixtral import MIXTRAL
 from jaxpaged.models.families.mpt import MPT
-from jaxpaged.models.families.near_llama import ARCEE, CWM, ERNIE4_5, HELIUM, HUNYUAN, MINISTRAL, SEED_OSS
-from jaxpaged.models.families.nemotron import NEMOTRON
-from jaxpaged.models.families.olmo import OLMO2, OLMO3, OLMOE
+from jaxpaged.models.families.nanochat import NANOCHAT
+from jaxpaged.models.families.near_llama import (
+    ARCEE,
+    CWM,
+    ERNIE4_5,
+    HELIUM,
+    HUNYUAN,
+    INTERNLM3,
+    IQUESTCODER,
+    MINISTRAL,
+    MINISTRAL3,
+    SEED_OSS,
+)
+from jaxpaged.models.families.nemotron import JAIS2, NEMOTRON
+from jaxpaged.models.families.olmo import FLEX_OLMO, OLMO, OLMO2, OLMO3, OLMOE
 from jaxpaged.models.families.opt import OPT
 from jaxpaged.models.families.phi import PHI, PHIMOE
 from jaxpaged.models.families.phi3 import PHI3
 from jaxpaged.models.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
+from jaxpaged.models.families.sarvam import SARVAM_MOE
+from jaxpaged.models.families.solar import SOLAR_OPEN
 from jaxpaged.models.families.stablelm import STABLELM
 from jaxpaged.models.families.starcoder2 import STARCODER2
+from jaxpaged.models.families.windowed_moe import FLINT, KOLIBRI, MELLUM
 from jaxpaged.models.families.wrappers import WRAPPERS, Wrapper, taken_out
 from jaxpaged.models.fields import Fields
 from jaxpaged.models.lengths import lengthened
@@ -45,6 +70,7 @@ FAMILIES = (
     LLAMA,
     MISTRAL,
     MINISTRAL,
+    MINISTRAL3,
     MIXTRAL,
     LLAMA4,
     QWEN2,
@@ -65,22 +91,47 @@ FAMILIES = (
     GLM4,
     GLM4_MOE,
     MINIMAX_M2,
+    MIMO_V2_FLASH,
+    MIMO_V2,
     SEED_OSS,
     COHERE,
     COHERE2,
+    COHERE2_MOE,
+    EXAONE,
     EXAONE4,
+    EXAONE_MOE,
     GRANITE,
+    GRANITE_SWA,
     GRANITEMOE,
     GRANITEMOESHARED,
+    GRANITEMOE_SWA,
+    GRANITEMOEHYBRID,
     HUNYUAN,
+    HUNYUAN_MOE,
+    HY_V3,
+    HYPERCLOVAX,
     ERNIE4_5,
+    ERNIE4_5_MOE,
     DOTS1,
+    AFMOE,
+    LAGUNA,
+    SOLAR_OPEN,
+    SARVAM_MOE,
+    MELLUM,
+    FLINT,
+    KOLIBRI,
+    NANOCHAT,
+    INTERNLM3,
+    IQUESTCODER,
     APERTUS,
+    OLMO,
     OLMO2,
     OLMO3,
     OLMOE,
+    FLEX_OLMO,
     SMOLLM3,
     NEMOTRON,
+    JAIS2,
     ARCEE,
     CWM,
     HELIUM,
@@ -89,6 +140,9 @@ FAMILIES = (
     FALCON,
     GPT_NEOX,
     GPT2,
+    GPT_NEO,
+    GPTJ,
+    GPT_BIGCODE,
     OPT,
     BLOOM,
     MPT,

@@ -1,13 +1,56 @@
-"""EXAONE 4: norms behind attention and feed-forward, and of each head's queries and keys."""
+"""EXAONE: 3 is Llama under other names; 4 norms each head's queries and keys, and behind each part.
 
+K-EXAONE has EXAONE 4's attention and experts of DeepSeek-V3's way, with norms before each part.
+"""
+
+import dataclasses
 from typing import Any
 
 from jaxpaged.checks import InputError, shown
 from jaxpaged.models.config import LayerKind, ModelConfig
-from jaxpaged.models.families import llama
+from jaxpaged.models.families import llama, routing
 from jaxpaged.models.families.family import Family, Gguf, Metadata
 from jaxpaged.models.families.olmo import NAMES
 from jaxpaged.models.fields import Fields
+from jaxpaged.models.names import Names
+
+BLOCK = "transformer.h.{layer}"
+EXAONE_NAMES = Names(
+    table={
+        "embedding": "transformer.wte",
+        "norm": "transformer.ln_f",
+        "lm_head": "lm_head",
+        "attention_norm": f"{BLOCK}.ln_1",
+        "qkv": tuple(f"{BLOCK}.attn.attention.{x}_proj" for x in "qkv"),
+        "o": f"{BLOCK}.attn.attention.out_proj",
+        "mlp_norm": f"{BLOCK}.ln_2",
+        "gate_up": (f"{BLOCK}.mlp.c_fc_0", f"{BLOCK}.mlp.c_fc_1"),
+        "down": f"{BLOCK}.mlp.c_proj",
+    }
+)
+MOE_TABLE = routing.TABLE | {"correction": f"{routing.MLP}.e_score_correction_bias"}
+
+
+def read_exaone(f: Fields) -> ModelConfig:
+    f.alias(
+        num_hidden_layers="num_layers",
+        rms_norm_eps="layer_norm_epsilon",
+        hidden_act="activation_function",
+    )
+    return llama.read_llama(f)
+
+
+def read_exaone_moe(f: Fields) -> ModelConfig:
+    """Read K-EXAONE, whose norms are before attention and experts."""
+    f.alias(n_routed_experts="num_experts", n_shared_experts="num_shared_experts")
+    config = read_exaone4(f)
+    experts, width = routing.read(f, config.intermediate_size, dense_layers=1)
+    dense = routing.dense_layers(f, len(experts.dense_layers))
+    f.only("is_moe_layer", [i not in dense for i in range(config.num_layers)])  # of older files
+    experts = dataclasses.replace(
+        experts, dense_layers=dense, dense_size=config.intermediate_size if dense else 0
+    )
+    return dataclasses.replace(config, norm_place="before", intermediate_size=width, experts=experts)
 
 
 def read_exaone4(f: Fields) -> ModelConfig:
@@ -51,4 +94,30 @@ EXAONE4 = Family(
     names=lambda config: NAMES,
     defaults={"max_position_embeddings": 2048, "num_key_value_heads": 32, "rms_norm_eps": 1e-5},
     gguf=(Gguf(architecture="exaone4", fields=_gguf_fields),),
+)
+EXAONE = Family(
+    model_type="exaone",
+    models="EXAONE 3.0, 3.5 and Deep",
+    read=read_exaone,
+    names=lambda config: EXAONE_NAMES,
+    defaults={
+        "max_position_embeddings": 4096,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+    },
+)
+EXAONE_MOE = Family(
+    model_type="exaone_moe",
+    models="K-EXAONE 236B-A23B",
+    read=read_exaone_moe,
+    names=lambda config: Names(table=MOE_TABLE, ignored=("mtp.", *routing.beyond(config))),
+    defaults={
+        **EXAONE4.defaults,
+        "num_experts": 64,
+        "num_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 1024,
+        "routed_scaling_factor": 2.5,
+    },
 )

@@ -1,16 +1,16 @@
-"""Llama but for a flag or a kind of layer: Seed-OSS, Helium, Ministral, CWM, Arcee, Hunyuan, ERNIE 4.5."""
+"""Llama but for a flag or a kind of layer, such as Seed-OSS, Helium, Ministral, Hunyuan and ERNIE 4.5."""
 
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from jaxpaged.checks import check
+from jaxpaged.checks import check, checked_number
 from jaxpaged.models.config import LayerKind, ModelConfig, uniform
 from jaxpaged.models.families import llama
 from jaxpaged.models.families.family import Family, Gguf
 from jaxpaged.models.fields import Fields
 from jaxpaged.models.names import Names
-from jaxpaged.models.ropes import Rope
+from jaxpaged.models.ropes import Rope, Temperature
 
 PAIRED = Names(table=llama.TABLE, forms=llama.PAIRS | llama.PAIRED_NORMS)  # whose RoPE turns neighbours
 UNGATED = Names(table=llama.TABLE | {"up": f"{llama.LAYER}.mlp.up_proj"})
@@ -21,6 +21,17 @@ HUNYUAN_NAMES = Names(
         "k_norm": f"{llama.LAYER}.self_attn.key_layernorm",
     }
 )
+MINISTRAL3_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 1000000.0,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16384,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
 CWM_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 1000000.0,
@@ -69,6 +80,35 @@ def read_ministral(f: Fields) -> ModelConfig:
     kind = "full_attention" if window is None else "sliding_attention"
     kinds = _windowed(f, f.rope(same["head_dim"]), window, [kind] * f.size("num_hidden_layers"))
     return ModelConfig(**same, layers=kinds)
+
+
+def read_ministral3(f: Fields) -> ModelConfig:
+    """Read Mistral whose queries grow with the position, and whose RoPE is scaled."""
+    same, parameters = llama.common(f), f.get("rope_parameters")
+    rope = f.rope(same["head_dim"])
+    said = parameters if isinstance(parameters, Mapping) else {}
+    given = Fields(said)
+    every = given.size("original_max_position_embeddings", same["max_model_len"])
+    beta = checked_number(
+        "model config: llama_4_scaling_beta", given.get("llama_4_scaling_beta", 0.0), "a number >= 0", 0
+    )
+    temperature = Temperature(every=every, scale=beta, offset=0) if beta else None
+    kind = LayerKind(rope=rope, sliding_window=f.get("sliding_window"), temperature=temperature)
+    return ModelConfig(**same, layers=(kind,) * f.size("num_hidden_layers"))
+
+
+def read_internlm3(f: Fields) -> ModelConfig:
+    """Read Llama with flags of biases by other names."""
+    f.alias(attention_bias="qkv_bias", mlp_bias="bias")
+    biases = f.flag("attention_bias"), f.flag("mlp_bias")
+    check("model config: qkv_bias", biases[0], f"{biases[1]}, as bias is", biases[0] == biases[1])
+    return _uniform(f)
+
+
+def read_iquest(f: Fields) -> ModelConfig:
+    f.only("use_sliding_window", False)
+    f.only("clip_qkv")
+    return _uniform(f)
 
 
 def read_cwm(f: Fields) -> ModelConfig:
@@ -169,6 +209,44 @@ MINISTRAL = Family(
     read=read_ministral,
     names=llama.names,
     defaults={"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
+)
+MINISTRAL3 = Family(
+    model_type="ministral3",
+    models="Ministral 3 3B, 8B, 14B",
+    read=read_ministral3,
+    names=llama.names,
+    defaults={
+        "max_position_embeddings": 262144,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1000000.0,
+        "rope_parameters": MINISTRAL3_ROPE,
+    },
+)
+INTERNLM3 = Family(
+    model_type="internlm3",
+    models="InternLM 3 8B",
+    read=read_internlm3,
+    names=llama.names,
+    defaults={
+        "max_position_embeddings": 32768,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "rms_norm_eps": 1e-5,
+    },
+)
+IQUESTCODER = Family(
+    model_type="iquestcoder",
+    models="IQuest-Coder 40B",
+    read=read_iquest,
+    names=llama.names,
+    defaults={
+        "max_position_embeddings": 131072,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "rms_norm_eps": 1e-5,
+    },
 )
 CWM = Family(
     model_type="cwm",

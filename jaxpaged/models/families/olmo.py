@@ -1,5 +1,6 @@
-"""OLMo 2, OLMo 3 and OLMoE: norms of all queries and all keys; of the first two, behind each part."""
+"""OLMo: of the first the norms have no weights; later ones norm all queries and all keys together."""
 
+import dataclasses
 from collections.abc import Mapping
 
 from jaxpaged.checks import InputError, shown
@@ -11,6 +12,11 @@ from jaxpaged.models.fields import Fields
 from jaxpaged.models.names import Names
 from jaxpaged.models.ropes import Rope
 
+UNWEIGHED = Names(
+    table=llama.TABLE,
+    filled=dict.fromkeys(("norm.weight", "attention_norm.weight", "mlp_norm.weight"), 1.0),
+)
+OLMO_EPS = 1e-5  # of the first OLMo, whose files do not say it
 NAMES = Names(
     table=llama.TABLE
     | {
@@ -18,6 +24,24 @@ NAMES = Names(
         "mlp_out_norm": f"{llama.LAYER}.post_feedforward_layernorm",
     }
 )
+
+FLEX_NAMES = Names(
+    table={**NAMES.table, **{role: its for role, its in MOE_NAMES.table.items() if role not in llama.TABLE}}
+)
+
+
+def read_olmo(f: Fields) -> ModelConfig:
+    """Read the first OLMo: Llama with layer norms without weights."""
+    same, bias = llama.common(f), f.flag("attention_bias")
+    clip = f.get("clip_qkv")
+    return ModelConfig(
+        **same | {"norm_eps": OLMO_EPS},
+        norm="layer",
+        qkv_bias=bias,
+        o_bias=bias,
+        qkv_clip=None if clip is None else f.positive("clip_qkv"),
+        layers=uniform(f.size("num_hidden_layers"), rope=f.rope(same["head_dim"])),
+    )
 
 
 def read_olmo2(f: Fields) -> ModelConfig:
@@ -54,6 +78,11 @@ def _read_gguf(f: Fields) -> ModelConfig:
     return read_olmo2(f) if f.get("sliding_window") is None else read_olmo3(f)
 
 
+def read_flex_olmo(f: Fields) -> ModelConfig:
+    """Read OLMo 2 with OLMoE's experts."""
+    return dataclasses.replace(read_olmoe(f), norm_place="after")
+
+
 def read_olmoe(f: Fields) -> ModelConfig:
     same, bias = llama.common(f), f.flag("attention_bias")
     experts = Experts(
@@ -71,6 +100,13 @@ def read_olmoe(f: Fields) -> ModelConfig:
     )
 
 
+OLMO = Family(
+    model_type="olmo",
+    models="OLMo 1B and 7B of 2024",
+    read=read_olmo,
+    names=lambda config: UNWEIGHED,
+    defaults={"max_position_embeddings": 2048},
+)
 OLMO2 = Family(
     model_type="olmo2",
     models="OLMo 2",
@@ -93,4 +129,16 @@ OLMOE = Family(
     names=lambda config: MOE_NAMES,
     defaults={"max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
     gguf=(Gguf(architecture="olmoe"),),
+)
+FLEX_OLMO = Family(
+    model_type="flex_olmo",
+    models="FlexOlmo 7x7B",
+    read=read_flex_olmo,
+    names=lambda config: FLEX_NAMES,
+    defaults={
+        "max_position_embeddings": 4096,
+        "rope_theta": 500000.0,
+        "num_experts": 7,
+        "num_experts_per_tok": 5,
+    },
 )

@@ -32,11 +32,16 @@ def beyond(config: ModelConfig, count: int = 8) -> tuple[str, ...]:
     return tuple(f"{llama.LAYER}.".format(layer=config.num_layers + i) for i in range(count))
 
 
-def read(f: Fields, dense_size: int, *, dense_layers: int) -> tuple[Experts, int]:
-    """Return the experts, and the width of one. `dense_layers`: unless the config says another number."""
+def read(f: Fields, dense_size: int, *, dense_layers: int, has_flags: bool = False) -> tuple[Experts, int]:
+    """Return the experts, and the width of one.
+
+    dense_layers: how many, unless the config says another number.
+    has_flags: whether the caller reads for each layer whether it has experts (`moe_layer_freq`).
+    """
     f.only("scoring_func", "sigmoid", "noaux_tc")  # dots.llm1 says so of the same
     f.only("topk_method", "noaux_tc")
-    f.only("moe_layer_freq", 1)
+    if not has_flags:
+        f.only("moe_layer_freq", 1)
     width = f.size("moe_intermediate_size")
     first = f.count("first_k_dense_replace", dense_layers)
     experts = Experts(
@@ -53,6 +58,17 @@ def read(f: Fields, dense_size: int, *, dense_layers: int) -> tuple[Experts, int
         dense_size=dense_size if first else 0,
     )
     return experts, width
+
+
+def dense_layers(f: Fields, first: int) -> tuple[int, ...]:
+    """Return the numbers of the layers without experts: those that the file names, or so many first ones."""
+    num_layers = f.size("num_hidden_layers")
+    default = ["dense" if i < first else "sparse" for i in range(num_layers)]
+    types = f.get("mlp_layer_types") or default
+    ok = isinstance(types, list) and len(types) == num_layers
+    ok = ok and all(each in ("dense", "sparse") for each in types)
+    check("model config: mlp_layer_types", types, "a list of 'dense' and 'sparse', one for each layer", ok)
+    return tuple(i for i, each in enumerate(types) if each == "dense")
 
 
 SIGMOID = 2  # llama.cpp's number of it

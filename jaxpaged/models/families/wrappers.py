@@ -10,12 +10,14 @@ from typing import Any
 
 from jaxpaged.checks import InputError, shown
 from jaxpaged.models.families import qwen
+from jaxpaged.models.families.cohere import COHERE2, COHERE2_MOE
 from jaxpaged.models.families.family import Family
 from jaxpaged.models.families.gemma import GEMMA3
 from jaxpaged.models.families.gemma3n import GEMMA3N
 from jaxpaged.models.families.gemma4 import GEMMA4
 from jaxpaged.models.families.llama import LLAMA, MISTRAL
 from jaxpaged.models.families.llama4 import LLAMA4
+from jaxpaged.models.families.near_llama import MINISTRAL3
 from jaxpaged.models.names import Names
 
 INSIDE = (
@@ -143,6 +145,7 @@ def _like(family: Family, **defaults: Any) -> Family:
 
 
 _PLAIN = _texts(MISTRAL, LLAMA, qwen.QWEN2, qwen.QWEN3, qwen.QWEN3_MOE)
+_MISTRAL = {**_PLAIN, **_texts(MINISTRAL3)}
 _QWEN2 = _like(qwen.QWEN2, rope_theta=1000000.0, rms_norm_eps=1e-5)
 _QWEN3 = {"max_position_embeddings": 128000, "rope_theta": 500000.0}
 _QWEN3_MOE = _like(qwen.QWEN3_VL_MOE_TEXT, **_QWEN3)
@@ -169,8 +172,8 @@ WRAPPERS = (
     ),
     Wrapper(
         model_type="mistral3",
-        models="Mistral Small 3.1 and 3.2: the text part",
-        texts=_PLAIN,
+        models="Mistral Small 3.1 and 3.2, Ministral 3, Devstral 2: the text part",
+        texts=_MISTRAL,
         is_tied=True,
         gguf="llama",
     ),
@@ -178,6 +181,12 @@ WRAPPERS = (
         model_type="llama4",
         models="Llama 4 Scout and Maverick: the text part",
         texts=_texts(LLAMA4),
+    ),
+    Wrapper(
+        model_type="cohere2_vision",
+        models="Command A Vision, Command A Plus: the text part",
+        texts=_texts(COHERE2, COHERE2_MOE),
+        is_tied=True,
     ),
     Wrapper(model_type="llava", models="LLaVA 1.5, Pixtral: the text part", texts=_PLAIN, gguf="llama"),
     Wrapper(

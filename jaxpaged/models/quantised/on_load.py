@@ -30,7 +30,7 @@ from jaxpaged.models.quantised.codes import (
 )
 
 # Roles that are quantised. Routers and learned positions are small, and stay unquantised.
-PRODUCTS = ("qkv", "q", "o", "gate_up", "up", "down", "shared.gate_up", "shared.down")
+PRODUCTS = ("qkv", "q", "attention_gate", "o", "gate_up", "up", "down", "shared.gate_up", "shared.down")
 EXPERTS = ("experts.gate_up", "experts.down")
 TABLES = ("embedding", "layer_inputs_table", "lm_head")
 ROLES = {f"{role}.weight" for role in (*PRODUCTS, *EXPERTS, *TABLES)}
