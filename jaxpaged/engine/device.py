@@ -5,7 +5,6 @@ process 0 makes in all processes; or, for what one process does alone, a step th
 """
 
 import dataclasses
-import functools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -264,13 +263,19 @@ class Device:
         assert self.names is not None
         return updates.Update(self.setup, self.names, arrays)
 
-    def with_draft(self) -> nnx.State:
-        """Return the parameters with the weights of the model that drafts, which sleep may have taken."""
+    def with_missing_draft(self) -> nnx.State | None:
+        """Return the parameters with the weights of the model that drafts, which sleep has taken; None if it
+        has not: then nobody must hold the parameters, so that an update can free them one by one.
+        """
         if self._draft is None:
-            return self.params
-        if self.asleep is not None:
-            return updates.with_draft(self.params, lambda: self._awake()[updates.DRAFT])
-        return updates.with_draft(self.params, functools.partial(drafted.weights, self._draft, self.setup))
+            return None
+        draft, is_asleep = self._draft, self.asleep is not None
+
+        def load() -> nnx.State:
+            return self._awake()[updates.DRAFT] if is_asleep else drafted.weights(draft, self.setup)
+
+        params = updates.with_draft(self.params, load)
+        return None if params is self.params else params
 
     def _awake(self) -> nnx.State:
         """Return the weights that sleep has put into the host's memory, on the device."""

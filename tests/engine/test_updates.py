@@ -203,7 +203,7 @@ def test_a_failure_in_the_midst_leaves_no_half_of_the_weights(driver, old, want,
 
 
 def test_a_state_like_the_engines_own_is_shared(driver, want):
-    weights = updates.without_adapters(tiny.driver(load_new).params)
+    weights = updates.without_adapters(tiny.driver(load_new).device.params)
     update(driver, weights)
     leaves = zip(jax.tree.leaves(driver.device.params), jax.tree.leaves(weights), strict=True)
     assert all(ours.unsafe_buffer_pointer() == its.unsafe_buffer_pointer() for ours, its in leaves)

@@ -92,13 +92,13 @@ class Lifecycle:
         if isinstance(weights, nnx.State):
             one_process = device.send_call is None
             check("num_processes", device.setup.config.num_processes, "1 for a pytree", one_process)
-            adopted = updates.adopted(device.with_draft(), weights)
+            adopted = updates.adopted(device.with_missing_draft() or device.params, weights)
             deltas = self._without_cache()
             device.take(adopted)
         else:
             if device.asleep is not None or weights.missing:
                 device.require(WEIGHTS)
-            update, params = device.read_update(weights), device.with_draft()
+            update, params = device.read_update(weights), device.with_missing_draft()
             deltas = self._without_cache()
             if device.send_call is None:
                 device.put_update(update, params)
