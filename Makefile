@@ -31,8 +31,7 @@ demo: $(DEMO_READY)
 	$(BIN)/jaxpaged generate --chat --prompts-file examples/demo_prompts.txt --max-tokens 96
 
 # A server, asked once, with its live page; SERVE=... for its options.
-serve-# Installs what a user needs, not what the tests need.
-demo: $(DEMO_READY)
+serve-demo: $(READY)
 	$(BIN)/python examples/serve_demo.py $(SERVE)
 
 test: $(READY)
