@@ -244,8 +244,8 @@ class Compiler:
         except (EOFError, OSError):  # the system may have ended it, where memory was short
             worker.close()
             self._running = None
-            for job in [job for job in self._jobs.values() if job.has_process]:
-                self._finish(job, GrammarError("the grammar could not be compiled: its process was ended"))
+            for lost in [each for each in self._jobs.values() if each.has_process]:
+                self._finish(lost, GrammarError("the grammar could not be compiled: its process was ended"))
             return
         job = next((job for job in self._jobs.values() if job.number == number), None)
         if status != BEGUN:
