@@ -26,10 +26,10 @@ from jaxpaged.grammar.nodes import (
     TooLargeError,
     text,
 )
-from jaxpaged.grammar.places import UnmetError
+from jaxpaged.grammar.places import UnmetError, read_schema
 from jaxpaged.grammar.regex import parse_regex
 from jaxpaged.grammar.rules import Rules, simplest
-from jaxpaged.grammar.schema import Style, read_schema, schema_node, schema_rules
+from jaxpaged.grammar.schema import Style, schema_node, schema_rules
 from jaxpaged.grammar.structural_tag import StructuralTag, read_structural_tag
 from jaxpaged.grammar.tables import token_automaton
 from jaxpaged.grammar.vocabulary import TokenBytes
@@ -93,6 +93,8 @@ class Constraint:
                 recursive.check_installed()
                 return lark_of(self._rules) + recursive.EVERY_TOKEN
             return self._followed()
+        except NotRegularError:
+            return None  # the automaton has a sentence for it, too
         except RecursionError:
             if grammar is not None:
                 raise GrammarError(TOO_DEEP) from None

@@ -202,7 +202,7 @@ class _Reader:
         return found
 
     def space(self, *, lines: bool = False) -> None:
-        """Go past white space and comments, and past line ends where they mean nothing."""
+        """Skip white space and comments, and line ends where they mean nothing."""
         allowed = " \t\r\n" if lines else " \t"
         while (letter := self.peek()) and (letter in allowed or letter == "#"):
             if letter == "#":

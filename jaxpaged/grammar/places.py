@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from jaxpaged.checks import shown
-from jaxpaged.grammar.nodes import GrammarError, NotRegularError
+from jaxpaged.grammar.nodes import GrammarError, Limits, NotRegularError
 
 KINDS = ("object", "array", "string", "number", "boolean", "null")
 TYPES = (*KINDS, "integer")
@@ -178,3 +178,24 @@ def distinct(values: Iterable[Any]) -> dict[Any, list[Any]]:
     for value in values:
         found.setdefault(as_key(value), []).append(value)
     return found
+
+
+def item_places(way: Way, i: int) -> Way:
+    """Return the places that an item must be valid at."""
+    found = []
+    for place in way:
+        if i < len(place.schema.get("prefixItems", [])):
+            found.append(place.at("prefixItems", i))
+        elif "items" in place.schema:
+            found.append(place.at("items"))
+    return tuple(found)
+
+
+def read_schema(value: str, limits: Limits) -> Any:
+    """Return a schema from its text. Raises `GrammarError` for text that is long, deep or no JSON."""
+    if len(value) > limits.max_spec_chars:
+        raise GrammarError(f"schema has {len(value)} characters, must have at most {limits.max_spec_chars}")
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as problem:
+        raise GrammarError(f"schema={shown(value)} must be JSON that is not too deep: {problem}") from None

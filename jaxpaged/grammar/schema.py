@@ -19,7 +19,6 @@ from jaxpaged.grammar.nodes import (
     Distinct,
     Either,
     GrammarError,
-    Limits,
     Members,
     Minus,
     Node,
@@ -40,6 +39,7 @@ from jaxpaged.grammar.places import (
     counts,
     distinct,
     escaped,
+    item_places,
     kinds,
     mapping,
     names,
@@ -344,7 +344,7 @@ class _Reader:
                 raise not_regular(path, "contains beside unevaluatedItems is not followed by an automaton")
         nodes: list[Node] = []
         for i in range(num_first if most is None else min(num_first, most)):
-            nodes.append(self.if_any(_item(way, i), f"{path}/prefixItems/{i}"))
+            nodes.append(self.if_any(item_places(way, i), f"{path}/prefixItems/{i}"))
             if nodes[-1] == NOTHING:
                 nodes, most = nodes[:-1], i
                 break
@@ -352,7 +352,7 @@ class _Reader:
             return self.brackets(self.unlike(way, num_first, least, most))
         item = None
         if most is None or most > len(nodes):
-            item = NOTHING if closes else self.if_any(_item(way, num_first), f"{path}/items")
+            item = NOTHING if closes else self.if_any(item_places(way, num_first), f"{path}/items")
             if item == NOTHING:
                 most = len(nodes)
         if most is not None and most < least:
@@ -362,7 +362,7 @@ class _Reader:
             if "contains" in place.schema:
                 if num_first:
                     raise not_regular(path, "contains beside prefixItems is not followed by an automaton")
-                found.append(self.containing(place, _item(way, 0), item))
+                found.append(self.containing(place, item_places(way, 0), item))
         return self.brackets(both(found))
 
     def unlike(self, way: Way, num_first: int, least: int, most: int | None) -> Node:
@@ -370,7 +370,7 @@ class _Reader:
         path = way[0].path
         values: list[Any] | None = None
         if not num_first and not any("contains" in place.schema for place in way):
-            values = self.finite(_item(way, 0))
+            values = self.finite(item_places(way, 0))
         if values is None or len(distinct(values)) > MAX_DISTINCT:
             raise not_regular(
                 path, f"uniqueItems is only followed for items of at most {MAX_DISTINCT} values"
@@ -441,26 +441,5 @@ def _scalars() -> tuple[Node, ...]:
     return (json_values.string(), json_values.NUMBER, *map(text, ("true", "false", "null")))
 
 
-def _item(way: Way, i: int) -> Way:
-    """Return the places that an item must be valid at."""
-    found = []
-    for place in way:
-        if i < len(place.schema.get("prefixItems", [])):
-            found.append(place.at("prefixItems", i))
-        elif "items" in place.schema:
-            found.append(place.at("items"))
-    return tuple(found)
-
-
 def _without(place: Place, key: str) -> Place:
     return place._replace(schema={name: its for name, its in place.schema.items() if name != key})
-
-
-def read_schema(value: str, limits: Limits) -> Any:
-    """Return a schema from its text. Raises `GrammarError` for text that is long, deep or no JSON."""
-    if len(value) > limits.max_spec_chars:
-        raise GrammarError(f"schema has {len(value)} characters, must have at most {limits.max_spec_chars}")
-    try:
-        return json.loads(value)
-    except (ValueError, RecursionError) as problem:
-        raise GrammarError(f"schema={shown(value)} must be JSON that is not too deep: {problem}") from None

@@ -86,7 +86,7 @@ def assert_allows_the_same(node, seed, num_walks=3, length=20):
 
 @pytest.mark.parametrize("case", [*TEXTS, *map(json.dumps, PARTS)])
 def test_what_is_divided_allows_what_its_automaton_does(case):
-    """Without the division of conflicts, most of these lose texts."""
+    """Most of these lose texts where conflicts are not divided."""
     node = parse_regex(case) if case in TEXTS else schema_node(json.loads(case), levels=1)
     assert_allows_the_same(node, 0)
 
