@@ -91,7 +91,7 @@ def _function(one: Instruction) -> tuple[Function, list[str], str]:
     if name in ("shl", "shr"):
         return _shift(name), [kind, "u32"], kind
     if name == "selp":
-        return (lambda a, b, p: np.where(p, a, b)), [kind, kind, "pred"], kind
+        return _chosen, [kind, kind, "pred"], kind
     approximate: dict[str, Function] = {
         **{"ex2": np.exp2, "lg2": np.log2, "rcp": np.reciprocal, "sqrt": np.sqrt, "tanh": np.tanh},
         **{"sin": np.sin, "cos": np.cos, "rsqrt": lambda x: 1 / np.sqrt(x)},
@@ -116,6 +116,11 @@ def _function(one: Instruction) -> tuple[Function, list[str], str]:
             kinds[-2:] = ["u32", "u32"]
         return function, kinds, "u32" if name in ("popc", "clz") else kind
     raise Fault(f"no instruction {one}")
+
+
+def _chosen(a: Array, b: Array, is_first: Array) -> Array:
+    chosen: Array = np.where(is_first, a, b)
+    return chosen
 
 
 def _reduced(function: Any, *values: Array) -> Array:
