@@ -7,6 +7,7 @@ import numpy as np
 
 from jaxpaged.research.ptx import rounding
 from jaxpaged.research.ptx.faults import Fault
+from jaxpaged.research.ptx.memory import PARAMETERS
 from jaxpaged.research.ptx.program import Instruction
 from jaxpaged.research.ptx.registers import LANES, TYPES, Array, names_of
 
@@ -48,7 +49,12 @@ def _function(one: Instruction) -> tuple[Function, list[str], str]:
     if kind in ("f16x2", "bf16x2", "bf16"):
         return _packed(name, kind, one)
     if kind == "f32x2":
-        pairs = {"add": np.add, "sub": np.subtract, "mul": np.multiply, "fma": rounding.fma}
+        pairs: dict[str, Function] = {
+            "add": np.add,
+            "sub": np.subtract,
+            "mul": np.multiply,
+            "fma": rounding.fma,
+        }
 
         def halves(*values: Array) -> Array:
             return np.asarray(pairs[name](*(np.ascontiguousarray(x).view(np.float32) for x in values))).view(
@@ -85,7 +91,7 @@ def _function(one: Instruction) -> tuple[Function, list[str], str]:
     if name in ("shl", "shr"):
         return _shift(name), [kind, "u32"], kind
     if name == "selp":
-        return (lambda a, b, p: np.where(p, a, b)), [kind, kind, "pred"], kind
+        return _chosen, [kind, kind, "pred"], kind
     approximate: dict[str, Function] = {
         **{"ex2": np.exp2, "lg2": np.log2, "rcp": np.reciprocal, "sqrt": np.sqrt, "tanh": np.tanh},
         **{"sin": np.sin, "cos": np.cos, "rsqrt": lambda x: 1 / np.sqrt(x)},
@@ -95,7 +101,7 @@ def _function(one: Instruction) -> tuple[Function, list[str], str]:
         return (lambda x: flush(wide_result(flush(x).astype(np.float64)).astype(TYPES[kind]))), [kind], kind
     if name == "copysign":
         return (lambda a, b: np.copysign(b, a)), [kind] * 2, kind
-    bits = {
+    bits: dict[str, tuple[Function, int]] = {
         "prmt": (_permuted, 3),
         "shf": (_funnel(parts), 3),
         "lop3": (_lookup, 4),
@@ -110,6 +116,11 @@ def _function(one: Instruction) -> tuple[Function, list[str], str]:
             kinds[-2:] = ["u32", "u32"]
         return function, kinds, "u32" if name in ("popc", "clz") else kind
     raise Fault(f"no instruction {one}")
+
+
+def _chosen(a: Array, b: Array, is_first: Array) -> Array:
+    chosen: Array = np.where(is_first, a, b)
+    return chosen
 
 
 def _reduced(function: Any, *values: Array) -> Array:
@@ -295,8 +306,6 @@ def compile_comparison(machine: "Machine", one: Instruction) -> "Step":
 
 def compile_move(machine: "Machine", one: Instruction) -> "Step":
     """Return what mov and cvta do, also to and from vectors of parts of a register."""
-    from jaxpaged.research.ptx.machine import PARAMETERS
-
     operands, kind, source, target = machine.operands, one.parts[-1], one.operands[1], one.operands[0]
     if source in machine.program.parameters:
         put = operands.setter(target)

@@ -88,19 +88,18 @@ def run(launch: Launch, *, seed: int = 0, ptx: str | None = None, **options: Any
     memory = Memory()
     addresses = []
     for n, buffer in enumerate(launch.buffers):
-        is_read = buffer.content is not None
-        dtype = dtype_of(buffer.dtype)
-        content = (
-            buffer.content if is_read else np.zeros(int(np.prod(buffer.shape)) * dtype.itemsize, np.uint8)
-        )
+        content, is_read = buffer.content, buffer.content is not None
+        if content is None:
+            content = np.zeros(int(np.prod(buffer.shape)) * dtype_of(buffer.dtype).itemsize, np.uint8)
         is_writable = not is_read or buffer.is_restored
-        addresses.append(
-            memory.add(f"{n}: {buffer.name}", content, is_writable=is_writable, is_written=is_read)
-        )
+        name = f"{n}: {buffer.name}"
+        addresses.append(memory.add(name, content, is_writable=is_writable, is_written=is_read))
     maps = [
         TensorMap(
             addresses[each["buffer"]],
-            **{k: v if isinstance(v, int) else tuple(v) for k, v in each.items() if k != "buffer"},
+            each["element"],
+            *(tuple(each[name]) for name in ("sizes", "strides", "box")),
+            each["swizzle"],
         )
         for each in launch.maps
     ]

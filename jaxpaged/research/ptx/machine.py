@@ -9,14 +9,13 @@ import numpy as np
 from jaxpaged.research.ptx import flow, instructions, races
 from jaxpaged.research.ptx.counts import Counts
 from jaxpaged.research.ptx.faults import Fault
-from jaxpaged.research.ptx.memory import Memory
+from jaxpaged.research.ptx.memory import PARAMETERS, Memory
 from jaxpaged.research.ptx.program import Instruction, Program
 from jaxpaged.research.ptx.registers import LANES, UNSIGNED, Array, Get, Operands
 from jaxpaged.research.ptx.tensor_maps import TensorMap
 from jaxpaged.research.ptx.warps import Block, Warp
 
 Step = Callable[[Warp, Array, Array], None]  # (warp, lanes that do it, lanes of the warp that are here)
-PARAMETERS = 0x7E0000000000  # where a parameter of tensor maps lies
 MAP_BYTES = 128
 TURN = 60  # a warp runs fewer instructions than this before another does
 

@@ -10,6 +10,7 @@ from jaxpaged.research.ptx.races import Clocks, Shadow
 from jaxpaged.research.ptx.registers import Array
 
 BASE, GAP, ALIGNMENT = 0x7F0000000000, 4096, 256
+PARAMETERS = 0x7E0000000000  # where a parameter of tensor maps lies
 CELL = 2  # bytes of global memory whose accesses are ordered together
 
 
@@ -95,7 +96,7 @@ class Memory:
         [buffer] = [buffer for buffer in self.buffers if buffer.name == name]
         if not buffer.is_written.all():
             raise Fault(f"{int((~buffer.is_written).sum())} bytes of {name} were never written")
-        return buffer.data.view(dtype).reshape(shape)  # type: ignore[call-overload, no-any-return]
+        return buffer.data.view(dtype).reshape(shape)  # type: ignore[call-overload]
 
 
 @dataclasses.dataclass
