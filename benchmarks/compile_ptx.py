@@ -26,7 +26,7 @@ from jaxpaged.research.ptx import launch
 _CAPABILITY = flags.DEFINE_multi_string(
     "capability", ["9.0"], "A compute capability; may be given several times."
 )
-_OUT = flags.DEFINE_string("out", None, "The file to write.")
+_OUT = flags.DEFINE_string("out", "launches.npz", "The file to write.")
 _LIST = flags.DEFINE_boolean("list", False, "Print the names of cases.")
 _HERE = flags.DEFINE_boolean("here", False, "Compile in this process, which must have the environment.")
 
@@ -116,7 +116,7 @@ def decode_case(name: str, fields: dict[str, Any], how: tuple[int, int, int]) ->
 
     one = DecodeCase(name=name, **fields)
     tokens, most, cores = how
-    attention.default_partitioning = lambda *_: Partitioning(tokens, most)  # type: ignore[attr-defined]
+    attention.default_partitioning = lambda *_: Partitioning(tokens, most)
     tuning.num_cores = lambda: cores
     common.jitted_kernel.cache_clear()
     named, options = checks.inputs(one)

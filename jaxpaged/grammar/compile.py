@@ -89,7 +89,7 @@ class Constraint:
                 return None if is_small else self.large_source()
             if self.fields.get("max_depth") is not None or (grammar is None and not recursive.is_installed()):
                 return None
-            if grammar is not None:
+            if grammar is not None and self._rules is not None:
                 recursive.check_installed()
                 return lark_of(self._rules) + recursive.EVERY_TOKEN
             return self._followed()

@@ -149,8 +149,9 @@ class _Reader:
 
     def bracket(self) -> Node:
         is_negated = self.take("^")
-        points = self.points("]", ranges=(found := []))
-        ranges = joined([*found, *((point, point) for point in points)])
+        pairs: list[tuple[int, int]] = []
+        points = self.points("]", ranges=pairs)
+        ranges = joined([*pairs, *((point, point) for point in points)])
         ranges = others(ranges) if is_negated else ranges
         return Chars(ranges) if ranges else NOTHING
 

@@ -251,17 +251,16 @@ class _Cutter:
                 return None
             case Then(parts):
                 some = self.not_empty(parts[0])
-                rest: Node = Then(parts[1:])
-                ways = [Then((some, *parts[1:]))] if some is not None else []
-                ways += [more] if (more := self.not_empty(rest)) is not None else []
+                after: Node = Then(parts[1:])
+                ways: list[Node] = [Then((some, *parts[1:]))] if some is not None else []
+                ways += [more] if (more := self.not_empty(after)) is not None else []
                 return either(ways) if ways else None
             case Either(parts):
-                ways = [some for part in parts if (some := self.not_empty(part)) is not None]
+                ways = [full for part in parts if (full := self.not_empty(part)) is not None]
                 return either(ways) if ways else None
-            case Repeat(part, _, most):
-                if most == 0 or (some := self.not_empty(part)) is None:
-                    return None
-                return Repeat(some, 1, most)
+            case Repeat(repeated, _, most):
+                once = None if most == 0 else self.not_empty(repeated)
+                return None if once is None else Repeat(once, 1, most)
             case Members(parts, _, rest, _, most):
                 return dataclasses.replace(node, least=1) if most != 0 and (parts or rest) else None
         return Both((node, Repeat(ANY, 1)))

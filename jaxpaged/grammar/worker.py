@@ -236,7 +236,7 @@ def _answer(fields: Mapping[str, Any], tokens: TokenBytes, limits: Limits) -> tu
     constraint = Constraint(fields, limits)
     if (source := constraint.source()) is not None:
         try:
-            _in_small_stack(lambda: Language(source, tokens).try_out())
+            _try_out(source, tokens)
             return SOURCE, source.encode()
         except GrammarError:
             if fields.get("grammar") is not None:
@@ -246,8 +246,13 @@ def _answer(fields: Mapping[str, Any], tokens: TokenBytes, limits: Limits) -> tu
     except TooLargeError:
         if source is not None or (source := constraint.large_source()) is None:
             raise
-    _in_small_stack(lambda: Language(source, tokens).try_out())
+    _try_out(source, tokens)
     return SOURCE, source.encode()
+
+
+def _try_out(source: str, tokens: TokenBytes) -> None:
+    """Follow a language for a few tokens. Raises `GrammarError` if it cannot be followed."""
+    _in_small_stack(lambda: Language(source, tokens).try_out())
 
 
 def _in_small_stack(read: Callable[[], Any]) -> None:

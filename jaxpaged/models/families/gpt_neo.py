@@ -1,5 +1,7 @@
 """GPT-Neo: GPT-2 with a window in every other layer, and scores that are not scaled."""
 
+from typing import Any
+
 from jaxpaged.checks import check, is_int
 from jaxpaged.models.config import LayerKind, ModelConfig
 from jaxpaged.models.families.early import common
@@ -48,9 +50,11 @@ def read_gpt_neo(f: Fields) -> ModelConfig:
 
 def _types(f: Fields, num_layers: int) -> list[str]:
     """Return the layers' kinds, of which a file says how often which come: `[[["global", "local"], 6]]`."""
-    said, found = f.get("attention_types", [[["global", "local"], 12]]), list[str]()
+    said: Any = f.get("attention_types", [[["global", "local"], 12]])
+    found: list[str] = []
     rule = f"a list of [kinds, times], 'global' and 'local' for {num_layers} layers in all"
-    for item in said if isinstance(said, list) else [None]:
+    items: list[Any] = said if isinstance(said, list) else [None]
+    for item in items:
         ok = isinstance(item, list) and len(item) == 2 and isinstance(item[0], list) and is_int(item[1])
         ok = ok and all(each in ("global", "local") for each in item[0]) and 0 <= item[1] <= num_layers
         check("model config: attention_types", said, rule, ok)

@@ -12,7 +12,7 @@ from jaxpaged.models.fields import Fields
 from jaxpaged.models.names import Names
 
 MLP = f"{llama.LAYER}.mlp"
-TABLE = qwen.MOE_NAMES.table | {
+TABLE = {**qwen.MOE_NAMES.table} | {
     "attention_gate": f"{llama.LAYER}.self_attn.g_proj",
     "correction": f"{MLP}.experts.e_score_correction_bias",
     "shared.gate_up": (f"{MLP}.shared_expert.gate_proj", f"{MLP}.shared_expert.up_proj"),

@@ -11,7 +11,7 @@ from jaxpaged.models.fields import Fields
 from jaxpaged.models.names import Names
 
 SHARED = f"{routing.MLP}.shared_expert"
-FLINT_TABLE = qwen.MOE_NAMES.table | {
+FLINT_TABLE = {**qwen.MOE_NAMES.table} | {
     "sinks": f"{llama.LAYER}.self_attn.softmax_offset",
     "shared.gate_up": (f"{SHARED}.gate_proj", f"{SHARED}.up_proj"),
     "shared.down": f"{SHARED}.down_proj",

@@ -96,10 +96,12 @@ def run(launch: Launch, *, seed: int = 0, ptx: str | None = None, **options: Any
         addresses.append(memory.add(name, content, is_writable=is_writable, is_written=is_read))
     maps = [
         TensorMap(
-            addresses[each["buffer"]],
-            each["element"],
-            *(tuple(each[name]) for name in ("sizes", "strides", "box")),
-            each["swizzle"],
+            base=addresses[each["buffer"]],
+            element=each["element"],
+            sizes=tuple(each["sizes"]),
+            strides=tuple(each["strides"]),
+            box=tuple(each["box"]),
+            swizzle=each["swizzle"],
         )
         for each in launch.maps
     ]
