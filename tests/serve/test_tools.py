@@ -166,7 +166,7 @@ def test_a_response_has_reasoning_text_and_calls_as_items_whole_and_streamed(ser
 
 
 def test_a_response_that_is_given_up_is_failed_and_one_that_is_cut_incomplete(served, monkeypatch):
-    """As for new weights: then `max_output_tokens` is not the reason."""
+    """Neither an abort nor an update of weights has `max_output_tokens` as its reason."""
     stream, asked = served.llm.stream, {"model": "tiny", "input": "ab", "max_output_tokens": 4}
 
     async def aborted(prompts, request_id):
