@@ -198,6 +198,8 @@ def test_the_answers_are_the_models_own() -> None:
         layer_inputs=None,
         layer_scale=False,
         v_norm=False,
+        value_scale=1.0,
+        output_gate=None,
         num_positions=None,
         norm="rms",
         norm_eps=1e-5,

@@ -228,7 +228,7 @@ def test_an_engine_is_reported_from_another_thread_and_after_its_death(tmp_path,
         handle = engine.submit([5, 6, 7], tiny.greedy(3))
         with pytest.raises(EngineDeadError, match="no"):
             handle.result()
-        assert "jaxpaged.research.replay.report(engine, path)" in caplog.text
+        assert "research.replay.report(engine, path)" in caplog.text
         replay.report(engine, tmp_path / "dead")
         assert takers == [thread, threading.current_thread()]
     dead = replay.load(tmp_path / "dead")
