@@ -237,7 +237,7 @@ class Fuzz:
         return counts[0], counts[1]
 
     def _update(self) -> list[Delta]:
-        """Put in the weights of now, which are the engine's already or not; blocks of others are not for it."""
+        """Put in the weights of now, which may be the engine's already. Blocks of others are not for it."""
         self._exported = None
         weights = random_weights(self.driver.setup.whole, NAMES, (0, 7)[self._weights])
         return self.driver.lifecycle.update_weights(self.driver.lifecycle.read_names(named(weights)))
