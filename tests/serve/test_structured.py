@@ -244,7 +244,9 @@ def test_strict_tools_are_asked_for_by_the_server(served, monkeypatch, path):
 
 def costly(number):
     """Return a request whose constraint takes all of the time that one may take: 5 s."""
-    schema = {"type": "array", "minItems": 1e9, "title": f"{number}"}
+    link = {"type": "string", "format": "uri", "maxLength": 100}
+    properties = {f"link {i}": link for i in range(200)}
+    schema = {"properties": properties, "additionalProperties": False, "title": f"{number}"}
     return {"prompt": "ab", "max_tokens": 2, "structured_outputs": {"json": schema}}
 
 
