@@ -64,7 +64,8 @@ def ask(driver, prompt, params=ONE_TOKEN, **options):
     deltas = []
     while driver.has_work:
         deltas += driver.turn()
-    driver.offloading.finish()
+    if driver.offloading is not None:
+        driver.offloading.finish()
     fetched = next((delta.num_fetched_tokens for delta in deltas if delta.num_fetched_tokens), {})
     answer = [(delta.token_ids, delta.scores) for delta in deltas if delta.token_ids]
     return answer, deltas[-1].num_hit_tokens, fetched
