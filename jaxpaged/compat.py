@@ -238,7 +238,12 @@ class _MovedLoader(importlib.abc.InspectLoader):
                 raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
             return getattr(importlib.import_module(self.new), name)
 
-        importlib.import_module(self.new)  # so that a path that is nowhere fails here
+        try:
+            importlib.import_module(self.new)
+        except ModuleNotFoundError as error:
+            if error.name != self.new:  # a package that the module needs is not installed
+                raise
+            raise ModuleNotFoundError(f"No module named {module.__name__!r}", name=module.__name__) from None
         warnings.warn(f"{module.__name__} has moved to {self.new}", DeprecationWarning, stacklevel=2)
         module.__doc__ = f"Old path of `{self.new}`."
         module.__getattr__ = look_up_name  # type: ignore[method-assign]

@@ -89,7 +89,7 @@ def refusal(call: Callable[[], object]) -> str:
 
 
 # Hundreds of cases a second where they are refused; those that are answered take a few steps.
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @example(prompts=[], options={}, priority=np.array(3))
 @example(prompts=np.array(3), options={}, priority=None)
 @given(prompts=anything, options=params, priority=st.one_of(st.none(), anything))

@@ -155,7 +155,6 @@ def test_requests_of_files(samples, tmp_path):
     [
         (["latency", "--batch-size", "0"], "batch_size=0 must be an int >= 1"),
         (["latency", "--output-json", "/no/such/file"], "cannot be written"),
-        (["latency", "--input-len", "100", "--output-len", "29"], "max_model_len=128 must be at least 129"),
         (["throughput", "--dataset-name", "sharegpt"], "--dataset-path=None must be given for sharegpt"),
         (["throughput", "--random-range-ratio", "1"], "random_range_ratio='1' must be in [0, 1)"),
         (["throughput", "--lora-path", "a"], "--lora-path='a' must be given with --enable-lora"),

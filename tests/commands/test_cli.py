@@ -46,6 +46,7 @@ def test_generate_prints_each_prompt_with_its_answer(model, capsys):
     assert "2 answers" in err
 
 
+@pytest.mark.slow
 def test_generate_answers_with_an_adapter(model, capsys, tmp_path):
     asked = [
         "generate",

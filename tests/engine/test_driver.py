@@ -322,6 +322,7 @@ def test_an_attention_that_does_not_serve_the_model_is_refused():
         _ = Setup(EngineConfig(dtype="float16", attention="native"), tiny.CONFIG).attention
 
 
+@pytest.mark.slow
 def test_a_gpu_is_given_the_kernels_for_the_heads_that_they_serve(monkeypatch):
     device = types.SimpleNamespace(platform="gpu", compute_capability="12.0")
     monkeypatch.setattr(jax, "devices", lambda: [device])

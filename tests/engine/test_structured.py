@@ -81,9 +81,8 @@ def test_answers_are_the_oracles_in_any_company(driver):
     tiny.assert_nothing_is_held(driver)
 
 
-@pytest.mark.parametrize(
-    "drafts", [{"prompt_lookup_min": 1}, pytest.param({"method": "grammar"}, marks=pytest.mark.slow)], ids=str
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("drafts", [{"prompt_lookup_min": 1}, {"method": "grammar"}], ids=str)
 def test_forced_text_is_drafted_and_no_answer_changes(drafts):
     """An automaton that forces 60 tokens takes few steps; the answers are the oracles', with their scores."""
     driver = tiny_grammars.with_grammars(

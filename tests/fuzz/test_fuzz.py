@@ -14,7 +14,7 @@ from tests.fuzz.targets import TARGETS
 
 # Seeds, with the processor time of their tests, by the target that first runs them.
 SEEDS = (
-    (0, 3),
+    (0, 2),
     pytest.param(1, 3, marks=pytest.mark.slow),
     *(pytest.param(i, 8, marks=pytest.mark.nightly) for i in (2, 3, 4)),
 )

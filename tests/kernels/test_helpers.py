@@ -22,6 +22,7 @@ def test_calls_from_several_threads_share_their_work(tmp_path: Path) -> None:
     assert ended.returncode == 0, ended.stdout
 
 
+@pytest.mark.slow
 def test_threads_of_all_libraries_wait_at_one_place() -> None:
     """Where the loader does not join the libraries' variables by itself, too."""
     if why := library.why_not(jnp.dtype("float32")):

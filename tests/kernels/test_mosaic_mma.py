@@ -146,7 +146,7 @@ PROMPTS = (
     [
         (PROMPTS[0], "8.0"),
         (PROMPTS[2], "10.0"),
-        (PROMPTS[5], "10.0"),
+        pytest.param(PROMPTS[5], "10.0", marks=pytest.mark.slow),
         pytest.param(PROMPTS[0], "12.0", marks=pytest.mark.slow),
         pytest.param(PROMPTS[1], "8.0", marks=pytest.mark.slow),
         pytest.param(PROMPTS[4], "8.0", marks=pytest.mark.slow),

@@ -175,7 +175,7 @@ def test_attention_reads_layouts_where_they_lie(
 
 
 @each_dtype
-@pytest.mark.parametrize(("head_dim", "window"), [(64, None), (24, 20)])
+@pytest.mark.parametrize(("head_dim", "window"), [pytest.param(64, None, marks=pytest.mark.slow), (24, 20)])
 def test_attention_unpacks_four_bits(kernels: Kernels, dtype: str, head_dim: int, window: int | None) -> None:
     """Groups that are whole, the newest tokens as they are, from a window's middle of a group on; alone and
     in a tile the same bits. What nobody has written is not a number.

@@ -56,7 +56,7 @@ def test_only_decode_steps_need_no_tiles():
 
 
 @pytest.mark.usefixtures(fresh_interpreter.__name__)
-@pytest.mark.parametrize("name", ["bfloat16", "bfloat16, all"])
+@pytest.mark.parametrize("name", ["bfloat16", pytest.param("bfloat16, all", marks=pytest.mark.slow)])
 def test_both_kernels_together_equal_the_oracle(name, capsys):
     c = CASES[name]
     with shadow_reads():

@@ -47,6 +47,7 @@ def planned(batch: PassBatch, cache: kv_cache.KVCache) -> PassBatch:
     return attention.planned(batch, cache, NUM_Q_HEADS, KINDS)
 
 
+@pytest.mark.slow
 def test_layers_in_a_loop_share_it_and_answer_as_each_by_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """One layer is chunked, and rows of the block tables come in another order."""
     rng = np.random.default_rng(0)

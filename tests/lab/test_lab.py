@@ -149,11 +149,8 @@ def watched(monkeypatch):
     return seen
 
 
-# A program each; the one in every run uses the ranked queue and the sketch.
-OTHERS = [name for name in eviction.POLICIES if name != "tinylfu"]
-
-
-@pytest.mark.parametrize("policy", ["tinylfu", *slow_and_nightly(OTHERS, ["queue_lru"])])
+# A program each: one with the ranked queue and the sketch, one with queues.
+@pytest.mark.parametrize("policy", slow_and_nightly(eviction.POLICIES, ["tinylfu", "queue_lru"]))
 def test_each_policy_takes_the_blocks_that_plain_python_does_with_three_prompts_at_a_time(
     trace, policy, watched
 ):
@@ -165,6 +162,7 @@ def test_each_policy_takes_the_blocks_that_plain_python_does_with_three_prompts_
         assert watched[each] == held
 
 
+@pytest.mark.slow
 def test_no_request_copies_what_is_of_the_pools_size():
     """Else a request costs what the pool is, and not what its prompt is."""
     num_blocks = 5003  # unlike every other size

@@ -40,7 +40,7 @@ def plain(trace, stores, first):
     return hits, stored
 
 
-@pytest.mark.parametrize("disk", [None, 6400, "unbounded"])
+@pytest.mark.parametrize("disk", [pytest.param(None, marks=pytest.mark.slow), 6400, "unbounded"])
 def test_hits_by_tier_are_those_of_plain_python(tmp_path, capsys, disk):
     file = write(tmp_path / "trace.jsonl", conversations())
     tiers = "device=1600,host=2048" + (f",disk={disk}" if disk else "")

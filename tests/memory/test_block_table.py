@@ -386,6 +386,7 @@ def with_place(tables: BlockTables, block_id: int, place: int) -> BlockTables:
     return with_queue(tables, place=tables.pool.free_queue.place.at[block_id].set(place))
 
 
+@pytest.mark.slow
 def test_a_failing_history_is_saved_and_replayed(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -37,6 +37,7 @@ def test_policy_equals_its_oracle(policy: str, block_size: int) -> None:
         assert times == 1, f"{verb} was compiled {times} times"
 
 
+@pytest.mark.slow
 def test_prefix_caching_is_exact_when_every_hash_is_the_same() -> None:
     run("lru", 4, max_examples=6, steps=40, collide=True)
 

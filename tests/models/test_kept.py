@@ -71,7 +71,9 @@ def assert_equal(model, other):
         np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
 
 
-@pytest.mark.parametrize("how", [("float32",), ("bfloat16",), ("bfloat16", "int4")])
+@pytest.mark.parametrize(
+    "how", [("float32",), ("bfloat16",), pytest.param(("bfloat16", "int4"), marks=pytest.mark.slow)]
+)
 def test_the_second_to_ask_gets_the_same_arrays_from_disk(folder, load, path, how):
     built, was_read = load(*how)
     mapped, was_read_again = load(*how)

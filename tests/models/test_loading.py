@@ -380,6 +380,7 @@ print(resident("VmHWM") - before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux tells the peak")
 def test_loading_takes_little_more_memory_than_the_weights(tmp_path):
     """Two files are read tensor by tensor; one tensor is a third as large as all others together.

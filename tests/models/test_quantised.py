@@ -112,7 +112,7 @@ def quantised_weights(checkpoint, how):
         ("gqa_tied", "int8"),
         ("families/qwen2", "int4"),
         ("families/qwen3_moe", "int4"),
-        ("families/qwen2", "fp8"),
+        pytest.param("families/qwen2", "fp8", marks=pytest.mark.slow),
         pytest.param("families/glm4_moe", "int8", marks=pytest.mark.slow),
     ],
 )
@@ -126,6 +126,7 @@ def test_a_model_quantised_on_load(name, how, use_native, monkeypatch):
     np.testing.assert_allclose(got, want, atol=TOLERANCE, rtol=TOLERANCE)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_kept_or_quantised(checkpoint):
     directory = loading.open_checkpoint(GOLDENS / "gqa_tied")
     with pytest.raises(

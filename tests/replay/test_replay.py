@@ -119,6 +119,7 @@ def test_without_stop_tokens_it_needs_no_answers(tmp_path):
             assert_equal(got.tables.pool.free_queue, want.tables.pool.free_queue)
 
 
+@pytest.mark.slow
 def test_steps_in_which_nothing_is_to_do_count(tmp_path):
     """A request then comes when it came, however long the engine had waited for it."""
     event = replay.Event(3, request=line_of(Request(8, (1, 2, 3), 5)))

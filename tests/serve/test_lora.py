@@ -43,6 +43,7 @@ def complete(served, model):
     return served.openai.completions.create(model=model, **ASKED)
 
 
+@pytest.mark.slow
 def test_llm_takes_one_for_all_or_one_each(llm, folder):
     """A GGUF file is tried, too: its names and the order of its heads are others."""
     params = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)

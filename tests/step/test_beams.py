@@ -109,6 +109,7 @@ def barred_logprobs(
         return log_softmax(logits)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 3, 8])
 def test_every_beam_follows_its_own_state_of_the_automaton(seed):
     """Seed 0 allows one token at a time, so that no other beam is left; others have ends, forks and loops."""
@@ -155,6 +156,7 @@ def likeliest(tokens: list[int], count: int) -> list[int]:
     return np.argsort(-logprobs_of(tokens))[:count].tolist()
 
 
+@pytest.mark.slow
 def test_what_ends_is_compared_by_its_length_without_the_end():
     """One ends in the first step, the other in the second: with lengths of one and two that is the better,
     with lengths of two and two it would not be.

@@ -225,6 +225,7 @@ class Slow(Kept):
         return super().get(key)
 
 
+@pytest.mark.slow
 def test_a_store_that_is_slow_or_fails_costs_hits_alone(cold):
     store = Slow()
     driver = tiered(4, kv_offloading_backend=store)
