@@ -307,7 +307,7 @@ def test_blocks_go_to_as_many_devices(kinds):
     assert tiny.generate(there, [prompt], tiny.greedy(12)) == want
     assert there.exchange.export_blocks(line, None).to_bytes() == blocks.to_bytes()
     assert there.reset_prefix_cache()
-    assert there.adopt(blocks, iter(here.chunks(chain))) == 5
+    assert there.exchange.adopt(blocks, iter(here.exchange.chunks(chain))) == 5
     assert tiny.generate(there, [prompt], tiny.greedy(12)) == want
     assert there.stats.num_hit_tokens == 2 * 32  # one token is left to compute
     new = random_weights(config, NAMES, seed=7)
