@@ -46,7 +46,9 @@ def causal_convolution(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | Non
     """
     kernel_size = len(weight)
     padded = np.concatenate([np.zeros((kernel_size - 1, x.shape[1])), np.asarray(x, np.float64)])
-    out = sum(padded[j : j + len(x)] * np.asarray(weight[j], np.float64) for j in range(kernel_size))
+    out = np.zeros(x.shape)
+    for j in range(kernel_size):
+        out += padded[j : j + len(x)] * np.asarray(weight[j], np.float64)
     return out if bias is None else out + np.asarray(bias, np.float64)
 
 

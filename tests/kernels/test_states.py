@@ -159,7 +159,7 @@ def test_tokens_taken_back_leave_nothing(case: Case, first: int, drafts: int) ->
 
 @each_case
 def test_another_sequence_goes_on_behind_a_shared_prefix(case: Case) -> None:
-    """Of the prefix only the block that ends it is read: all others are poisoned."""
+    """Poison all blocks of the prefix but the one that ends it, which alone is read."""
     tokens = case.tokens(4 * case.chunk, seed=4)
     want = in_pieces(case, tokens, 4 * case.chunk)
     rows = Sequences(case, 2, 4 * case.chunk)
