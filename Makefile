@@ -24,7 +24,7 @@ PARALLEL ?= -n auto --maxprocesses 4 --dist worksteal
 # The slow ones, too, but not all their settings.
 ALL := -m 'not nightly'
 
-.PHONY: demo serve-demo test test-all test-newest test-nightly test-kernels kernels-ready lint format docs clean
+.PHONY: demo serve-demo test test-all test-sample test-newest test-nightly test-kernels kernels-ready lint format docs clean
 
 # Installs what a user needs, not what the tests need.
 demo: $(DEMO_READY)
@@ -40,6 +40,14 @@ test: $(READY)
 # All tests, those of replicas on Ray with it, and the kernels with the oldest JAX.
 test-all: test-newest
 	$(MAKE) test-kernels
+
+# Slow tests that look at the whole: the real model, bits in any company, the wheel on its own, processes, limits, drafts.
+SAMPLE := tests/test_real_model.py tests/test_wheel.py tests/serve/test_hostile.py tests/engine/test_trainers.py \
+	tests/engine/test_bits.py::test_an_adapter_changes_no_bit_of_rows_without_one tests/memory tests/learn/test_ratio.py \
+	tests/handover tests/step/test_beams.py
+
+test-sample: $(READY)
+	$(BIN)/python -m pytest -m 'slow and not nightly' $(PARALLEL) $(SAMPLE) $(ARGS)
 
 # With the newest JAX alone.
 test-newest: $(RAY_READY)
