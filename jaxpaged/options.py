@@ -6,7 +6,16 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from jaxpaged.checks import FLOAT32_MAX, INT32_MAX, check, checked_choice, checked_int, checked_number, is_int
+from jaxpaged.checks import (
+    FLOAT32_MAX,
+    INT32_MAX,
+    InputError,
+    check,
+    checked_choice,
+    checked_int,
+    checked_number,
+    is_int,
+)
 
 # Brings a value into its form, given the option's name; raises `InputError`.
 type Check = Callable[[str, Any], Any]
@@ -110,14 +119,24 @@ def ours_or_path(choices: tuple[str, ...], rule: str) -> Check:
 
 
 def store_of_blocks(name: str, value: Any) -> Any:
-    """Check that a value names a store of blocks, or is one; never the working directory as a whole."""
+    """Check that a value names a store of blocks, or is one."""
     value = ours_or_path(("host", "native"), "host, disk:DIR, or 'package.module:Name'")(name, value)
     if isinstance(value, str) and value.startswith(DISK_PREFIX):
-        folder = value.removeprefix(DISK_PREFIX).strip()
-        check(
-            name, value, "disk:DIR with a directory that is not the working directory", Path(folder) != Path()
-        )
+        disk_folder(name, value)
     return value
+
+
+def disk_folder(name: str, value: str) -> Path:
+    """Return the directory of `disk:DIR`, "~" in it as the user's own.
+
+    Raises `InputError` for the working directory as a whole, and for the "~" of nobody.
+    """
+    folder = Path(value.removeprefix(DISK_PREFIX).strip())
+    check(name, value, "disk:DIR with a directory that is not the working directory", folder != Path())
+    try:
+        return folder.expanduser()
+    except RuntimeError as error:
+        raise InputError(f"{name}={value!r} must be disk:DIR: {error}") from error
 
 
 def text(help_: str) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from jaxpaged.checks import InputError, check, checked_bool, checked_int, shown
 KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 MOST_CHOICES = 4096
 MOST_LEVELS = 16
+BEGINNINGS = ("after_token_id", "reasoning_token_id")  # fields that say where a constraint begins
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,6 +31,9 @@ class StructuredOutputsParams:
         MOST_LEVELS. So they have an automaton, and the host need not follow them. None: any depth.
     after_token_id: a token behind which the constraint begins, as the one that ends a model's reasoning.
         None: it begins with the answer.
+    reasoning_token_id: a token that begins the reasoning, which `after_token_id` ends. An answer that begins
+        with another token has no reasoning: the constraint begins with it. None: it always waits for
+        `after_token_id`.
 
     Raises `InputError` for a value of another type, and if none or several of the six are given.
     """
@@ -45,6 +49,7 @@ class StructuredOutputsParams:
     whitespace_pattern: str | None = None
     max_depth: int | None = None
     after_token_id: int | None = None
+    reasoning_token_id: int | None = None
 
     def __post_init__(self) -> None:
         """Check the values. Raises `InputError`."""
@@ -66,6 +71,11 @@ class StructuredOutputsParams:
             checked_int("structured_outputs.max_depth", self.max_depth, rule, 1, MOST_LEVELS)
         if self.after_token_id is not None:
             checked_int("structured_outputs.after_token_id", self.after_token_id, "None or an int >= 0", 0)
+        if (begins := self.reasoning_token_id) is not None:
+            rule = "None, or an int >= 0 beside another after_token_id"
+            checked_int("structured_outputs.reasoning_token_id", begins, rule, 0)
+            ok = self.after_token_id not in (None, begins)
+            check("structured_outputs.reasoning_token_id", begins, rule, ok)
         given = [name for name in KINDS if getattr(self, name) not in (None, False)]
         if len(given) != 1:
             what = f"{', '.join(given)} are given" if given else "none is given"
@@ -83,13 +93,16 @@ class StructuredOutputsParams:
         """Name of the field that is given."""
         return next(name for name in KINDS if getattr(self, name) not in (None, False))
 
-    def after(self, token_id: int) -> "StructuredOutputsParams":
-        """Return the constraint, beginning behind a token."""
-        return dataclasses.replace(self, after_token_id=token_id)
+    def after(self, token_id: int, reasoning_token_id: int | None = None) -> "StructuredOutputsParams":
+        """Return the constraint, beginning behind a token, or with an answer without reasoning."""
+        return dataclasses.replace(self, after_token_id=token_id, reasoning_token_id=reasoning_token_id)
 
     def key(self) -> str:
-        """Return JSON text that is the same for constraints of one meaning. Raises `InputError`."""
-        names = [field.name for field in dataclasses.fields(self) if field.name != "after_token_id"]
+        """Return JSON text that is the same for constraints of one meaning, wherever they begin.
+
+        Raises `InputError`.
+        """
+        names = [field.name for field in dataclasses.fields(self) if field.name not in BEGINNINGS]
         values = {name: getattr(self, name) for name in names}
         if isinstance(self.json, Mapping):
             values["json"] = dict(self.json)

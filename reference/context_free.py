@@ -16,6 +16,7 @@ class TokenGrammar:
     tokens: the bytes of each token; b"" may never be written.
     end_tokens: the tokens that end a complete answer.
     opens: the token behind which the grammar begins; None: it begins with the answer.
+    begins: the token that lets it wait for `opens`, where an answer begins with it; None: it always waits.
     """
 
     def __init__(
@@ -24,15 +25,20 @@ class TokenGrammar:
         tokens: Sequence[bytes],
         end_tokens: Collection[int],
         opens: int | None = None,
+        begins: int | None = None,
     ) -> None:
-        self.rules, self.tokens, self.end_tokens, self.opens = rules, tokens, end_tokens, opens
+        self.rules, self.tokens, self.end_tokens = rules, tokens, end_tokens
+        self.opens, self.begins = opens, begins
 
     def stacks(self, answer: Sequence[int]) -> frozenset[Stack] | None:
         """Return the stacks behind an answer, none behind what is barred; None before its beginning."""
-        found: frozenset[Stack] | None = frozenset([("start",)]) if self.opens is None else None
-        for token in answer:
-            if found is None:
-                found = frozenset([("start",)]) if token == self.opens else None
+        start: frozenset[Stack] = frozenset([("start",)])
+        found = start if self.opens is None or self.begins is not None else None
+        for place, token in enumerate(answer):
+            if place == 0 and token == self.begins:
+                found = None
+            elif found is None:
+                found = start if token == self.opens else None
             elif token not in self.end_tokens:
                 found = self.behind(found, self.tokens[token])
             elif not self.is_complete(found):
@@ -73,4 +79,5 @@ class TokenGrammar:
         if not stacks:
             return None
         found = {token for token, text in enumerate(self.tokens) if self.behind(stacks, text)}
+        found |= {self.begins} if self.begins is not None and not answer else set()
         return found | ({*self.end_tokens} if self.is_complete(stacks) else set())

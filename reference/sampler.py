@@ -20,20 +20,24 @@ class TokenAutomaton:
     accepting: states at which the answer may end.
     end_tokens: the tokens that end it there.
     opens: the token behind which it begins; None: it begins with the answer.
+    begins: the token that lets it wait for `opens`, where an answer begins with it; None: it always waits.
     """
 
     moves: Sequence[Mapping[int, int]]
     accepting: Collection[int]
     end_tokens: Collection[int]
     opens: int | None = None
+    begins: int | None = None
 
     def state(self, answer: Sequence[int]) -> int | None:
         """Return the state behind an answer, the same behind its end; -1 behind a token that may not come;
         None before its beginning.
         """
-        state = 0 if self.opens is None else None
-        for token in answer:
-            if state is None:
+        state = 0 if self.opens is None or self.begins is not None else None
+        for place, token in enumerate(answer):
+            if place == 0 and token == self.begins:
+                state = None
+            elif state is None:
                 state = 0 if token == self.opens else None
             elif state >= 0 and not (token in self.end_tokens and state in self.accepting):
                 state = self.moves[state].get(token, -1)
@@ -44,7 +48,8 @@ class TokenAutomaton:
         state = self.state(answer)
         if state is None or state < 0:
             return None
-        return {*self.moves[state], *(self.end_tokens if state in self.accepting else ())}
+        found = {*self.moves[state], *(self.end_tokens if state in self.accepting else ())}
+        return found | ({self.begins} if self.begins is not None and not answer else set())
 
     def forced(self, answer: Sequence[int], most: int) -> list[int]:
         """Return the tokens that alone may follow an answer, one behind the other, without its end."""

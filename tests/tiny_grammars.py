@@ -59,7 +59,7 @@ def compiled(params: StructuredOutputsParams) -> TokenAutomaton:
 def oracle(params: StructuredOutputsParams) -> sampler.TokenAutomaton:
     """Return the oracle of a constraint."""
     moves, accepting = moves_of(int(params.regex or 0))
-    return sampler.TokenAutomaton(moves, accepting, (END,), params.after_token_id)
+    return sampler.TokenAutomaton(moves, accepting, (END,), params.after_token_id, params.reasoning_token_id)
 
 
 def asking(seed: int, **more: Any) -> dict[str, Any]:

@@ -109,8 +109,8 @@ def language(name: str) -> Language:
     return Language(source, TOKENS)
 
 
-def oracle(name: str, opens: int | None = None) -> TokenGrammar:
-    return TokenGrammar(CASES[name][1], TOKENS.raw, TOKENS.eos_ids, opens)
+def oracle(name: str, opens: int | None = None, begins: int | None = None) -> TokenGrammar:
+    return TokenGrammar(CASES[name][1], TOKENS.raw, TOKENS.eos_ids, opens, begins)
 
 
 def asking(name: str, **more: Any) -> dict[str, Any]:

@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxpaged.engine.by_host import Follower, Language
+from jaxpaged.engine.by_host import Follower, Language, is_awaited
 from jaxpaged.step.automata import BLOCK_WORDS, FREE, LOST, RESTS, WAITS, state_behind
+from jaxpaged.structured_outputs import StructuredOutputsParams
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -27,11 +28,16 @@ class Grammar:
     words: np.ndarray  # the automaton as the arena has it
     language: Language | None = None  # what the host follows
     num_places: int = 1  # of equal size: one for each beam of a search that the host follows
+    begins: int | None = None  # token that begins reasoning before it, where an answer has any
 
     @property
     def num_blocks(self) -> int:
         """Blocks that it takes in the arena."""
         return len(self.words) // BLOCK_WORDS
+
+    def opens(self, params: StructuredOutputsParams) -> int | None:
+        """Return the token that a row waits for before it; None where its automaton has the reasoning."""
+        return None if self.begins is not None and self.language is None else params.after_token_id
 
     def for_one(self) -> "Grammar":
         """Return the grammar of one request."""
@@ -45,14 +51,16 @@ class Grammar:
 
     def follower(self, opens: int | None, *, is_beam: bool = False) -> Follower | None:
         """Return what follows an answer, which begins; None where the device does."""
-        return None if self.language is None else Follower(self.language, opens, is_beam=is_beam)
+        if self.language is None:
+            return None
+        return Follower(self.language, opens, begins=self.begins, is_beam=is_beam)
 
     def problem(self, answer: list[int], opens: int | None) -> str | None:
         """Return why an answer cannot go on from these tokens; None if it can. For any thread."""
         if self.language is None:
             is_lost = state_behind(self.automaton, answer, opens) == LOST
             return "it has a token that they bar" if is_lost else None
-        follower = Follower(self.language, opens)
+        follower = Follower(self.language, opens, begins=self.begins)
         follower.due(answer)
         return follower.problem
 
@@ -86,7 +94,7 @@ class Arena:
         if grammar is None:
             return {"first": 0, "state": FREE, "opens": 0}
         if grammar.language is not None:  # its mask will be written
-            state = RESTS if opens is None or opens in answer else WAITS
+            state = WAITS if is_awaited(opens, grammar.begins, answer) and opens not in answer else RESTS
         else:
             state = state_behind(grammar.automaton, answer, opens)
         first = self.first_word(grammar, index)

@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxpaged.arithmetic import cdiv
 from jaxpaged.grammar.nodes import LostError
-from jaxpaged.step.automata import MASK_BY_HOST, mask_words
+from jaxpaged.step.automata import MASK_BY_HOST, WAITS, mask_words
 
 MASK_LINES = 8  # masks written in one dispatch
 
@@ -33,6 +33,8 @@ class Follower:
     """Follower of one answer in its row. For one thread.
 
     opens: the token behind which the grammar begins; None: at the answer's beginning.
+    begins: the token that `opens` is waited for behind, where an answer begins with it; one that does not
+        begins with the grammar. None: `opens` is waited for in any case.
     is_beam: the answer is a beam's. Its row rests behind every token, for the beams of a search go on
         together: where nothing is barred, too.
 
@@ -40,8 +42,10 @@ class Follower:
         no token of it may come unconstrained.
     """
 
-    def __init__(self, language: Language, opens: int | None, *, is_beam: bool = False) -> None:
-        self._language, self._opens, self._is_beam = language, opens, is_beam
+    def __init__(
+        self, language: Language, opens: int | None, *, begins: int | None = None, is_beam: bool = False
+    ) -> None:
+        self._language, self._opens, self._begins, self._is_beam = language, opens, begins, is_beam
         self._place: Place | None = None
         self._is_dead = False  # a beam that no answer will be: it went where the grammar has no way
         self._num_read = 0  # tokens of the answer
@@ -57,7 +61,8 @@ class Follower:
     def due(self, answer: Sequence[int]) -> tuple[int, np.ndarray | None] | None:
         """Return the state that the row is to get behind its answer, and its mask, None if nothing is barred.
 
-        None: nothing has come since the last time, the grammar has not begun, or there is a problem.
+        None: nothing has come since the last time, the grammar has not begun and the row knows that, or there
+        is a problem.
         """
         if self.problem is not None:
             return None
@@ -72,10 +77,12 @@ class Follower:
         return None
 
     def _due(self, answer: Sequence[int]) -> tuple[int, np.ndarray | None] | None:
-        if self._opens is None and self._place is None:
+        if self._place is None and not self._num_read and not is_awaited(self._opens, self._begins, answer):
             self._place = self._language.matcher()
-        for token in answer[self._num_read :]:
-            if self._place is None:
+        for place, token in enumerate(answer[self._num_read :], self._num_read):
+            if place == 0 and token == self._begins:
+                self._place = None
+            elif self._place is None:
                 self._place = self._language.matcher() if token == self._opens else None
             elif not self._is_dead and not self._place.advance(token):
                 if not self._is_beam:
@@ -85,15 +92,25 @@ class Follower:
         if self._num_told == self._num_read:
             return None
         if self._place is not None and not self._is_dead:
-            found: tuple[int, np.ndarray | None] = 0, self._place.allowed()
-            if found[1] is not None and not found[1].any():
+            allowed = self._place.allowed()
+            if not allowed.any():
                 raise LostError("it is complete, and the model has no token that ends an answer")
+            if self._begins is not None and not answer:
+                allowed[self._begins] = True
+            found: tuple[int, np.ndarray | None] = 0, allowed
         elif self._is_beam:
             found = 0, None
+        elif self._begins is not None and len(answer) == 1:  # the row rests behind the token
+            found = WAITS, None
         else:
             return None
         self._num_told = self._num_read
         return found
+
+
+def is_awaited(opens: int | None, begins: int | None, answer: Sequence[int]) -> bool:
+    """Check whether an answer's first token, if it is known, lets its grammar begin behind `opens` only."""
+    return opens is not None and (begins is None or (len(answer) > 0 and answer[0] == begins))
 
 
 class Line(NamedTuple):

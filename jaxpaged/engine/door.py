@@ -36,6 +36,7 @@ from jaxpaged.models.config import ModelConfig
 from jaxpaged.sampling_params import BeamSearchParams, SamplingParams
 from jaxpaged.sampling_state import MAX_EDITS, Edit
 from jaxpaged.step.config import StepConfig
+from jaxpaged.structured_outputs import BEGINNINGS
 from jaxpaged.text.limits import MAX_BAD_WORD_CHARS, MAX_BAD_WORDS, MAX_STOP_CHARS, MAX_STOPS, check_texts
 
 INT32_RULE = "an int in [-2**31, 2**31)"
@@ -193,6 +194,7 @@ class Door:
         edits = self._edits(params)
         stops = {*eos, *(params.stop_token_ids or ())}
         self._check_choice(params, edits, stops)
+        grammar, asked = self.compile_grammar(params), params.structured_outputs
         return Request(
             prompt_token_ids=prompt,
             params=params.of_answer(0),
@@ -205,8 +207,8 @@ class Door:
             adapter=adapter,
             cache_salt=cache_salt,
             kv_cache_ttl=kv_cache_ttl,
-            grammar=self.compile_grammar(params),
-            grammar_opens=self._opens(params),
+            grammar=grammar,
+            grammar_opens=None if grammar is None or asked is None else grammar.opens(asked),
         )
 
     def must_read(self, lora_request: LoRARequest | None) -> TypeGuard[LoRARequest]:
@@ -245,16 +247,13 @@ class Door:
         check("structured_outputs", asked, rule, self.grammars is not None)
         rule = "None for a model without an end-of-sequence token, which a complete answer ends with"
         check("structured_outputs", asked, rule, bool(eos))
-        assert self.grammars is not None
-        return self.grammars
-
-    def _opens(self, params: SamplingParams) -> int | None:
-        asked = params.structured_outputs
-        if asked is None or asked.after_token_id is None:
-            return None
         most = self.model_config.vocab_size
         rule = f"a token id, an int in [0, {most})"
-        return checked_int("structured_outputs.after_token_id", asked.after_token_id, rule, 0, most - 1)
+        for name in BEGINNINGS:
+            if (token := getattr(asked, name)) is not None:
+                checked_int(f"structured_outputs.{name}", token, rule, 0, most - 1)
+        assert self.grammars is not None
+        return self.grammars
 
     def checked_prompt(self, prompt_token_ids: Any, cache_salt: str | None) -> np.ndarray:
         """Return the prompt as int32 if it and the salt could be a request's. Raises `InputError`."""

@@ -1,6 +1,7 @@
 """Grammars of requests: compiled while the thread that asks waits, and kept while they are used."""
 
 import collections
+import dataclasses
 import hashlib
 import threading
 import weakref
@@ -12,6 +13,7 @@ from jaxpaged.checks import InputError, check
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine.arena import Grammar
 from jaxpaged.engine.by_host import Language
+from jaxpaged.grammar.automaton import behind_reasoning
 from jaxpaged.grammar.cache import GrammarCache
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.step.automata import BLOCK_WORDS, NOWHERE, Automaton, encoded, encoded_for_host
@@ -80,16 +82,21 @@ class Grammars:
         with self._lock:
             if (why := self._refused.get(_short(params))) is not None:
                 raise InputError(why)
+        without = dataclasses.replace(params, reasoning_token_id=None)
+        if (known := self._known(without)) is not None:
+            made: Future[Any] = Future()
+            made.set_result(known.automaton if known.language is None else known.language)
+            return made
         if self._ask is not None:
             return self._ask(params, client)
         assert self._compile is not None
-        made: Future[Any] = Future()
+        made = Future()
         made.set_result(self._compile(params))
         return made
 
     def take(self, params: StructuredOutputsParams, compiled: Any) -> Grammar:
         """Return the grammar of what a constraint was compiled to, and keep it. Raises `InputError`."""
-        key = params.key()
+        key = _key(params)
         try:
             made = self._made(params, compiled)  # without the lock: others need not wait for it
         except InputError as error:
@@ -109,7 +116,7 @@ class Grammars:
         return made
 
     def _known(self, params: StructuredOutputsParams) -> Grammar | None:
-        key = params.key()
+        key = _key(params)
         with self._lock:
             if (known := self._kept.get(key)) is not None:
                 self._kept.move_to_end(key)
@@ -131,6 +138,9 @@ class Grammars:
     def _made(self, params: StructuredOutputsParams, automaton: Any) -> Grammar:
         if not isinstance(automaton, Automaton):
             return self._by_host(params, automaton)
+        if (begins := params.reasoning_token_id) is not None:
+            assert params.after_token_id is not None
+            automaton = behind_reasoning(automaton, begins, params.after_token_id)
         words = encoded(automaton, self._vocab_size)
         what = f"structured_outputs.{params.kind} makes an automaton of {len(automaton.next_state)} states"
         if words is None:
@@ -141,7 +151,7 @@ class Grammars:
                 f"{what} and {4 * len(words)} bytes, must make one of at most {4 * most}: simplify it, or "
                 f"raise structured_outputs_mib={self._num_words >> 18}"
             )
-        return Grammar(automaton, words)
+        return Grammar(automaton, words, begins=begins)
 
     def _by_host(self, params: StructuredOutputsParams, language: Language) -> Grammar:
         words = encoded_for_host(self._vocab_size)
@@ -150,8 +160,15 @@ class Grammars:
                 f"structured_outputs.{params.kind} needs {4 * len(words)} bytes for its mask: raise "
                 f"structured_outputs_mib={self._num_words >> 18}"
             )
-        return Grammar(None, words, language)
+        return Grammar(None, words, language, begins=params.reasoning_token_id)
+
+
+def _key(params: StructuredOutputsParams) -> str:
+    """Return a text that is the same for constraints of one grammar. Raises `InputError`."""
+    if params.reasoning_token_id is None:
+        return params.key()
+    return f"{params.key()} {params.reasoning_token_id} {params.after_token_id}"
 
 
 def _short(params: StructuredOutputsParams) -> str:
-    return hashlib.sha256(params.key().encode()).hexdigest()
+    return hashlib.sha256(_key(params).encode()).hexdigest()

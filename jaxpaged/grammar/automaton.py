@@ -1,7 +1,7 @@
 """Token automaton: tables that say which tokens may come next, and what state each leads to."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from jaxtyping import Bool, Int
@@ -93,6 +93,35 @@ def automaton_of(
         accepting=accepting,
         forced=forced_tokens(masks, eos_ids, raw),
         start=int(numbers[start]),
+    )
+
+
+def behind_reasoning(automaton: TokenAutomaton, begins: int, ends: int) -> TokenAutomaton:
+    """Return an automaton whose texts may have reasoning before them, by two more states.
+
+    The start is as the automaton's, and allows the token `begins`, too. That leads to a state where nothing
+    is barred, which the token `ends` leaves for the automaton's start. An answer may end within reasoning.
+    """
+    num_states, num_classes = automaton.next_state.shape
+    start, free = num_states, num_states + 1
+    token_class = automaton.token_class.copy()
+    token_class[[begins, ends]] = num_classes, num_classes + 1  # classes of their own
+    columns = automaton.token_class[[begins, ends]]
+    old = np.concatenate([automaton.next_state, automaton.next_state[:, columns]], axis=1)
+    rows = np.stack([old[automaton.start], np.full(num_classes + 2, free, old.dtype)])
+    rows[0, num_classes], rows[1, num_classes + 1] = free, automaton.start
+    first = automaton.allowed(automaton.start).copy()
+    first[begins] = True
+    num_masks = len(automaton.masks)
+    return replace(
+        automaton,
+        token_class=token_class,
+        next_state=np.concatenate([old, rows]),
+        mask_of=np.append(automaton.mask_of, [num_masks, num_masks + 1]).astype(np.int32),
+        masks=np.concatenate([automaton.masks, np.stack([first, np.ones_like(first)])]),
+        accepting=np.append(automaton.accepting, [automaton.accepting[automaton.start], True]),
+        forced=np.append(automaton.forced, [NOT_ALLOWED, NOT_ALLOWED]).astype(np.int32),
+        start=start,
     )
 
 

@@ -15,7 +15,7 @@ from jaxpaged.serve.logprobs import chat_logprobs, prompt_logprobs
 from jaxpaged.serve.schemas import ChatRequest
 from jaxpaged.serve.service import Choice, Run, Service, service_of
 from jaxpaged.serve.structured import constraint_of
-from jaxpaged.serve.tools import Form, ToolDeltas, contents, reasoning_fields
+from jaxpaged.serve.tools import Form, ReasoningTokens, ToolDeltas, contents, reasoning_fields
 
 router = APIRouter(route_class=JsonRoute)
 
@@ -63,6 +63,7 @@ class ChatWriter(ChunkWriter[ChatRequest]):
             parallel=body.parallel_tool_calls,
             includes_reasoning=body.include_reasoning,
         )
+        self._reasoned: dict[int, ReasoningTokens] = {}  # of each answer
         # The role of the answer, and the text that it begins with.
         last = body.messages[-1]
         is_continued = not body.add_generation_prompt
@@ -81,8 +82,15 @@ class ChatWriter(ChunkWriter[ChatRequest]):
         """Whether answers are text, in which neither calls nor reasoning are looked for."""
         return self._form.is_plain
 
-    def _deltas(self) -> ToolDeltas | None:
-        return None if self._form.is_plain else ToolDeltas(self._form)
+    def _deltas(self, index: int) -> ToolDeltas | None:
+        if self._form.is_plain:
+            return None
+        reasoned = self._reasoned[index] = ReasoningTokens(self._form.reasoning, self._service.llm.tokenizer)
+        return ToolDeltas(self._form, reasoned)
+
+    def usage(self, run: Run) -> dict[str, Any]:
+        num = sum(each.num for each in self._reasoned.values())
+        return run.usage() | {"completion_tokens_details": {"reasoning_tokens": num}}
 
     def whole(self, run: Run, choices: list[Choice]) -> dict[str, Any]:
         body, written = self._body, []
@@ -90,7 +98,8 @@ class ChatWriter(ChunkWriter[ChatRequest]):
             calls: list[dict[str, Any]] = []
             content: str | None = choice.text
             reasoning = ""
-            if (deltas := self._deltas()) is not None:
+            if (deltas := self._deltas(choice.index)) is not None:
+                self._reasoned[choice.index].note_tokens(choice.token_ids)
                 content = contents(deltas.feed(choice.text, is_last=True))
                 calls, reasoning = deltas.calls, deltas.reasoning
                 content = content if content or not (calls or reasoning) else None
@@ -114,7 +123,7 @@ class ChatWriter(ChunkWriter[ChatRequest]):
             if body.return_token_ids:
                 each["token_ids"] = choice.token_ids
             written.append(each | self.told_at_end(run, choice.index))
-        made = self.chunk(run, written) | {"object": "chat.completion", "usage": run.usage()}
+        made = self.chunk(run, written) | {"object": "chat.completion", "usage": self.usage(run)}
         if body.prompt_logprobs is not None:
             made["prompt_logprobs"] = prompt_logprobs(choices[0].prompt_logprobs)
         if body.return_token_ids:
@@ -123,7 +132,7 @@ class ChatWriter(ChunkWriter[ChatRequest]):
 
     async def chunks(self, run: Run) -> AsyncGenerator[dict[str, Any]]:
         body = self._body
-        deltas = [self._deltas() for _ in range(run.params.n)]
+        deltas = [self._deltas(index) for index in range(run.params.n)]
         is_first = True
         async with aclosing(run.choices()) as news:
             async for choice in news:
@@ -131,7 +140,8 @@ class ChatWriter(ChunkWriter[ChatRequest]):
                     for index in range(run.params.n):
                         yield self._begun(run, index, is_first=not index)
                     is_first = False
-                its = deltas[choice.index]
+                if (its := deltas[choice.index]) is not None:
+                    self._reasoned[choice.index].note_tokens(choice.token_ids)
                 text, is_last = choice.text, choice.finish_reason is not None
                 parts = (
                     [{"content": text}]

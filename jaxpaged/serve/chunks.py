@@ -52,6 +52,10 @@ class ChunkWriter[Body: (ChatRequest, CompletionRequest)]:
             "choices": choices,
         }
 
+    def usage(self, run: Run) -> dict[str, Any]:
+        """Return the usage so far."""
+        return run.usage()
+
     def told_at_end(self, run: Run, index: int) -> dict[str, Any]:
         """Return what a choice tells at its end: the versions of its weights, and its tokens' experts."""
         told: dict[str, Any] = {}
@@ -66,9 +70,9 @@ class ChunkWriter[Body: (ChatRequest, CompletionRequest)]:
         try:
             async with aclosing(self.chunks(run)) as chunks:
                 async for chunk in chunks:
-                    yield event(chunk | {"usage": run.usage()} if self._body.continuous_usage else chunk)
+                    yield event(chunk | {"usage": self.usage(run)} if self._body.continuous_usage else chunk)
             if self._body.includes_usage:
-                yield event(self.chunk(run, []) | {"usage": run.usage()})
+                yield event(self.chunk(run, []) | {"usage": self.usage(run)})
         except ApiError as error:
             yield event(error.body)
         yield DONE

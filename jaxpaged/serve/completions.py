@@ -62,7 +62,7 @@ class CompletionWriter(ChunkWriter[CompletionRequest]):
         written = [
             self._choice(run, choice, self._logprobs(run, choice.index), is_first=True) for choice in choices
         ]
-        return self.chunk(run, written) | {"usage": run.usage()}
+        return self.chunk(run, written) | {"usage": self.usage(run)}
 
     async def chunks(self, run: Run) -> AsyncGenerator[dict[str, Any]]:
         logprobs = [self._logprobs(run, index) for index in range(run.times.num_answers)]

@@ -12,14 +12,12 @@ from starlette.responses import Response
 from jaxpaged.checks import InputError, checked_int, shown
 from jaxpaged.serve.json_route import JsonRoute
 from jaxpaged.serve.logprobs import TokenNames, chat_logprobs
-from jaxpaged.serve.parsers import REASONING_PARSERS
-from jaxpaged.serve.parsers.base import Parser, Reasoning
 from jaxpaged.serve.replies import ApiError, event, reply
 from jaxpaged.serve.response_items import Event, Items, chat_tools
 from jaxpaged.serve.schemas import ResponsesRequest
 from jaxpaged.serve.service import Choice, Run, Service, service_of
 from jaxpaged.serve.structured import constraint_of, response_format_of
-from jaxpaged.serve.tools import AnswerFragments, Form
+from jaxpaged.serve.tools import AnswerFragments, Form, ReasoningTokens
 from jaxpaged.text.conversations import read_items
 
 router = APIRouter(route_class=JsonRoute)
@@ -118,10 +116,9 @@ class ResponseWriter:
         self._body, self._model, self._run = body, model, run
         self._names = TokenNames(service.llm.tokenizer, as_ids=False)
         self._num_top = _num_top(body)
-        self._fragments, self._items = AnswerFragments(form), Items()
-        self._form, self._service, self._tokenizer = form, service, service.llm.tokenizer
-        self._token_ids: list[int] = []
-        self._has_reasoning = self._has_answer = False
+        self._reasoned = ReasoningTokens(form.reasoning, service.llm.tokenizer)
+        self._fragments, self._items = AnswerFragments(form, self._reasoned), Items()
+        self._service = service
         self._sequence_number = -1
 
     def whole(self, choice: Choice) -> dict[str, Any]:
@@ -156,27 +153,9 @@ class ResponseWriter:
         if self._num_top is not None:
             names, ids, entries = self._names, choice.token_ids, choice.logprobs
             logprobs = chat_logprobs(names, self._num_top, ids, entries)["content"]
-        self._token_ids += choice.token_ids
-        fragments = [*self._fragments.feed(choice.text, is_last=choice.finish_reason is not None)]
-        self._has_reasoning |= any(isinstance(each, Reasoning) for each in fragments)
-        self._has_answer |= any(not isinstance(each, Reasoning) for each in fragments)
-        return [*self._items.add(iter(fragments), logprobs)]
-
-    @property
-    def _num_reasoning(self) -> int:
-        """Tokens of the answer that are reasoning, without its marks."""
-        if not self._has_reasoning:
-            return 0
-        parser, tokenizer = REASONING_PARSERS.get(self._form.reasoning or "", Parser), self._tokenizer
-        begin, end = (_token_of(mark, tokenizer) for mark in (parser.begin_mark, parser.end_mark))
-        ids = self._token_ids
-        if end in ids:
-            ids = ids[: ids.index(end)]
-        elif self._has_answer:  # its end is no token of its own
-            items = [item for item in self._items.output if item["type"] == "reasoning"]
-            text = "".join(part["text"] for item in items for part in item["content"])
-            return min(len(tokenizer.encode(text, add_special_tokens=False)), len(ids))
-        return len(ids) - (begin is not None and begin in ids)
+        self._reasoned.note_tokens(choice.token_ids)
+        fragments = self._fragments.feed(choice.text, is_last=choice.finish_reason is not None)
+        return [*self._items.add(fragments, logprobs)]
 
     @property
     def _num_written(self) -> int:
@@ -199,7 +178,7 @@ class ResponseWriter:
                     "cache_write_tokens": self._num_written,
                 },
                 "output_tokens": usage["completion_tokens"],
-                "output_tokens_details": {"reasoning_tokens": self._num_reasoning},
+                "output_tokens_details": {"reasoning_tokens": self._reasoned.num},
                 "total_tokens": usage["total_tokens"],
             },
         }
@@ -260,9 +239,3 @@ def _error(choice: Choice) -> dict[str, str]:
 
 def _item_status(choice: Choice) -> str:
     return "completed" if choice.finish_reason == "stop" else "incomplete"
-
-
-def _token_of(mark: str | None, tokenizer: Any) -> int | None:
-    """Return the token that a mark is; None if it is several, or if there is no mark."""
-    ids = tokenizer.encode(mark, add_special_tokens=False) if mark else []
-    return ids[0] if len(ids) == 1 else None

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxpaged.checks import InputError, check, shown
 from jaxpaged.serve.parsers import REASONING_PARSERS
-from jaxpaged.serve.parsers.base import Parser
+from jaxpaged.serve.parsers.base import Parser, Reasons
 from jaxpaged.serve.parsers.forced import NAMED, REQUIRED
 from jaxpaged.structured_outputs import StructuredOutputsParams, structured_outputs
 from jaxpaged.text.vocabulary import vocabulary_of
@@ -23,7 +23,7 @@ def constraint_of(
     """Return what an answer must look like; None: anything.
 
     form: how the answer is read. A call that it forces goes before a response format, and that before strict
-        tools. The constraint begins where its reasoning ends.
+        tools. The constraint begins where its reasoning ends, and with an answer that has none.
 
     Raises `InputError`, also where a request asks twice.
     """
@@ -35,18 +35,27 @@ def constraint_of(
     found = asked or by_calls or by_format or strict
     if found is None or form is None or form.reasoning is None or found.after_token_id is not None:
         return found
-    mark = REASONING_PARSERS[form.reasoning].end_mark
-    if mark is None:
+    parser = REASONING_PARSERS[form.reasoning]
+    if parser.end_mark is None:
         raise InputError(f"structured outputs are not supported with the reasoning of {form.reasoning!r}")
-    if form.prompt.rstrip().endswith(mark):
+    reasons = parser.reasons(form.prompt, form.begun)
+    if reasons is Reasons.NO_MORE:
         return found
-    ids = tokenizer.encode(mark, add_special_tokens=False)
+    end = _token_of(parser.end_mark, "end", tokenizer)
+    if reasons is Reasons.NOW or parser.begin_mark is None:
+        return found.after(end)
+    return found.after(end, _token_of(parser.begin_mark, "beginning", tokenizer))
+
+
+def _token_of(mark: str, what: str, tokenizer: Any) -> int:
+    """Return the token of a mark of reasoning. Raises `InputError` if it has not one."""
+    ids: list[int] = tokenizer.encode(mark, add_special_tokens=False)
     if len(ids) != 1:
         raise InputError(
-            f"structured outputs need another reasoning parser: its end {mark!r} must be one token, and is "
-            f"{len(ids)}"
+            f"structured outputs need another reasoning parser: its {what} {mark!r} must be one token, and "
+            f"is {len(ids)}"
         )
-    return found.after(ids[0])
+    return ids[0]
 
 
 def response_format_of(text: Mapping[str, Any] | None) -> Mapping[str, Any] | None:

@@ -11,8 +11,8 @@ import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from jaxpaged.serve.parsers import answer_parser
-from jaxpaged.serve.parsers.base import Begin, Fragment, Reasoning, Text
+from jaxpaged.serve.parsers import REASONING_PARSERS, answer_parser
+from jaxpaged.serve.parsers.base import Begin, Fragment, Parser, Reasoning, Text
 from jaxpaged.serve.parsers.forced import NAMED
 from jaxpaged.structured_outputs import StructuredOutputsParams
 
@@ -58,11 +58,53 @@ def call_id(parser: str | None) -> str:
     return f"call_{uuid.uuid4().hex[:24]}"
 
 
-class AnswerFragments:
-    """The fragments of one answer, each call with an id, and no space that belongs to none of them."""
+class ReasoningTokens:
+    """Count of the tokens of one answer that are reasoning, without the tokens of its marks.
 
-    def __init__(self, form: Form) -> None:
-        self._form = form
+    Where the end mark is no token of its own, the reasoning's text is written in tokens and counted.
+    """
+
+    def __init__(self, reasoning: str | None, tokenizer: Any) -> None:
+        parser, self._tokenizer = REASONING_PARSERS.get(reasoning or "", Parser), tokenizer
+        self._begin, self._end = (_token_of(mark, tokenizer) for mark in (parser.begin_mark, parser.end_mark))
+        self._num, self._has_begin, self._has_end, self._has_answer = 0, False, False, False
+        self._text: list[str] = []
+
+    def note_tokens(self, token_ids: Sequence[int]) -> None:
+        """Take in the next tokens."""
+        if self._has_end:
+            return
+        if self._end in token_ids:
+            token_ids, self._has_end = token_ids[: token_ids.index(self._end)], True
+        self._num += len(token_ids)
+        self._has_begin |= self._begin in token_ids
+
+    def note(self, fragment: Fragment) -> None:
+        """Take in the next fragment of the text."""
+        if isinstance(fragment, Reasoning):
+            self._text.append(fragment.text)
+        else:
+            self._has_answer = True
+
+    @property
+    def num(self) -> int:
+        """Tokens of the reasoning so far."""
+        if not self._text:
+            return 0
+        if not self._has_end and self._has_answer:
+            encoded = self._tokenizer.encode("".join(self._text), add_special_tokens=False)
+            return min(len(encoded), self._num)
+        return self._num - self._has_begin
+
+
+class AnswerFragments:
+    """The fragments of one answer, each call with an id, and no space that belongs to none of them.
+
+    reasoned: counts the reasoning among all fragments, reported or not.
+    """
+
+    def __init__(self, form: Form, reasoned: ReasoningTokens | None = None) -> None:
+        self._form, self._reasoned = form, reasoned
         self._parser = answer_parser(
             form.calls, form.reasoning, tools=form.tools, prompt=form.prompt, begun=form.begun
         )
@@ -78,6 +120,8 @@ class AnswerFragments:
             return
         fragments = self._parser.feed(text)
         for fragment in [*fragments, *self._parser.finish()] if is_last else fragments:
+            if self._reasoned is not None:
+                self._reasoned.note(fragment)
             yield from self._reported(fragment)
         if is_last and not self._num_calls and self._space:
             yield Text("".join(self._space))
@@ -107,11 +151,12 @@ class AnswerFragments:
 class ToolDeltas:
     """Fragments as OpenAI's deltas for a stream. `calls` and `reasoning` are what they come to."""
 
-    def __init__(self, form: Form | str, *, parallel: bool = True) -> None:
+    def __init__(
+        self, form: Form | str, reasoned: ReasoningTokens | None = None, *, parallel: bool = True
+    ) -> None:
         """Start reading an answer. `form` may be the name of a parser of calls."""
-        self._fragments = AnswerFragments(
-            Form(calls=form, parallel=parallel) if isinstance(form, str) else form
-        )
+        its = Form(calls=form, parallel=parallel) if isinstance(form, str) else form
+        self._fragments = AnswerFragments(its, reasoned)
         self._calls: list[tuple[dict[str, Any], list[str]]] = []
         self._reasoning: list[str] = []
 
@@ -152,6 +197,12 @@ class ToolDeltas:
                 self._calls[-1][1].append(fragment.text)
                 delta = {"index": len(self._calls) - 1, "function": {"arguments": fragment.text}}
                 yield {"tool_calls": [delta]}
+
+
+def _token_of(mark: str | None, tokenizer: Any) -> int | None:
+    """Return the token that a mark is; None if it is several, or if there is no mark."""
+    ids = tokenizer.encode(mark, add_special_tokens=False) if mark else []
+    return ids[0] if len(ids) == 1 else None
 
 
 def reasoning_fields(text: str) -> dict[str, str]:

@@ -9,14 +9,13 @@ import queue
 import threading
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from absl import logging
 
 from jaxpaged.contracts import block_stores
 from jaxpaged.contracts.block_stores import BlockKey, BlockStore, StoredBlock
-from jaxpaged.options import DISK_PREFIX
+from jaxpaged.options import DISK_PREFIX, disk_folder
 from jaxpaged.tiers.disk import DiskStore
 from jaxpaged.tiers.host import HostStore
 
@@ -175,6 +174,6 @@ def opened(size_gib: float, backend: Any, disk_size_gib: float) -> Tiers:
     if isinstance(backend, str) and backend == HOST:
         return Tiers(host)
     if isinstance(backend, str) and backend.startswith(DISK_PREFIX):
-        folder = Path(backend.removeprefix(DISK_PREFIX))
+        folder = disk_folder("kv_offloading_backend", backend)
         return Tiers(host, DiskStore(folder, int(disk_size_gib * 2**30)), DISK)
     return Tiers(host, block_stores.named(backend), BELOW)

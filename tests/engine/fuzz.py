@@ -80,7 +80,8 @@ def random_ask(
     grammar: dict[str, Any] = {}
     if has_grammars and rng.random() < 0.5:
         automaton, opens = tiny_grammars.asking(rng.randrange(6)), rng.choice([None, None, 7])
-        followed = tiny_recursive.asking(rng.choice([*tiny_recursive.CASES]), after_token_id=opens)
+        where = {"after_token_id": opens, "reasoning_token_id": opens and rng.choice([None, 95])}
+        followed = tiny_recursive.asking(rng.choice([*tiny_recursive.CASES]), **where)
         grammar = rng.choice([automaton, followed])
     if rng.random() < 0.12:
         params = BeamSearchParams(

@@ -24,6 +24,7 @@ from tests.tiny_recursive import asking
 
 pytest.importorskip("llguidance")
 
+REASONING = {"after_token_id": 96, "reasoning_token_id": 95}
 # A program that others have, too.
 OPTIONS = tiny.SWAP | {"scheduling_policy": "priority"}
 
@@ -37,10 +38,16 @@ def test_answers_are_the_oracles_in_any_company(driver):
     """Rows that the host follows are swapped out, recalled and computed again, and fork; others run on."""
     greedy = {"temperature": 0, "max_tokens": 50}
     params = [
-        SamplingParams(**greedy, **asking("sum"), min_tokens=40),
+        SamplingParams(**greedy, **asking("sum", **REASONING), min_tokens=40),
         SamplingParams(**greedy, **asking("tree"), frequency_penalty=0.5, min_tokens=45),
         SamplingParams(**greedy, **tiny_grammars.asking(3), min_tokens=40),
-        SamplingParams(**greedy, **asking("lists", after_token_id=96), logit_bias={96: 9.0}, min_tokens=30),
+        SamplingParams(
+            **greedy,
+            **asking("lists", **REASONING),
+            logit_bias={95: 9.0, 96: 9.0},
+            frequency_penalty=2.0,
+            min_tokens=30,
+        ),
         SamplingParams(temperature=0.9, max_tokens=30, **asking("sum"), seed=3, n=2, logprobs=2),
         tiny.greedy(40),
     ]
@@ -70,21 +77,23 @@ def test_answers_are_the_oracles_in_any_company(driver):
     assert gave_way
     answers = {request_id: collect(its) for request_id, its in deltas.items()}
     oracles = [
-        tiny_recursive.oracle("sum"),
+        tiny_recursive.oracle("sum", opens=96, begins=95),
         tiny_recursive.oracle("tree"),
         tiny_grammars.oracle(params[2].structured_outputs),
-        tiny_recursive.oracle("lists", opens=96),
+        tiny_recursive.oracle("lists", opens=96, begins=95),
     ]
     for request, its, prompt, oracle in zip(usual[:4], params[:4], prompts[:4], oracles, strict=True):
         want = tiny.reference_greedy(prompt, its, oracle)
         assert answers[request.request_id].token_ids == want, request.request_id
-    assert 96 in answers[usual[3].request_id].token_ids[:-5]
+    plain, reasoned = (answers[usual[i].request_id].token_ids for i in (0, 3))
+    assert {*plain}.isdisjoint({95, 96})
+    assert (reasoned[0], 96 in reasoned[1:-5]) == (95, True)
     assert answers[usual[-1].request_id].token_ids == tiny.reference_answer(tuple(prompts[-1]), 40)
     assert all(answers[request.request_id].token_ids for request in urgent)
     for request in usual[4:6]:
         answer = answers[request.request_id]
         for place, token in enumerate(answer.token_ids):
-            assert token in oracles[0].allowed(answer.token_ids[:place])
+            assert token in tiny_recursive.oracle("sum").allowed(answer.token_ids[:place])
         alone = dataclasses.replace(request, request_id=request.request_id + 100, index=0)
         driver.add(alone)
         assert tiny.drain(driver)[alone.request_id].token_ids == answer.token_ids
@@ -170,6 +179,12 @@ def test_an_answer_goes_on_only_from_what_its_grammar_allows(driver):
         assert request.continues == tuple(allowed[name])
         with pytest.raises(InputError, match="continue_from=.* must be the beginning of an answer that"):
             driver.door.admit([1], params, continue_from=[*allowed[name], 90])
+        asked = dataclasses.replace(params.structured_outputs, **REASONING)
+        params = dataclasses.replace(params, structured_outputs=asked)
+        for begun in ([], [95, 90, 96]):
+            driver.door.admit([1], params, continue_from=[*begun, *allowed[name]])
+            with pytest.raises(InputError, match="continue_from=.* must be the beginning of an answer that"):
+                driver.door.admit([1], params, continue_from=[*begun, *allowed[name], 90])
 
 
 def test_a_follower_tells_a_mask_once_and_none_before_the_beginning_or_behind_a_barred_token():
@@ -185,4 +200,15 @@ def test_a_follower_tells_a_mask_once_and_none_before_the_beginning_or_behind_a_
     assert follower.problem == f"the token {one} came, which it bars"
     assert follower.due([one, 5, 96, one, one, one]) is None
     assert Follower(language, None).due([])[0] == 0
+    reasons = Follower(language, opens=96, begins=95)
+    [state, allowed] = reasons.due([])
+    started = tiny_recursive.oracle("sum").allowed([])
+    assert (state, {*allowed.nonzero()[0].tolist()}) == (0, started | {95})
+    other = reasons.copy()
+    assert reasons.due([95]) == (WAITS, None)
+    assert reasons.due([95, one, 95]) is None
+    assert {*reasons.due([95, one, 95, 96])[1].nonzero()[0].tolist()} == started
+    assert {*other.due([one])[1].nonzero()[0].tolist()} == tiny_recursive.oracle("sum").allowed([one])
+    assert other.due([one, 95]) is None
+    assert other.problem == "the token 95 came, which it bars"
     assert len({FREE, WAITS, RESTS, LOST}) == 4

@@ -18,6 +18,7 @@ from jaxpaged.structured_outputs import StructuredOutputsParams
 from tests import tiny, tiny_grammars
 from tests.tiny_grammars import asking
 
+REASONING = {"after_token_id": 96, "reasoning_token_id": 95}
 # A program that others have, too.
 OPTIONS = tiny.SWAP | {"scheduling_policy": "priority"}
 
@@ -31,8 +32,17 @@ def test_answers_are_the_oracles_in_any_company(driver):
     """Rows are swapped out; others are recalled for who is more urgent, and computed again."""
     params = [
         SamplingParams(temperature=0, max_tokens=99, **asking(0)),
-        SamplingParams(temperature=0, max_tokens=50, **asking(1), frequency_penalty=0.5, min_tokens=45),
-        SamplingParams(temperature=0, max_tokens=50, **asking(3), logit_bias={7: 3.0, 9: 3.0}, min_tokens=40),
+        SamplingParams(
+            temperature=0, max_tokens=50, **asking(1, **REASONING), frequency_penalty=0.5, min_tokens=45
+        ),
+        SamplingParams(
+            temperature=0,
+            max_tokens=50,
+            **asking(3, **REASONING),
+            frequency_penalty=0.5,
+            logit_bias={95: 9.0, 96: 7.0},
+            min_tokens=40,
+        ),
         SamplingParams(temperature=0, max_tokens=45, **asking(4, after_token_id=96), min_tokens=3),
         SamplingParams(temperature=0.9, max_tokens=30, **asking(5), seed=3, n=2, logprobs=2),
         tiny.greedy(40),
@@ -63,6 +73,9 @@ def test_answers_are_the_oracles_in_any_company(driver):
     for (request, its), prompt in zip(greedy, prompts, strict=False):
         want = tiny.reference_greedy(prompt, its, tiny_grammars.oracle(its.structured_outputs))
         assert answers[request.request_id].token_ids == want, request.request_id
+    plain, reasoned = (answers[request.request_id].token_ids for request in usual[1:3])
+    assert {*plain}.isdisjoint({95, 96})
+    assert (reasoned[0], reasoned.index(96) < 20) == (95, True)
     assert answers[usual[0].request_id].finish_reason is FinishReason.STOP
     assert answers[usual[-1].request_id].token_ids == tiny.reference_answer(tuple(prompts[-1]), 40)
     assert all(len(answers[request.request_id].token_ids) == 3 for request in urgent)
@@ -172,12 +185,16 @@ def test_what_could_never_fit_or_run_is_refused_at_the_door(driver):
         door.admit([1], SamplingParams(**asking(1)))
     with pytest.raises(InputError, match=r"after_token_id=97 must be a token id, an int in \[0, 97\)"):
         driver.door.admit([1], SamplingParams(**asking(1, after_token_id=97)))
+    with pytest.raises(InputError, match=r"reasoning_token_id=97 must be a token id, an int in \[0, 97\)"):
+        driver.door.admit([1], SamplingParams(**asking(1, after_token_id=1, reasoning_token_id=97)))
     door = dataclasses.replace(driver.door, grammars=None)
     with pytest.raises(InputError, match="must be None without structured_outputs_mib"):
         door.admit([1], SamplingParams(**asking(1)))
     for given, what in (
         ({}, "none is given"),
         ({"regex": "a", "json_object": True}, "regex, json_object are given"),
+        ({"regex": "a", "reasoning_token_id": 3}, "reasoning_token_id=3 must be None, or an int >= 0 beside"),
+        ({"regex": "a", "after_token_id": 3, "reasoning_token_id": 3}, "beside another after_token_id"),
     ):
         with pytest.raises(InputError, match=what):
             StructuredOutputsParams(**given)

@@ -13,7 +13,7 @@ from jaxpaged.api.async_llm import AsyncLLM
 from jaxpaged.grammar.compile import Constraint
 from jaxpaged.grammar.nodes import Limits
 from jaxpaged.serve import opening
-from jaxpaged.serve.parsers import TOOL_PARSERS
+from jaxpaged.serve.parsers import TOOL_PARSERS, think
 from jaxpaged.serve.replies import ApiError
 from jaxpaged.serve.structured import forced, strict_calls
 from tests import tiny, tiny_lora
@@ -351,23 +351,39 @@ def test_a_completion_may_be_one_of_some_texts(served):
     assert made.choices[0].text in ("q", "w")
 
 
-def test_the_form_begins_where_the_reasoning_ends(served, monkeypatch):
-    """The tiny model has no mark of one token: one that it has stands for it."""
+def test_the_form_begins_where_the_reasoning_ends_or_with_an_answer_that_has_none(served, monkeypatch):
+    """The tiny model has no marks of one token: some that it has stand for them."""
     prompts = served.service.chat_prompts
     monkeypatch.setattr(prompts, "reasoning_parser", "qwen3")
     asked = {"messages": MESSAGES, "max_tokens": 50, "structured_outputs": {"choice": ["q", "w"]}}
     reply = served.http.post("/v1/chat/completions", json=asked)
-    assert (reply.status_code, "must be one token, and is" in reply.text) == (400, True)
-    from jaxpaged.serve.parsers import think
+    assert (reply.status_code, "its end '</think>' must be one token, and is" in reply.text) == (400, True)
+    for name, mark in (("end_mark", "z"), ("END", "z")):
+        monkeypatch.setattr(think.Qwen3 if name == "end_mark" else think, name, mark)
+    reply = served.http.post("/v1/chat/completions", json=asked)
+    said = "its beginning '<think>' must be one token, and is"
+    assert (reply.status_code, said in reply.text) == (400, True)
+    for name, mark in (("begin_mark", "k"), ("BEGIN", "k")):
+        monkeypatch.setattr(think.Qwen3 if name == "begin_mark" else think, name, mark)
+    begin, end = (served.llm.tokenizer.encode(mark, add_special_tokens=False)[0] for mark in "kz")
 
-    monkeypatch.setattr(think.Qwen3, "end_mark", "z")
-    encode = served.llm.tokenizer.encode("z", add_special_tokens=False)
-    asked |= {"seed": 2, "return_token_ids": True, "logit_bias": {str(encode[0]): 4.0}}
-    ids = served.http.post("/v1/chat/completions", json=asked).json()["choices"][0]["token_ids"]
-    text = served.llm.tokenizer.decode(ids, skip_special_tokens=True)
-    before, _, after = text.partition("z")
-    assert before
-    assert after in ("q", "w")
+    def answer(**more):
+        body = asked | {"seed": 2, "return_token_ids": True} | more
+        choice = served.http.post("/v1/chat/completions", json=body).json()["choices"][0]
+        return choice["message"], served.llm.tokenizer.decode(choice["token_ids"], skip_special_tokens=True)
+
+    # It reasons, it does not, its prompt begins the reasoning, the prompt ends it, a begun answer has none.
+    message, text = answer(logit_bias={str(begin): 50.0, str(end): 49.0}, frequency_penalty=2)
+    assert re.fullmatch("k[^z]*z[qw]", text)
+    assert message["content"] in ("q", "w")
+    message, text = answer(logit_bias={str(begin): -50.0, str(end): 50.0})
+    assert (message["content"], message.get("reasoning_content")) == (text, None)
+    assert text in ("q", "w")
+    going_on = {"add_generation_prompt": False, "continue_final_message": True}
+    for begun, form in (("k", "[^z]*z[qw]"), ("kaz", "[qw]"), ("a", "[qw]")):
+        said = [*MESSAGES, {"role": "assistant", "content": begun}]
+        _, text = answer(messages=said, **going_on, logit_bias={str(end): 4.0})
+        assert re.fullmatch(form, text, re.DOTALL), begun
 
 
 @pytest.mark.parametrize(

@@ -90,6 +90,8 @@ def test_reasoning_is_told_beside_the_content_and_changes_no_count(served, says,
     message = choice.message
     assert (message.content, message.reasoning_content, message.reasoning) == ("yes", "ab ab", "ab ab")
     assert whole.usage.completion_tokens == len(choice.logprobs.content) == 60
+    num = len(served.llm.tokenizer.encode("ab ab", add_special_tokens=False))
+    assert whole.usage.completion_tokens_details.reasoning_tokens == num
     content, reasoning, usage, num_scored = "", ["", ""], None, 0
     options = {"stream": True, "stream_options": {"include_usage": True}}
     for chunk in served.openai.chat.completions.create(**asked, **options):
@@ -101,9 +103,11 @@ def test_reasoning_is_told_beside_the_content_and_changes_no_count(served, says,
             num_scored += len(choice.logprobs.content) if choice.logprobs else 0
     assert (content, reasoning, usage, num_scored) == ("yes", ["ab ab"] * 2, whole.usage, 60)
     without = asked | {"extra_body": {"include_reasoning": False, "ignore_eos": True}}
-    [choice] = served.openai.chat.completions.create(**without).choices
+    hidden = served.openai.chat.completions.create(**without)
+    [choice] = hidden.choices
     assert choice.message.content == "yes"
     assert not hasattr(choice.message, "reasoning_content")
+    assert hidden.usage.completion_tokens_details.reasoning_tokens == num
     says("<think>ab")
     [choice] = served.openai.chat.completions.create(**asked).choices
     assert (choice.message.content, choice.message.reasoning_content) == (None, "ab")

@@ -129,14 +129,18 @@ def test_every_beam_follows_its_own_state_of_the_automaton(seed):
     tiny.assert_nothing_is_held(driver)
 
 
-@pytest.mark.parametrize("opens", [None, 96])
-def test_every_beam_has_its_own_place_in_a_recursive_grammar(opens):
-    """Behind a token that opens the grammar some beams are followed, while others are free."""
+@pytest.mark.parametrize(("opens", "reasons"), [(None, False), (96, False), (96, True)])
+def test_every_beam_has_its_own_place_in_a_recursive_grammar(opens, reasons):
+    """Behind a token that opens the grammar some beams are followed, while others are free.
+
+    reasons: whether the likeliest first token begins reasoning, and other ones the grammar.
+    """
     pytest.importorskip("llguidance")
     [prompt] = tiny.prompts([20], seed=7)
-    asked = tiny_recursive.asking("sum", **({} if opens is None else {"after_token_id": opens}))
+    begins = likeliest(prompt, 1)[0] if reasons else None
+    asked = tiny_recursive.asking("sum", after_token_id=opens, reasoning_token_id=begins)
     params = BeamSearchParams(beam_width=3, max_tokens=12, **asked)
-    constraint = tiny_recursive.oracle("sum", opens)
+    constraint = tiny_recursive.oracle("sum", opens, begins)
     search = BeamSearch(prompt, 3, 20 + 12, (tiny_recursive.END,))
     want = beam_search(functools.partial(barred_logprobs, prompt, constraint), search)
     driver = constrained_driver()

@@ -1,5 +1,6 @@
 """Adapters in engines with tiers: their blocks are apart, also where files are torn, gone, or another's."""
 
+import gc
 import shutil
 
 import pytest
@@ -46,6 +47,8 @@ def test_adapters_are_apart_in_a_directory_whatever_happens_to_it(tmp_path):
     second.door.adapters.remove(adapters[0].lora_int_id)
     other = LoRARequest("adapter0", adapters[0].lora_int_id, tiny_lora.write(tmp_path / "other", 2))
     assert [hits(second, other, 2), hits(second, other, 2)] == [0, 64]
+    gc.collect()
+    assert len(second.offloading._adapters) == 2, "one that has gone is forgotten"
     assert hits(first, adapters[0], 0) == 64
     # Files that are torn are misses for all, and are written again.
     for file in kept.rglob("*.safetensors"):

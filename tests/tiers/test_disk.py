@@ -289,6 +289,13 @@ def test_a_folder_of_somebodys_is_refused_unless_it_has_our_marker(make, tmp_pat
     for asked in ("disk:", "disk: ", "disk:.", "disk:./"):
         with pytest.raises(InputError, match=r"^kv_offloading_backend='disk:[ ./]*' must be .*disk:DIR"):
             EngineConfig(kv_offloading_size=1, kv_offloading_backend=asked)
+    with pytest.raises(InputError, match=r"='disk:~nobody-here/x' must be disk:DIR: .*home directory"):
+        EngineConfig(kv_offloading_size=1, kv_offloading_backend="disk:~nobody-here/x")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    made = tiers.opened(1, "disk:~/kept", 1)
+    made.close()
+    assert (tmp_path / "home" / "kept").is_dir()
+    assert not (tmp_path / "~").exists()
     with pytest.raises(InputError, match="^kv_offloading_backend='disk:' must be disk:DIR"):
         DiskStore(Path(), MUCH)
     with pytest.raises(InputError, match="cannot be used: .*null byte"):

@@ -10,6 +10,7 @@ fails is a miss.
 
 import dataclasses
 import time
+import weakref
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ import numpy as np
 from jaxpaged.arithmetic import cdiv
 from jaxpaged.config import PREFILL_TILE
 from jaxpaged.contracts.block_stores import BlockKey, StoredBlock
+from jaxpaged.engine.adapters import Adapter
 from jaxpaged.engine.device import KV_CACHE, Device
 from jaxpaged.engine.request import Delta, Request
 from jaxpaged.engine.request_queue import Queued, RequestQueue
@@ -74,7 +76,7 @@ class Offloading(Service):
         self._arrivals: dict[int, Arrival] = {}  # by the number of a prompt's first request
         self._promoted: dict[int, set[BlockKey]] = {}  # blocks that were read from below, by request
         self._tried: dict[int, Fetch] = {}  # fetches of requests that have not run, by their numbers
-        self._adapters: dict[int, bytes] = {}  # digests of adapters, by their numbers
+        self._adapters = weakref.WeakKeyDictionary[Adapter, bytes]()  # digests of adapters in use
         self.rule = Rule()
         self._space, self._space_of = keys.space_of(exchange_.block_format), device.num_updates
         size = self._config.kv_offloading_size
@@ -397,9 +399,9 @@ class Offloading(Service):
         """Return the keys of the full blocks of a request's tokens."""
         adapter, digest = request.adapter, b""
         if adapter is not None:
-            if adapter.number not in self._adapters:
-                self._adapters[adapter.number] = keys.adapter_digest(adapter.arrays)
-            digest = self._adapters[adapter.number]
+            if adapter not in self._adapters:
+                self._adapters[adapter] = keys.adapter_digest(adapter.arrays)
+            digest = self._adapters[adapter]
         return keys.chain_keys(
             self._current_space(), request.cache_salt, digest, tokens, self._config.block_size
         )

@@ -6,6 +6,7 @@ since the source's operations do not. Each character is looked at a bounded numb
 """
 
 import dataclasses
+import enum
 import itertools
 import re
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -224,6 +225,14 @@ class CallMarks:
     end: str
 
 
+class Reasons(enum.Enum):
+    """Whether an answer that is not written yet begins with reasoning."""
+
+    NOW = enum.auto()  # up to the mark of its end
+    PERHAPS = enum.auto()  # if it begins with the mark of its beginning
+    NO_MORE = enum.auto()
+
+
 class Parser:
     """Reads one answer. Subclasses have the generator `read`.
 
@@ -243,6 +252,11 @@ class Parser:
         self.tools, self.prompt, self.begun = tools, prompt, begun
         self._source = Source()
         self._reading = self.read(self._source)
+
+    @classmethod
+    def reasons(cls, prompt: str, begun: str) -> Reasons:
+        """Return whether reasoning follows a prompt, of which `begun` is the answer's own beginning."""
+        return Reasons.NOW
 
     def read(self, source: Source) -> Reads[None]:
         """Yield the answer's fragments. Must not return before the answer's end."""

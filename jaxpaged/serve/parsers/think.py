@@ -3,7 +3,7 @@
 import re
 from typing import ClassVar
 
-from jaxpaged.serve.parsers.base import Marks, Parser, Reads, Reasoning, Source, Text, without_end
+from jaxpaged.serve.parsers.base import Marks, Parser, Reads, Reasoning, Reasons, Source, Text, without_end
 from jaxpaged.serve.parsers.kimi_k2 import ALL_BEGIN
 from jaxpaged.serve.parsers.registry import reasoning_parser
 
@@ -24,13 +24,21 @@ class Qwen3(Parser):
     is_open: ClassVar[bool] = False  # where neither prompt nor answer has a mark
     other_ends: ClassVar[tuple[str, ...]] = ()  # marks of what comes behind the reasoning, without </think>
 
+    @classmethod
+    def reasons(cls, prompt: str, begun: str) -> Reasons:
+        """Return whether reasoning follows a prompt, of which `begun` is the answer's own beginning."""
+        prompt, begun = prompt.rstrip(), begun.strip()
+        if begun:
+            is_open = END not in begun and (cls.is_open or begun.startswith(BEGIN))
+            return Reasons.NOW if is_open else Reasons.NO_MORE
+        if prompt.endswith(BEGIN) or (cls.is_open and not prompt.endswith(END)):
+            return Reasons.NOW
+        return Reasons.NO_MORE if prompt.endswith(END) else Reasons.PERHAPS
+
     def read(self, source: Source) -> Reads[None]:
         """Yield the reasoning, if there is any, then the answer's text."""
-        prompt, begun, space = self.prompt.rstrip(), self.begun.strip(), ""
-        if begun:
-            is_open = END not in begun and (self.is_open or begun.startswith(BEGIN))
-        else:
-            is_open = prompt.endswith(BEGIN) or (self.is_open and not prompt.endswith(END))
+        is_open, space = self.reasons(self.prompt, self.begun) is Reasons.NOW, ""
+        if not self.begun.strip():
             space = yield from source.run(SPACE)
             if (yield from source.takes(BEGIN)):
                 is_open = True
