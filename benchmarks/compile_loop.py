@@ -205,6 +205,7 @@ def compile_for_h200(case: Case) -> tuple[Any, Any]:
     from jaxpaged.models.quantised.on_load import OnLoad
     from jaxpaged.step import loop
     from jaxpaged.step.config import StepConfig
+    from jaxpaged.step.features import Features
     from jaxpaged.step.state import EngineState, HostPool, create_state, create_tables
     from pallas_kernels.ops import choice
 
@@ -238,7 +239,7 @@ def compile_for_h200(case: Case) -> tuple[Any, Any]:
         vocab_size = VOCAB_SIZE if case.attention == "constant" else config.vocab_size
         device = tables(case.num_blocks, cached=True)
         pool, has_room = arrays(case.num_blocks), case.num_adapters > 0
-        return create_state(device, pool, MAX_MODEL_LEN, vocab_size, host, lora=has_room)
+        return create_state(device, pool, MAX_MODEL_LEN, vocab_size, host, Features(lora=has_room))
 
     def create_model() -> nnx.Module:
         if case.attention == "constant":

@@ -39,8 +39,8 @@ from jaxpaged.memory.grouping import MOST_GROUPS, Grouping
 from jaxpaged.models import loading
 from jaxpaged.models.constant import ConstantModel
 from jaxpaged.models.load_as import LoadAs
+from jaxpaged.step.features import MAX_STEPS
 from jaxpaged.step.model import Model
-from jaxpaged.step.state import MAX_STEPS
 
 _REPEATS = flags.DEFINE_integer("repeats", 20, f"Runs of {MAX_STEPS} steps.", lower_bound=1, upper_bound=26)
 _MODEL = flags.DEFINE_string("model", None, "Also time a real model's steps: smollm2, or what LLM takes.")

@@ -138,19 +138,8 @@ def state_bytes(setup: Setup) -> tuple[int, int]:
             sizes = num_blocks, config.num_rows, width, config.block_size
             tables = create_tables(*sizes, prefix_caching=caching, num_groups=setup.grouping.num_groups)
             nothing = kv_cache.create(0, 0, 1, 1, 1, jnp.dtype("float32"))
-            return create_state(
-                tables,
-                nothing,
-                max_len,
-                setup.model_config.vocab_size,
-                arena_words=config.arena_words,
-                most_drafts=config.most_drafts,
-                replays=config.enable_trace_replay,
-                masks=config.return_sampling_mask,
-                candidates=config.max_prompt_logprob_token_ids,
-                routed=setup.routed_shape,
-                past_tokens=setup.past_tokens,
-            )
+            vocab_size = setup.model_config.vocab_size
+            return create_state(tables, nothing, max_len, vocab_size, features=setup.features)
 
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(jax.eval_shape(create)))
 

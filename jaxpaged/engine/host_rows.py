@@ -11,8 +11,9 @@ from jaxpaged.engine.by_host import Follower, Line
 from jaxpaged.engine.candidates import told_candidates
 from jaxpaged.engine.request import Beam, Delta, DraftCounts, Request, Score, device_request_id
 from jaxpaged.sampling import Scores
+from jaxpaged.step.features import MAX_STEPS
 from jaxpaged.step.report import Report
-from jaxpaged.step.state import MAX_STEPS, FinishReason, Phase
+from jaxpaged.step.state import FinishReason, Phase
 from jaxpaged.step.step import PromptScores
 
 # Phases of requests in rows that are not held for others, and do not run.

@@ -36,16 +36,7 @@ class RowFiller:
         self._services = services  # the driver's list, to which more may come
         self._config, self._vocab_size = device.setup.config, device.setup.model_config.vocab_size
         # What submitted requests are filled into, a line each.
-        self._empty_lines = empty_rows(
-            SUBMIT_LINES,
-            0,
-            self._vocab_size,
-            lora=self._config.enable_lora,
-            grammars=self._config.arena_words > 0,
-            replays=self._config.enable_trace_replay,
-            most_drafts=self._config.most_drafts,
-            candidates=self._config.max_prompt_logprob_token_ids,
-        )
+        self._empty_lines = empty_rows(SUBMIT_LINES, 0, self._vocab_size, device.setup.features)
 
     def warm_up(self) -> None:
         """Make each call to the device once, without an effect, so that all is compiled."""

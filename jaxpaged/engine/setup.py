@@ -28,6 +28,7 @@ from jaxpaged.models.shards import Shard, Shards
 from jaxpaged.parallel.mesh import mesh_of
 from jaxpaged.speculation import BY_MODEL, DRAFT_MODEL
 from jaxpaged.step.config import DraftCost, StepConfig
+from jaxpaged.step.features import Features
 from pallas_kernels import layouts, native, support
 from pallas_kernels.layouts import Layout
 from pallas_kernels.ops import TiledImplementation, choice
@@ -77,7 +78,7 @@ class Setup:
         a part from outside cannot be used. What JAX has traced of other code of such parts is dropped.
         """
         self._check_draft()
-        _ = self.mesh, self.routed_shape
+        _ = self.mesh, self.features
         if rule := self.layout.why_not_heads(self.whole.num_kv_heads):
             raise InputError(f"kv_layout={self.layout}: {rule}")
         self._check_loop_over_layers()
@@ -229,6 +230,21 @@ class Setup:
             return padded
         one = self.layout, config.block_size, self.dtype, narrowest
         return narrowest if all(kv_cache.is_divisible(*one, heads) for heads in wider) else padded
+
+    @functools.cached_property
+    def features(self) -> Features:
+        """Optional features of the rows and the state. Raises `InputError` as `routed_shape` does."""
+        config = self.config
+        return Features(
+            lora=config.enable_lora,
+            arena_words=config.arena_words,
+            max_drafts=config.most_drafts,
+            past_tokens=self.past_tokens,
+            replays=config.enable_trace_replay,
+            candidates=config.max_prompt_logprob_token_ids,
+            masks=config.return_sampling_mask,
+            routed=self.routed_shape,
+        )
 
     @functools.cached_property
     def routed_shape(self) -> jax.ShapeDtypeStruct | None:

@@ -295,14 +295,7 @@ def _created(
         num_groups=setup.grouping.num_groups,
         first_blocks=setup.grouping.first_blocks(config.block_size),
         policy=setup.policy,
-        lora=config.enable_lora,
-        arena_words=config.arena_words,
-        most_drafts=config.most_drafts,
-        replays=config.enable_trace_replay,
-        masks=config.return_sampling_mask,
-        candidates=config.max_prompt_logprob_token_ids,
-        routed=setup.routed_shape,
-        past_tokens=setup.past_tokens,
+        features=setup.features,
         mesh=mesh,
     )
 

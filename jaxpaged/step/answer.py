@@ -28,11 +28,12 @@ from jaxpaged.sampling_state import SamplingState
 from jaxpaged.status import Status
 from jaxpaged.step import automata, speculation
 from jaxpaged.step.config import StepConfig
+from jaxpaged.step.features import MAX_STEPS
 from jaxpaged.step.model import Hidden, Model
 from jaxpaged.step.pieces import in_pieces
 from jaxpaged.step.plan import DecodeSlots
 from jaxpaged.step.speculation import Drafts
-from jaxpaged.step.state import MAX_STEPS, EngineState, FinishReason, Phase
+from jaxpaged.step.state import EngineState, FinishReason, Phase
 
 type Edit = Callable[[Float[Array, "rows vocab"]], Float[Array, "rows vocab"]]
 

@@ -17,8 +17,9 @@ from jaxpaged.memory import block_table
 from jaxpaged.sampling import Scores, is_in
 from jaxpaged.sampling_params import MAX_BEAM_WIDTH, MAX_LOGPROBS
 from jaxpaged.step import automata
+from jaxpaged.step.features import MAX_STEPS
 from jaxpaged.step.plan import DecodeSlots
-from jaxpaged.step.state import MAX_STEPS, EngineState, FinishReason, Phase, Rows
+from jaxpaged.step.state import EngineState, FinishReason, Phase, Rows
 
 # Tokens of an answer that are copied at a time from row to row.
 COPIED_AT_ONCE = 256

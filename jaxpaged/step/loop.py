@@ -28,12 +28,12 @@ from jaxpaged.parallel.mesh import BY_SHARD, ON_EACH
 from jaxpaged.status import Status
 from jaxpaged.step import scheduler
 from jaxpaged.step.config import StepConfig
+from jaxpaged.step.features import MAX_STEPS, NO_FEATURES, Features
 from jaxpaged.step.model import Model
 from jaxpaged.step.program import PerReplica, PerShard, Static, program
 from jaxpaged.step.report import Report
 from jaxpaged.step.scheduler import Decision
 from jaxpaged.step.state import (
-    MAX_STEPS,
     Counter,
     EngineState,
     Rows,
@@ -55,14 +55,7 @@ def create(
     policy: Static[Policy],
     num_groups: Static[int] = 1,
     first_blocks: Static[tuple[int, ...]] = (),
-    lora: Static[bool] = False,
-    arena_words: Static[int] = 0,
-    most_drafts: Static[int] = 0,
-    replays: Static[bool] = False,
-    masks: Static[bool] = False,
-    candidates: Static[int] = 0,
-    routed: Static[jax.ShapeDtypeStruct | None] = None,
-    past_tokens: Static[int] = 0,
+    features: Static[Features] = NO_FEATURES,
 ) -> PerReplica[EngineState]:
     """Create a state without requests, with zeros for K and V of the shapes in `kv_cache`.
 
@@ -80,20 +73,7 @@ def create(
         first_blocks=first_blocks,
     )
     zeros = jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), kv_cache)
-    return create_state(
-        tables,
-        zeros,
-        max_model_len,
-        vocab_size,
-        lora=lora,
-        arena_words=arena_words,
-        most_drafts=most_drafts,
-        replays=replays,
-        masks=masks,
-        candidates=candidates,
-        routed=routed,
-        past_tokens=past_tokens,
-    )
+    return create_state(tables, zeros, max_model_len, vocab_size, features=features)
 
 
 @program(donate="state", results=lambda specs: (specs["state"], ON_EACH))

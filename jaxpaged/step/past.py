@@ -7,7 +7,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int
 
-from jaxpaged.step.state import EngineState, Past, Rows
+from jaxpaged.step.features import Past
+from jaxpaged.step.state import EngineState, Rows
 
 
 def note_ended(state: EngineState, ended: Bool[Array, " rows"]) -> EngineState:

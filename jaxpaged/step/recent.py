@@ -12,9 +12,10 @@ from jaxtyping import Array, Int, UInt, UInt32
 
 from jaxpaged.parallel.mesh import ON_EACH
 from jaxpaged.sampling import Scores
+from jaxpaged.step.features import MAX_STEPS
 from jaxpaged.step.program import PerReplica, program
 from jaxpaged.step.report import Report
-from jaxpaged.step.state import MAX_STEPS, EngineState
+from jaxpaged.step.state import EngineState
 
 
 def told_beside(

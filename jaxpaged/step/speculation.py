@@ -28,9 +28,10 @@ from jaxpaged.sampling import is_among
 from jaxpaged.step import automata
 from jaxpaged.step.automata import GrammarRows, by_host, moved
 from jaxpaged.step.config import PARTS, AnyLookup, ByGrammar, ByModel, StepConfig
+from jaxpaged.step.features import DraftRows
 from jaxpaged.step.followers import look_up
 from jaxpaged.step.plan import DecodeSlots, Plan
-from jaxpaged.step.state import Counter, DraftRows, EngineState, Phase, Rows
+from jaxpaged.step.state import Counter, EngineState, Phase, Rows
 
 # A row whose drafts fail waits 1, 3, 7, ... steps, and at most so many, before it drafts again.
 LONGEST_WAIT = 31

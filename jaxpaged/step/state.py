@@ -18,10 +18,8 @@ from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.memory.policies import LRU, Policy, sized
 from jaxpaged.sampling import Scores, no_scores
 from jaxpaged.sampling_state import LogitRules, SamplingState, neutral_rows
-from jaxpaged.step.automata import RESTS, GrammarRows, no_grammars
-
-# Maximum of steps in one run of the loop, and so of tokens per row in one report.
-MAX_STEPS = 32
+from jaxpaged.step.automata import RESTS, GrammarRows
+from jaxpaged.step.features import MAX_STEPS, NO_FEATURES, DraftRows, Features, Past
 
 
 class Phase(enum.IntEnum):
@@ -58,19 +56,6 @@ class Beams:
     temperature: Float[Array, " rows"]  # temperature of the probabilities that count; 1: the model's own
     cum_logprob: Float[Array, " rows"]  # the sum over the answer's tokens; -inf: the row holds no answer
     rank: Int[Array, " rows"]  # 0 is the best; beams are ranked by `cum_logprob`, ended sequences by score
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class DraftRows:
-    """Record of how each row's drafts have done; see `step.speculation`."""
-
-    most: Int[Array, " rows"]  # drafts that it may make at once
-    misses: Int[Array, " rows"]  # times in turn that no draft was right
-    wait: Int[Array, " rows"]  # steps until it drafts again
-    counts: Int[Array, "rows 3"]  # its steps with drafts, its drafts, and those that were right
-    followed: Int[Array, " rows"]  # its first so many tokens are computed by a model that drafts
-    idle: Int[Array, " rows"]  # steps since it drafted
 
 
 @jax.tree_util.register_dataclass
@@ -188,18 +173,6 @@ class HostPool:
     kv_cache: KVCache
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Past:
-    """Ring of the tokens of answers that have ended; see `step.past`."""
-
-    token_ids: Int[Array, " places"]
-    owner: Int[Array, " places"]  # arrival of the request whose answer it is
-    salt: Int[Array, " places"]  # of that request: no request with another one sees the token
-    next: Int[Array, ""]  # place of the next token
-    num_tokens: Int[Array, ""]  # tokens that are there: those at the places before `next`
-
-
 type TableResult = tuple[BlockTables, AppendInfo | FreeInfo | StatusInfo]
 
 
@@ -257,21 +230,9 @@ def empty_rows(
     num_rows: int,
     max_model_len: int,
     vocab_size: int,
-    *,
-    lora: bool = False,
-    grammars: bool = False,
-    most_drafts: int = 0,
-    replays: bool = False,
-    candidates: int = 0,
+    features: Features = NO_FEATURES,
 ) -> Rows:
-    """Return rows without requests as NumPy arrays, which the host fills in to submit requests.
-
-    lora: requests may have adapters.
-    grammars: requests may have automata of structured outputs.
-    most_drafts: drafts of a row in one step; 0: there are none.
-    replays: requests may have answers that are given.
-    candidates: tokens to be scored behind each place of a prompt at most.
-    """
+    """Return rows without requests as NumPy arrays, which the host fills in to submit requests."""
 
     def zeros(*shape: int, dtype: type = np.int32) -> Any:
         return np.zeros((num_rows, *shape), dtype)
@@ -283,7 +244,6 @@ def empty_rows(
         priority=zeros(),
         salt=zeros(),
         leader=zeros(),
-        lora=zeros() if lora else None,
         token_ids=zeros(max_model_len),
         prompt_lens=zeros(),
         num_tokens=zeros(),
@@ -301,12 +261,7 @@ def empty_rows(
             cum_logprob=zeros(dtype=np.float32),
             rank=zeros(),
         ),
-        grammars=no_grammars(num_rows) if grammars else None,
-        drafting=DraftRows(zeros() + most_drafts, zeros(), zeros(), zeros(3), zeros(), zeros())
-        if most_drafts
-        else None,
-        replay_lens=zeros() if replays else None,
-        candidates=zeros(max_model_len, candidates) if candidates else None,
+        **features.row_fields(num_rows, max_model_len),
     )
 
 
@@ -333,60 +288,21 @@ def create_state(
     max_model_len: int,
     vocab_size: int,
     host: HostPool | None = None,
-    *,
-    lora: bool = False,
-    arena_words: int = 0,
-    most_drafts: int = 0,
-    replays: bool = False,
-    masks: bool = False,
-    candidates: int = 0,
-    routed: jax.ShapeDtypeStruct | None = None,
-    past_tokens: int = 0,
+    features: Features = NO_FEATURES,
 ) -> EngineState:
-    """Create a state without requests over empty tables and an empty cache.
-
-    arena_words: 32-bit words for automata of structured outputs; 0: requests have none.
-    most_drafts: drafts of a row in one step; 0: there are none.
-    replays: requests may have answers that are given.
-    masks: the tokens that each was chosen from are told.
-    candidates: tokens to be scored behind each place of a prompt at most.
-    routed: shape of what is told of a token's experts: layers, and experts that it chooses in each.
-    past_tokens: tokens of past answers that drafts are looked up in.
-    """
-    words = -(-vocab_size // 32)
-    rows = empty_rows(
-        tables.max_seqs,
-        max_model_len,
-        vocab_size,
-        lora=lora,
-        grammars=arena_words > 0,
-        most_drafts=most_drafts,
-        replays=replays,
-        candidates=candidates,
-    )
+    """Create a state without requests over empty tables and an empty cache."""
+    num_rows = tables.max_seqs
     return EngineState(
-        rows=jax.tree.map(jnp.asarray, rows),
-        scores=no_scores(tables.max_seqs, MAX_STEPS),
+        rows=jax.tree.map(jnp.asarray, empty_rows(num_rows, max_model_len, vocab_size, features)),
+        scores=no_scores(num_rows, MAX_STEPS),
         tables=tables,
         kv_cache=kv_cache,
         host=host,
-        arena=jnp.zeros(arena_words, jnp.uint32) if arena_words else None,
         last_rejected=no_rejection(),
-        counters=jnp.zeros(len(Counter) + most_drafts, jnp.int32),
+        counters=jnp.zeros(len(Counter) + features.max_drafts, jnp.int32),
         status=jnp.zeros((), jnp.int32),
-        support=jnp.zeros((tables.max_seqs, MAX_STEPS, words), jnp.uint32) if masks else None,
-        routed=None
-        if routed is None
-        else jnp.zeros((tables.max_seqs, max_model_len, *routed.shape), routed.dtype),
-        past=no_past(past_tokens) if past_tokens else None,
-        credit=jnp.int32(0) if most_drafts else None,
+        **features.state_fields(num_rows, max_model_len, vocab_size),
     )
-
-
-def no_past(num_tokens: int) -> Past:
-    """Return a ring for so many tokens, with none in it."""
-    nothing = jnp.zeros(num_tokens, jnp.int32)
-    return Past(nothing, nothing, nothing, jnp.int32(0), jnp.int32(0))
 
 
 def no_rejection() -> Int[Array, "2"]:

@@ -10,7 +10,8 @@ from jaxpaged.engine.handle import RequestMetrics, collect
 from jaxpaged.engine.host_rows import HostRows
 from jaxpaged.engine.request import DraftCounts, Request
 from jaxpaged.sampling_params import SamplingParams
-from jaxpaged.step.state import MAX_STEPS, Phase
+from jaxpaged.step.features import MAX_STEPS
+from jaxpaged.step.state import Phase
 
 
 def report(num_tokens, counts, reason=0):

@@ -16,6 +16,7 @@ import pytest
 from jaxpaged.checks import InputError
 from jaxpaged.engine.device import CALL_CLASSES
 from jaxpaged.parallel import messages, processes
+from jaxpaged.step.features import Features
 from jaxpaged.step.state import empty_rows
 
 KEY = bytes(range(32))
@@ -26,7 +27,7 @@ def sent(value):
 
 
 def test_values_come_back_as_they_were():
-    rows = empty_rows(2, 3, 97, lora=True)
+    rows = empty_rows(2, 3, 97, Features(lora=True))
     values = [
         *(None, True, 3, -(2**40), 0.5, "text é", [], (1, [2, (3,)]), {"a": {}, "b": [None]}),
         *(np.int32(7), np.bool_(True), np.zeros((0, 3), np.float16), np.arange(6).reshape(2, 3)[:, ::2]),

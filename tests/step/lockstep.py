@@ -23,6 +23,7 @@ from jaxpaged.sampling_state import token_bits
 from jaxpaged.status import Status
 from jaxpaged.step import admission, automata, scheduler
 from jaxpaged.step.config import ByModel, DraftCost, Lookup, StepConfig, SuffixLookup
+from jaxpaged.step.features import Features
 from jaxpaged.step.scheduler import Decision
 from jaxpaged.step.state import (
     Counter,
@@ -173,6 +174,11 @@ class Setting:
             functools.partial(next_token, self.reaches),
         )
 
+    @property
+    def features(self) -> Features:
+        words = automata.BLOCK_WORDS * (1 + len(AUTOMATA) + NUM_ROWS) if self.has_arena else 0
+        return Features(arena_words=words, max_drafts=self.most_drafts, past_tokens=self.past_tokens)
+
     def state(self) -> EngineState:
         def tables(num_blocks: int, *, cached: bool) -> BlockTables:
             max_blocks_per_seq = cdiv(MAX_MODEL_LEN, self.block_size)
@@ -199,11 +205,9 @@ class Setting:
         if self.num_host_blocks:
             host = HostPool(tables(self.num_host_blocks, cached=False), arrays(self.num_host_blocks))
         device = tables(self.num_blocks, cached=self.prefix_caching)
-        words = automata.BLOCK_WORDS * (1 + len(AUTOMATA) + NUM_ROWS) if self.has_arena else 0
         sizes = MAX_MODEL_LEN, VOCAB_ROOM
-        more = {"arena_words": words, "most_drafts": self.most_drafts, "past_tokens": self.past_tokens}
-        state = create_state(device, arrays(self.num_blocks), *sizes, host, **more)
-        state = dataclasses.replace(state, arena=arena(NUM_ROWS)) if words else state
+        state = create_state(device, arrays(self.num_blocks), *sizes, host, self.features)
+        state = dataclasses.replace(state, arena=arena(NUM_ROWS)) if self.has_arena else state
         # Bound to its device, as what a step gives back is: else the second step would be another program.
         return jax.tree.map(lambda x: jax.device_put(x, x.sharding), state)
 
@@ -295,8 +299,7 @@ class LockStep:
         self.state = dataclasses.replace(self.state, tables=dataclasses.replace(self.state.tables, pool=pool))
 
     def submit(self, request: reference.Request, row: int, index: int, head: int) -> None:
-        more = {"grammars": self.setting.has_arena, "most_drafts": self.setting.most_drafts}
-        line = empty_rows(1, MAX_MODEL_LEN, VOCAB_ROOM, **more)
+        line = empty_rows(1, MAX_MODEL_LEN, VOCAB_ROOM, self.setting.features)
         for array, value in (
             (line.phase, Phase.HELD if request.search and index >= request.search.width else Phase.WAITING),
             (line.arrival, request.arrival + index),

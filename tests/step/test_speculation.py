@@ -10,8 +10,9 @@ import pytest
 from jaxpaged.sampling_state import token_bits
 from jaxpaged.step import followers, loop, past, speculation
 from jaxpaged.step.config import DraftCost, Lookup, SuffixLookup
+from jaxpaged.step.features import DraftRows, Features, no_past
 from jaxpaged.step.plan import DecodeSlots, Plan
-from jaxpaged.step.state import DraftRows, Phase, empty_rows, no_past
+from jaxpaged.step.state import Phase, empty_rows
 from reference import speculation as reference
 from tests.step.lockstep import Event, LockStep, Request
 from tests.step.sum_model import VOCAB, next_token
@@ -224,7 +225,7 @@ def test_a_row_drafts_more_after_hits_and_waits_after_misses():
 @pytest.mark.parametrize("parts", [-1, 0, 77])
 def test_what_a_row_may_draft_follows_from_what_its_drafts_have_cost(parts):
     rng = np.random.default_rng(4)
-    rows = empty_rows(50, 8, 97, most_drafts=5)
+    rows = empty_rows(50, 8, 97, Features(max_drafts=5))
     rows.prompt_lens[:] = rng.integers(1, 40, 50)
     rows.num_tokens[:] = rows.prompt_lens + rng.integers(1, 200, 50)
     rows.drafting.counts[:, 2] = rng.integers(0, 40, 50)

@@ -1,0 +1,93 @@
+"""Features: what the rows and the state of an engine have beyond what each engine has.
+
+One `Features` value says which optional fields `state.Rows` and `state.EngineState` have, with their shapes.
+A feature that is off has None for its fields: it adds no array to the pytree, and nothing to the compiled
+loop.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+
+from jaxpaged.step.automata import no_grammars
+
+# Maximum of steps in one run of the loop, and so of tokens per row in one report.
+MAX_STEPS = 32
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class DraftRows:
+    """Record of how each row's drafts have done; see `step.speculation`."""
+
+    most: Int[Array, " rows"]  # drafts that it may make at once
+    misses: Int[Array, " rows"]  # times in turn that no draft was right
+    wait: Int[Array, " rows"]  # steps until it drafts again
+    counts: Int[Array, "rows 3"]  # its steps with drafts, its drafts, and those that were right
+    followed: Int[Array, " rows"]  # its first so many tokens are computed by a model that drafts
+    idle: Int[Array, " rows"]  # steps since it drafted
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Past:
+    """Ring of the tokens of answers that have ended; see `step.past`."""
+
+    token_ids: Int[Array, " places"]
+    owner: Int[Array, " places"]  # arrival of the request whose answer it is
+    salt: Int[Array, " places"]  # of that request: no request with another one sees the token
+    next: Int[Array, ""]  # place of the next token
+    num_tokens: Int[Array, ""]  # tokens that are there: those at the places before `next`
+
+
+def no_past(num_tokens: int) -> Past:
+    """Return a ring for so many tokens, with none in it."""
+    nothing = jnp.zeros(num_tokens, jnp.int32)
+    return Past(nothing, nothing, nothing, jnp.int32(0), jnp.int32(0))
+
+
+@dataclass(frozen=True)
+class Features:
+    """Optional features of an engine's rows and state. The defaults are off."""
+
+    lora: bool = False  # requests may have adapters
+    arena_words: int = 0  # 32-bit words for automata of structured outputs; 0: requests have none
+    max_drafts: int = 0  # drafts of a row in one step; 0: nothing is drafted
+    past_tokens: int = 0  # tokens of past answers that drafts are looked up in
+    replays: bool = False  # requests may have answers that are given
+    candidates: int = 0  # maximum of tokens to be scored behind each position of a prompt
+    masks: bool = False  # the tokens that each was chosen from are reported
+    routed: jax.ShapeDtypeStruct | None = None  # a token's expert indices, [layers, experts], if reported
+
+    def row_fields(self, num_rows: int, max_model_len: int) -> dict[str, Any]:
+        """Return the optional fields of `Rows` without requests, by name: NumPy arrays, None where off."""
+
+        def zeros(*shape: int) -> Any:
+            return np.zeros((num_rows, *shape), np.int32)
+
+        drafting = DraftRows(zeros() + self.max_drafts, zeros(), zeros(), zeros(3), zeros(), zeros())
+        return {
+            "lora": zeros() if self.lora else None,
+            "grammars": no_grammars(num_rows) if self.arena_words else None,
+            "drafting": drafting if self.max_drafts else None,
+            "replay_lens": zeros() if self.replays else None,
+            "candidates": zeros(max_model_len, self.candidates) if self.candidates else None,
+        }
+
+    def state_fields(self, num_rows: int, max_model_len: int, vocab_size: int) -> dict[str, Any]:
+        """Return the optional fields of `EngineState`, by name: arrays, None where off."""
+        words, routed = -(-vocab_size // 32), self.routed
+        return {
+            "arena": jnp.zeros(self.arena_words, jnp.uint32) if self.arena_words else None,
+            "support": jnp.zeros((num_rows, MAX_STEPS, words), jnp.uint32) if self.masks else None,
+            "routed": routed and jnp.zeros((num_rows, max_model_len, *routed.shape), routed.dtype),
+            "past": no_past(self.past_tokens) if self.past_tokens else None,
+            "credit": jnp.int32(0) if self.max_drafts else None,
+        }
+
+
+NO_FEATURES = Features()

@@ -1,0 +1,56 @@
+"""Features: optional fields of rows and state."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxpaged.config import EngineConfig
+from jaxpaged.engine import capacity
+from jaxpaged.engine.setup import Setup
+from jaxpaged.memory import kv_cache
+from jaxpaged.step.features import NO_FEATURES, Features
+from jaxpaged.step.state import EngineState, create_state, create_tables
+from tests import tiny
+
+EXPERTS = jax.ShapeDtypeStruct((2, 1), jnp.uint8)
+ON: dict[str, Any] = {
+    "lora": True,
+    "arena_words": 64,
+    "max_drafts": 3,
+    "past_tokens": 8,
+    "replays": True,
+    "candidates": 2,
+    "masks": True,
+    "routed": EXPERTS,
+}
+
+
+def arrays_of(features: Features) -> set[str]:
+    """Return the paths of all arrays of a state with these features."""
+
+    def create() -> EngineState:
+        tables = create_tables(8, 2, 2, 4, prefix_caching=False)
+        nothing = kv_cache.create(0, 0, 1, 1, 1, jnp.dtype("float32"))
+        return create_state(tables, nothing, 8, 32, features=features)
+
+    leaves = jax.tree_util.tree_leaves_with_path(jax.eval_shape(create))
+    return {jax.tree_util.keystr(path) for path, _ in leaves}
+
+
+def test_each_feature_adds_arrays_and_one_that_is_off_none():
+    basic = arrays_of(NO_FEATURES)
+    assert set(ON) == {field.name for field in dataclasses.fields(Features)}
+    for name, value in ON.items():
+        assert arrays_of(Features(**{name: value})) > basic, name
+        off = {**ON, name: getattr(NO_FEATURES, name)}
+        assert arrays_of(Features(**off)) < arrays_of(Features(**ON)), name
+
+
+def test_bytes_of_the_state_count_the_adapter_of_each_row():
+    """They were left out once."""
+    with_adapters = {**tiny.DEFAULTS, "enable_lora": True}
+    setups = [Setup(EngineConfig(**options), tiny.CONFIG) for options in (tiny.DEFAULTS, with_adapters)]
+    (of_rows, of_block), (more, same) = map(capacity.state_bytes, setups)
+    assert (more - of_rows, same) == (4 * setups[0].config.num_rows, of_block)
