@@ -127,7 +127,7 @@ def _note(walk: Walk, state: EngineState, before: int, event: Event) -> int:
 
 
 def work_of(world: World, row: int) -> int:
-    """Return a request's work in steps: the tiles of its prompt, and the tokens of its answer but the first."""
+    """Return a request's steps: one for each tile of its prompt and token of its answer but the first."""
     ask = world.asks[row]
     return -(-len(ask.prompt) // PREFILL_TILE) + ask.max_num_tokens - len(ask.prompt) - 1
 

@@ -199,5 +199,6 @@ WORLDS = {
     "side by side": World((*_SHARED, Ask((2,), 4)), 5, max_num_seqs=3),
     "priorities": World((Ask((1, 2, 3), 5, priority=1), Ask((1, 2, 4, 1), 6), Ask((2,), 4, priority=1)), 4),
     "swap": World((*_SHARED, Ask((2,), 4)), 4, num_host_blocks=3),
+    "four": World((*_SHARED, Ask((2,), 4), Ask((1, 2, 3, 1, 1), 8)), 5, max_num_seqs=3),
     "salts": World((Ask((1, 2, 3), 5), Ask((1, 2, 3), 5, salt=1), Ask((1, 2, 3, 1, 1), 7)), 4),
 }
