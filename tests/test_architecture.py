@@ -163,6 +163,7 @@ ALLOWED = {
     "jaxpaged/research/lab/loop.py": MEMORY,
     "jaxpaged/research/lab": {"jaxpaged/__init__.py", "jaxpaged/research/lab/loop.py", *API},
     "jaxpaged/research/bench": {"jaxpaged/__init__.py", "jaxpaged/research/lab", *API},
+    "jaxpaged/research/verify/explore": {"jaxpaged/research/verify/oracles", *STEP},
     "jaxpaged/research/verify": {"jaxpaged/research/lab/loop.py", *MEMORY},
     "jaxpaged/research/ptx": {"jaxpaged/checks.py"},
     "jaxpaged/commands": {
@@ -172,6 +173,7 @@ ALLOWED = {
         "jaxpaged/serve",
         "jaxpaged/research/bench",
         "jaxpaged/research/verify",
+        "jaxpaged/research/verify/explore",
         "jaxpaged/research/ptx",
         "jaxpaged/research/lab",
         *API,

@@ -30,6 +30,7 @@ def add_verify(commands: Commands) -> None:
     verify_parts.add_layout(kinds)
     verify_parts.add_policy(kinds)
     verify_parts.add_ptx(kinds)
+    verify_parts.add_explore(kinds)
 
 
 def _add_kernel(kinds: Commands) -> None:

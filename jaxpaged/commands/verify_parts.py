@@ -85,3 +85,40 @@ def verify_ptx(args: argparse.Namespace) -> int:
             print(line.text, flush=True)
             is_right &= line.is_right
     return 0 if is_right else EXIT_WRONG
+
+
+def add_explore(kinds: Commands) -> None:
+    explore = kinds.add_parser(
+        "explore", help="walk every interleaving of arrivals, aborts and steps in a small world"
+    )
+    explore.set_defaults(command=verify_explore)
+    explore.add_argument(
+        "world", metavar="WORLD", nargs="?", default="three", help="name of the world (default three)"
+    )
+    explore.add_argument(
+        "--max-states",
+        type=int,
+        default=1_000_000,
+        metavar="N",
+        help="states after which the walk stops (default 1000000)",
+    )
+    explore.add_argument(
+        "--no-oracle", action="store_true", help="leave out the comparison of each edge with the oracle"
+    )
+
+
+def verify_explore(args: argparse.Namespace) -> int:
+    """Print the numbers of the walk; the exit code is 0 if all states were met and nothing was wrong."""
+    from jaxpaged.research.verify.explore import lockstep, walk, worlds
+
+    checked_int("max_states", args.max_states, "an int from 1 to 10000000", 1, 10_000_000)
+    if args.world not in worlds.WORLDS:
+        raise InputError(f"world={args.world!r} must be one of {', '.join(worlds.WORLDS)}")
+    found = walk.explore(worlds.WORLDS[args.world], max_states=args.max_states)
+    num_compared = 0
+    if found.finding is None and not args.no_oracle:
+        num_compared = lockstep.compare(found)
+    print(found)
+    if num_compared:
+        print(f"{num_compared} edges are the oracle's")
+    return 0 if found.finding is None and found.complete else EXIT_WRONG

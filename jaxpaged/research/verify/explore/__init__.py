@@ -1,0 +1,1 @@
+"""Exploration: every interleaving of a small world, walked with the compiled step."""
