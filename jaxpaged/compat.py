@@ -32,8 +32,9 @@ def _at(location: str, *names: str) -> dict[str, str]:
 
 # vLLM's modules, without the package's name: each name, and where it is defined, "module" or "module:name".
 VLLM_PATHS: dict[str, dict[str, str]] = {
-    "config": _at(_HELPERS, "PoolerConfig"),
+    "config": _at(_HELPERS, "PoolerConfig", "ProfilerConfig"),
     "config.pooler": _at(_HELPERS, "PoolerConfig"),
+    "config.profiler": _at(_HELPERS, "ProfilerConfig"),
     "distributed": _at(_HELPERS, "cleanup_dist_env_and_memory"),
     "distributed.parallel_state": _at(_HELPERS, "cleanup_dist_env_and_memory"),
     "engine.arg_utils": _at(f"{_API}.arg_utils", "AsyncEngineArgs", "EngineArgs"),

@@ -25,6 +25,7 @@ from jaxpaged.compat import names_of
 from jaxpaged.options import checks_of, choice, number, option, optional, whole
 from jaxpaged.structured_outputs import StructuredOutputsParams, structured_outputs
 from jaxpaged.vllm_names.judge import BEAM_NAMES, SAMPLING_NAMES, Names, without_neutral
+from jaxpaged.vllm_names.methods import missing
 
 # The likeliest tokens that a step can tell of beside the chosen one: vLLM's default `max_logprobs`.
 MAX_LOGPROBS = 20
@@ -284,6 +285,10 @@ class SamplingParams:
     spaces_between_special_tokens: bool = option(True, checked_bool, field=bool)
     # Content of a stream's outputs: all so far, only what is new, or the end alone.
     output_kind: RequestOutputKind = option(RequestOutputKind.CUMULATIVE, _output_kind)
+
+    def __getattr__(self, name: str) -> Any:
+        """Raise `AttributeError`, with what to take in the place of an attribute of vLLM's."""
+        raise missing("SamplingParams", name)
 
     def __post_init__(self) -> None:
         """Check what several values say together. Raises `InputError`."""

@@ -22,6 +22,7 @@ from jaxpaged.engine.request import Request
 from jaxpaged.lora import LoRARequest
 from jaxpaged.models import loading
 from jaxpaged.sampling_params import SamplingParams
+from jaxpaged.vllm_names.methods import check_arguments, missing, not_from_config
 
 # Text is cut into tokens at some two million characters a second: more than this in another thread.
 TOKENIZED_HERE = 4_000
@@ -91,6 +92,7 @@ class AsyncLLM:
         tokenization_kwargs: Mapping[str, Any] | None = None,
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
+        **others: Any,
     ) -> AsyncGenerator[RequestOutput]:
         """Yield the outputs of a prompt as they come, by `sampling_params.output_kind`; the last is
         `finished`.
@@ -99,11 +101,13 @@ class AsyncLLM:
         sampling_params: None for the model's own.
         request_id: the caller's; it must not be that of a request under way.
         trace_headers: they change nothing.
+        others: vLLM's further arguments, such as `session_id`, which must ask for nothing that is not there.
 
         Leaving the iteration, or cancelling the task, aborts the request. Raises `InputError` for a request
         that could never run, `EngineDeadError` if the engine stops, `TextError` if the tokenizer fails on the
         answer's tokens.
         """
+        check_arguments("AsyncLLM.generate", others)
         admitted = await self.admit(
             prompt,
             sampling_params,
@@ -115,10 +119,10 @@ class AsyncLLM:
             async for _, output in outputs:
                 yield output
 
-    async def abort(self, request_id: str | Iterable[str]) -> None:
+    async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:
         """Give requests up: their streams end with the reason "abort", and their ids are free at once.
 
-        Others' ids change nothing.
+        Others' ids change nothing, and nor does `internal`.
         """
         for each in [request_id] if isinstance(request_id, str) else request_id:
             self.abort_now(each)
@@ -223,26 +227,73 @@ class AsyncLLM:
         """Put a trained adapter in the place of one: see `LLM.update_lora`."""
         await asyncio.to_thread(self.llm.update_lora, lora_request, adapter)
 
-    async def remove_lora(self, lora_int_id: int) -> bool:
+    async def remove_lora(self, lora_id: int) -> bool:
         """Forget an adapter: see `LLM.remove_lora`."""
-        return self.llm.remove_lora(lora_int_id)
+        return self.llm.remove_lora(lora_id)
 
     async def list_loras(self) -> set[int]:
         """Return the ids of adapters in the host's memory."""
         return self.llm.list_loras()
 
-    async def reset_prefix_cache(self) -> bool:
+    async def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
         """Forget cached prefixes: see `LLM.reset_prefix_cache`."""
-        return await asyncio.to_thread(self.engine.reset_prefix_cache)
+        return await asyncio.to_thread(self.llm.reset_prefix_cache, reset_running_requests, reset_connector)
+
+    async def reset_mm_cache(self) -> None:
+        """Do nothing: see `LLM.reset_mm_cache`."""
+
+    async def reset_encoder_cache(self) -> None:
+        """Do nothing: see `LLM.reset_encoder_cache`."""
+
+    async def do_log_stats(self) -> None:
+        """Do nothing: `LLM.get_metrics` has the numbers."""
+
+    async def is_tracing_enabled(self) -> bool:
+        """Return False: there are no traces of requests."""
+        return False
+
+    async def get_supported_tasks(self) -> tuple[str, ...]:
+        """Return what the model does: see `LLM.get_supported_tasks`."""
+        return self.llm.get_supported_tasks()
+
+    def get_num_unfinished_requests(self) -> int:
+        """Return how many requests are under way."""
+        return len(self._handles)
+
+    async def start_profile(self, profile_prefix: str | None = None, **others: Any) -> None:
+        """Begin a trace: see `LLM.start_profile`."""
+        await self._control(self.llm.start_profile, profile_prefix, **others)
+
+    async def stop_profile(self) -> None:
+        """End the trace, and write it: see `LLM.stop_profile`."""
+        await self._control(self.llm.stop_profile)
+
+    async def start_weight_update(self) -> None:
+        """Begin an update of weights: see `LLM.start_weight_update`."""
+        self.llm.start_weight_update()
+
+    async def finish_weight_update(self, weight_version: int | None = None) -> None:
+        """End an update of weights: see `LLM.finish_weight_update`."""
+        await self._control(self.llm.finish_weight_update, weight_version)
+
+    async def update_weight_version(self, new_version: int) -> None:
+        """Set the version of the weights: see `LLM.update_weight_version`."""
+        await self._control(self.llm.update_weight_version, new_version)
+
+    async def get_weight_version(self) -> int:
+        """Return the version of the weights: see `LLM.weight_version`."""
+        return self.engine.weight_version
 
     @property
     def weight_version(self) -> int:
         """Version of the weights: see `LLM.weight_version`."""
         return self.engine.weight_version
 
-    async def update_weights(self, weights: Any, *, version: int | None = None) -> int:
+    async def update_weights(self, weights: Any = None, *, version: int | None = None, **others: Any) -> int:
         """Put new weights in the place of old ones: see `LLM.update_weights`."""
-        return await self._control(self.engine.update_weights, weights, version)
+        return await self._control(self.llm.update_weights, weights, version=version, **others)
 
     async def pause_generation(self, *, mode: str = "abort", clear_cache: bool = True) -> None:
         """Let nothing run until `resume_generation`: see `LLM.pause_generation`."""
@@ -277,6 +328,20 @@ class AsyncLLM:
         wait = functools.partial(call, *args, **options)
         return await asyncio.get_running_loop().run_in_executor(self._controls, wait)
 
+    def __getattr__(self, name: str) -> Any:
+        """Raise `AttributeError`, with what to take in the place of a method of vLLM's."""
+        raise missing("AsyncLLM", name)
+
+    @classmethod
+    def from_vllm_config(cls, vllm_config: Any, *args: Any, **options: Any) -> Self:
+        """Raise `InputError`: there is no `VllmConfig`."""
+        raise not_from_config(cls.__name__)
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether the engine answers nothing more."""
+        return self.engine.stopped is not None
+
     @property
     def is_running(self) -> bool:
         return self.engine.stopped is None
@@ -295,8 +360,8 @@ class AsyncLLM:
         if self.engine.stopped is not None:
             raise self.engine.stopped
 
-    def shutdown(self) -> None:
-        """Stop, and end what is in flight with `EngineDeadError`."""
+    def shutdown(self, timeout: float | None = None) -> None:
+        """Stop, and end what is in flight with `EngineDeadError`; `timeout` changes nothing."""
         self.engine.close()
 
 

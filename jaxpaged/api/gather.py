@@ -40,6 +40,7 @@ class Finished:
         output: ToOutput,
     ) -> None:
         self._items = items
+        self.groups = groups
         self._left = _gather(engine, groups, items, use_tqdm, output)
         next(self._left)  # into its `try`: from here on it gives up what is left, whatever happens
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 from jaxpaged.api.gather import Finished, Group, ToOutput, in_order
-from jaxpaged.api.llm_engine import LLMEngine
+from jaxpaged.api.llm_engine import LLMEngine, ModelConfig
 from jaxpaged.api.model import LoadedModel
 from jaxpaged.api.outputs import BeamSearchOutput, RequestOutput, beam_search_output, request_output
 from jaxpaged.api.prompts import (
@@ -37,6 +37,7 @@ from jaxpaged.pooling.outputs import (
 )
 from jaxpaged.sampling_params import BeamSearchParams, SamplingParams
 from jaxpaged.text.conversations import Message
+from jaxpaged.vllm_names.methods import check_arguments
 
 
 class LLM(LoadedModel):
@@ -47,6 +48,16 @@ class LLM(LoadedModel):
         """`LLMEngine` over this model, to step by hand."""
         return LLMEngine.of(self)
 
+    @property
+    def model_config(self) -> ModelConfig:
+        """Length and vocabulary of the model: see `LLMEngine.model_config`."""
+        return self.llm_engine.model_config
+
+    @property
+    def runner_type(self) -> str:
+        """Return "generate", or "pooling" for a model that pools."""
+        return "generate" if self.pooling is None else "pooling"
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -56,6 +67,7 @@ class LLM(LoadedModel):
         lora_request: Loras = None,
         priority: Priority = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
+        **others: Any,
     ) -> list[RequestOutput]:
         """Answer each prompt, in order.
 
@@ -68,7 +80,9 @@ class LLM(LoadedModel):
         `tokenization_kwargs` may say whether texts get special tokens ({"add_special_tokens": False}), and
         how long prompts are cut ({"truncate_prompt_tokens": 100}, as `SamplingParams` may). Nothing runs
         unless all are valid. May be called from several threads, which then share the engine.
+        `others`: vLLM's further arguments, which must ask for nothing.
         """
+        check_arguments("LLM.generate", others)
         return list(
             self.generate_each(
                 prompts,
@@ -156,6 +170,7 @@ class LLM(LoadedModel):
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        **others: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation or several, each a list of {"role", "content"}, by the chat template.
 
@@ -165,12 +180,11 @@ class LLM(LoadedModel):
         call, `chat_template_kwargs` are variables of the template. `continue_final_message` lets the answer
         go on where the last message ends; `add_generation_prompt` must then be False. Others: as `generate`.
         """
-        check("messages", messages, "a list of messages, or of such lists", isinstance(messages, Sequence))
-        one = bool(messages) and isinstance(messages[0], Mapping)
-        conversations = cast(Sequence[Sequence[Message]], [messages] if one else messages)
-        params = one_each("sampling_params", self._params(sampling_params), len(conversations))
-        render = functools.partial(
-            self.render_chat,
+        check_arguments("LLM.chat", others)
+        options = {"use_tqdm": use_tqdm, "lora_request": lora_request, "priority": priority}
+        prompts = self._rendered(
+            messages,
+            sampling_params,
             chat_template=chat_template,
             content_format=chat_template_content_format,
             add_generation_prompt=add_generation_prompt,
@@ -178,13 +192,90 @@ class LLM(LoadedModel):
             tools=tools,
             kwargs=chat_template_kwargs,
         )
-        prompts = [
-            render(conversation, cuts=getattr(its, "cuts", None))
+        return self.generate(prompts, sampling_params, **options)
+
+    def enqueue(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        lora_request: Loras = None,
+        priority: Priority = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        **others: Any,
+    ) -> list[str]:
+        """Queue prompts as `generate` does, and return their requests' ids at once.
+
+        `wait_for_completion` has the answers. `use_tqdm` changes nothing: nothing is waited for.
+        """
+        check_arguments("LLM.enqueue", others)
+        finished = self.generate_as_finished(
+            prompts,
+            sampling_params,
+            use_tqdm=False,
+            lora_request=lora_request,
+            priority=priority,
+            tokenization_kwargs=tokenization_kwargs,
+        )
+        self._enqueued.append(finished)
+        return [str(group.handles[0].request_id) for group in finished.groups]
+
+    def enqueue_chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: Loras = None,
+        priority: Priority = None,
+        chat_template: str | None = None,
+        chat_template_content_format: str = "auto",
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **others: Any,
+    ) -> list[str]:
+        """Queue conversations, as `chat` takes them, and return their requests' ids: see `enqueue`."""
+        check_arguments("LLM.enqueue_chat", others)
+        prompts = self._rendered(
+            messages,
+            sampling_params,
+            chat_template=chat_template,
+            content_format=chat_template_content_format,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            kwargs=chat_template_kwargs,
+        )
+        return self.enqueue(prompts, sampling_params, lora_request, priority)
+
+    def wait_for_completion(
+        self, output_type: Any = None, *, use_tqdm: bool | Callable[..., Any] = True
+    ) -> list[RequestOutput]:
+        """Return the answers to all that was queued by `enqueue`, in order, when they are there.
+
+        `output_type` is None or `RequestOutput`; `use_tqdm` changes nothing. Raises `InputError`.
+        """
+        rule = "None or RequestOutput"
+        types = output_type if isinstance(output_type, tuple) else (output_type,)
+        check("output_type", output_type, rule, all(each in (None, RequestOutput) for each in types))
+        enqueued, self._enqueued = self._enqueued, []
+        return [output for each in enqueued for output in in_order(each, (g.place for g in each.groups))]
+
+    @functools.cached_property
+    def _enqueued(self) -> list[Finished]:
+        return []
+
+    def _rendered(self, messages: Any, sampling_params: Any, **options: Any) -> list[dict[str, Any]]:
+        """Return the prompts that the template makes of one conversation or several."""
+        check("messages", messages, "a list of messages, or of such lists", isinstance(messages, Sequence))
+        one = bool(messages) and isinstance(messages[0], Mapping)
+        conversations = cast(Sequence[Sequence[Message]], [messages] if one else messages)
+        params = one_each("sampling_params", self._params(sampling_params), len(conversations))
+        return [
+            self.render_chat(conversation, cuts=getattr(its, "cuts", None), **options)
             for conversation, its in zip(conversations, params, strict=True)
         ]
-        return self.generate(
-            prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request, priority=priority
-        )
 
     def encode(
         self,
@@ -193,20 +284,24 @@ class LLM(LoadedModel):
         *,
         pooling_task: str = "embed",
         use_tqdm: bool = True,
+        **others: Any,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        """Return what the model makes of each text: see `Pooling.encode`."""
+        """Return what the model makes of each text: see `Pooling.encode`. `others`: as in `generate`."""
+        check_arguments("LLM.encode", others)
         return self._pooling().encode(prompts, pooling_params, pooling_task=pooling_task)
 
     def embed(
-        self, prompts: Any, *, use_tqdm: bool = True, pooling_params: Any = None
+        self, prompts: Any, *, use_tqdm: bool = True, pooling_params: Any = None, **others: Any
     ) -> list[EmbeddingRequestOutput]:
-        """Return each text's vector."""
+        """Return each text's vector. `others`: as in `generate`."""
+        check_arguments("LLM.embed", others)
         return self._pooling().embed(prompts, pooling_params)
 
     def classify(
-        self, prompts: Any, *, use_tqdm: bool = True, pooling_params: Any = None
+        self, prompts: Any, *, use_tqdm: bool = True, pooling_params: Any = None, **others: Any
     ) -> list[ClassificationRequestOutput]:
-        """Return the chances of each text's classes."""
+        """Return the chances of each text's classes. `others`: as in `generate`."""
+        check_arguments("LLM.classify", others)
         return self._pooling().classify(prompts, pooling_params)
 
     def score(
@@ -217,6 +312,7 @@ class LLM(LoadedModel):
         use_tqdm: bool = True,
         pooling_params: Any = None,
         lora_request: Loras = None,
+        **others: Any,
     ) -> Any:
         """Score pairs of texts by a pooling model (`Pooling.score`), or completions by one that answers.
 
@@ -225,6 +321,7 @@ class LLM(LoadedModel):
         in the bits of a prompt's (docs/guides/rollouts.md says where the sampler's are the same). Prompt and
         completion together must be shorter than `max_model_len`. Raises `InputError`.
         """
+        check_arguments("LLM.score", others)
         if self.pooling is not None:
             return self.pooling.score(data_1, data_2, pooling_params)
         check("pooling_params", pooling_params, "None unless runner is 'pooling'", pooling_params is None)

@@ -12,12 +12,14 @@ from jaxpaged.api.model import LoadedModel
 from jaxpaged.api.outputs import RequestOutput
 from jaxpaged.api.prompts import Prompt, with_cut
 from jaxpaged.api.streams import Answers
+from jaxpaged.api.vllm_methods import VllmMethods
 from jaxpaged.checks import check
 from jaxpaged.engine.handle import EngineDeadError, Handle, Item, collect, or_raise
 from jaxpaged.engine.request import Delta, Request
 from jaxpaged.engine.texts import texts
 from jaxpaged.lora import LoRARequest
 from jaxpaged.sampling_params import SamplingParams
+from jaxpaged.vllm_names.methods import check_arguments, missing, not_from_config
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +33,11 @@ class ModelConfig:
         return self.vocab_size
 
 
-class LLMEngine:
+# Methods of `LoadedModel` that vLLM's engine has by the names of its own.
+_OF_MODEL = ("get_metrics", "release_kv_cache_memory", "sleep", "wake_up")
+
+
+class LLMEngine(VllmMethods):
     """Takes requests one by one, and gives what is new of their answers at each `step`. For one thread.
 
     The model runs in the engine's own thread, also between two steps: a step gives all that has come since
@@ -40,6 +46,7 @@ class LLMEngine:
 
     def __init__(self, llm: LoadedModel) -> None:
         self.llm = llm
+        self.engine, self.config, self.profile_directory = llm.engine, llm.config, llm.profile_directory
         self._underway: dict[str, _Underway] = {}
         self._items: queue.SimpleQueue[tuple[str, Item]] = queue.SimpleQueue()
         self._ready: list[RequestOutput] = []  # of a step that raised an error of one request
@@ -70,12 +77,15 @@ class LLMEngine:
         tokenization_kwargs: Mapping[str, Any] | None = None,
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
+        **others: Any,
     ) -> str:
         """Queue a prompt, in any of the forms that `LLM.generate` takes, and return `request_id`.
 
-        The id must not be that of a request under way. `arrival_time` and `trace_headers` change nothing.
+        The id must not be that of a request under way. `arrival_time` and `trace_headers` change nothing;
+        `others`, vLLM's further arguments, must ask for nothing.
         Raises `InputError`, and nothing is queued, for what could never run.
         """
+        check_arguments("LLMEngine.add_request", others)
         rule = "a string that no request under way has"
         check(
             "request_id", request_id, rule, isinstance(request_id, str) and request_id not in self._underway
@@ -130,9 +140,9 @@ class LLMEngine:
             raise errors[0]
         return outputs
 
-    def abort_request(self, request_id: str | Iterable[str], internal: bool = False) -> None:
+    def abort_request(self, request_ids: str | Iterable[str], internal: bool = False) -> None:
         """Give requests up: no step has anything of them from then on. Others' ids change nothing."""
-        for each in [request_id] if isinstance(request_id, str) else request_id:
+        for each in [request_ids] if isinstance(request_ids, str) else request_ids:
             underway = self._underway.pop(each, None)
             if underway is not None:
                 self.llm.engine.abort(underway.answers.handles)
@@ -168,9 +178,23 @@ class LLMEngine:
         """Return the ids of adapters in the host's memory."""
         return self.llm.list_loras()
 
-    def reset_prefix_cache(self) -> bool:
-        """Forget the prefixes of former requests: see `LoadedModel.reset_prefix_cache`."""
-        return self.llm.reset_prefix_cache()
+    def __getattr__(self, name: str) -> Any:
+        """Return a method of the model's that vLLM's engine has, too, or raise `AttributeError`."""
+        if name in _OF_MODEL:
+            return getattr(self.llm, name)
+        raise missing("LLMEngine", name)
+
+    def is_sleeping(self) -> bool:
+        """Return whether the engine sleeps."""
+        return self.llm.is_sleeping
+
+    def do_log_stats(self) -> None:
+        """Do nothing: `LLM.get_metrics` has the numbers."""
+
+    @classmethod
+    def from_vllm_config(cls, vllm_config: Any, *args: Any, **options: Any) -> Self:
+        """Raise `InputError`: there is no `VllmConfig`."""
+        raise not_from_config(cls.__name__)
 
     def _waiting_items(self) -> list[tuple[str, Item]]:
         """Wait for what comes next, and return it with all that is there by then."""

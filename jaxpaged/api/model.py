@@ -16,6 +16,7 @@ from jaxpaged.api.prompts import (
     template_text,
     tokenization,
 )
+from jaxpaged.api.vllm_methods import VllmMethods
 from jaxpaged.checks import InputError, check, checked_bool, checked_choice
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine import gpu_flags, machine
@@ -34,13 +35,14 @@ from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.text import templates
 from jaxpaged.text.conversations import Message
 from jaxpaged.vllm_names import options as vllm_options
+from jaxpaged.vllm_names.methods import check_arguments, missing, profile_directory
 from pallas_kernels import native
 
 if TYPE_CHECKING:
     from jaxpaged.research.learn.learner import Learner
 
 
-class LoadedModel:
+class LoadedModel(VllmMethods):
     """Base of `LLM`: a model that is loaded once, its tokenizer, and the engine that answers.
 
     `model`: "smollm2", a directory with a Hugging Face config and safetensors, a .gguf file, or a hub id (of
@@ -77,6 +79,7 @@ class LoadedModel:
         **options: Any,
     ) -> None:
         self.config = engine_config(options)
+        self.profile_directory = profile_directory(options.get("profiler_config"))
         self.model_name = str(model)
         runner = checked_choice("runner", runner or "auto", ("auto", "generate", "pooling"))
         checked_bool("skip_tokenizer_init", skip_tokenizer_init)
@@ -122,7 +125,7 @@ class LoadedModel:
         """Raise `InputError` where a model that pools is asked to answer."""
         if name in ("engine", "_default_params") and self.pooling is not None:
             raise InputError("runner='pooling' must be 'generate' for a model to answer")
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        raise missing("LLM", name)
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> Self:
@@ -190,10 +193,6 @@ class LoadedModel:
         assert adapters is not None
         return adapters
 
-    def reset_prefix_cache(self) -> bool:
-        """Forget the prefixes of former requests; False, and nothing happens, while any is unfinished."""
-        return self.engine.reset_prefix_cache()
-
     def export_blocks(self, prompt: Prompt) -> Blocks:
         """Return K and V that are cached of a prompt, from its beginning on: see `Engine.export_blocks`.
 
@@ -218,7 +217,7 @@ class LoadedModel:
         """
         return self.engine.weights
 
-    def update_weights(self, weights: Any, *, version: int | None = None) -> int:
+    def update_weights(self, weights: Any = None, *, version: int | None = None, **others: Any) -> int:
         """Put new weights in the place of old ones, all or none, and return their version.
 
         weights: a mapping of names to arrays, with mappings inside or without, or an iterable of pairs. The
@@ -234,6 +233,7 @@ class LoadedModel:
         weights are quantised as they were when the model was loaded. Raises `InputError`, and changes
         nothing, for names, shapes or types that are not the model's, and while a beam search runs.
         """
+        check_arguments("LLM.update_weights", others)
         return self.engine.update_weights(weights, version)
 
     @property

@@ -12,6 +12,7 @@ from jaxpaged.engine.request import Delta, Request, Score
 from jaxpaged.lora import LoRARequest
 from jaxpaged.step.state import FinishReason
 from jaxpaged.text.vocabulary import Names, Vocabulary, vocabulary_of
+from jaxpaged.vllm_names.methods import missing
 
 FinishedBy = Literal["stop", "length", "abort", "error"]
 FINISH_REASONS: dict[FinishReason, FinishedBy | None] = {
@@ -63,6 +64,10 @@ class CompletionOutput:
     def finished(self) -> bool:
         return self.finish_reason is not None
 
+    def __getattr__(self, name: str) -> Any:
+        """Raise `AttributeError`, with what to take in the place of a field of vLLM's."""
+        raise missing("CompletionOutput", name)
+
 
 @dataclasses.dataclass(frozen=True)
 class BeamSearchSequence:
@@ -75,6 +80,10 @@ class BeamSearchSequence:
     finish_reason: FinishedBy
     stop_reason: int | None  # the token that ended it
     lora_request: LoRARequest | None = None  # the adapter it was found with
+
+    def __getattr__(self, name: str) -> Any:
+        """Raise `AttributeError`, with what to take in the place of a field of vLLM's."""
+        raise missing("BeamSearchSequence", name)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,6 +106,10 @@ class RequestOutput:
     lora_request: LoRARequest | None = None  # the adapter it was answered with
     # Log-probabilities of `SamplingParams.prompt_logprob_token_ids`, float32 [lines, ids]; -inf for -1.
     prompt_token_id_logprobs: np.ndarray | None = dataclasses.field(default=None, compare=False)
+
+    def __getattr__(self, name: str) -> Any:
+        """Raise `AttributeError`, with what to take in the place of a field of vLLM's."""
+        raise missing("RequestOutput", name)
 
 
 def request_output(

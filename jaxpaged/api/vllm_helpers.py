@@ -168,6 +168,14 @@ class UsageContext(enum.StrEnum):
 
 
 @dataclasses.dataclass(kw_only=True)
+class ProfilerConfig:
+    """A value of `profiler_config=`: where `LLM.start_profile` writes JAX's traces."""
+
+    profiler: str | None = "torch"  # vLLM's word for a trace of the whole program
+    torch_profiler_dir: str = ""
+
+
+@dataclasses.dataclass(kw_only=True)
 class PoolerConfig:
     """A value of `pooler_config=`: how a pooling model makes vectors. None: as the model's files say."""
 

@@ -1,10 +1,12 @@
 """Parameters and outputs of pooling models. Names are vLLM's."""
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 
 from jaxpaged.checks import check, checked_bool, checked_int
+from jaxpaged.vllm_names.methods import missing
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -71,6 +73,10 @@ class PoolingRequestOutput[Output]:
     prompt_token_ids: list[int]
     num_cached_tokens: int = 0
     finished: bool = True
+
+    def __getattr__(self, name: str) -> Any:
+        """Raise `AttributeError`, with what to take in the place of a field of vLLM's."""
+        raise missing("PoolingRequestOutput", name)
 
 
 EmbeddingRequestOutput = PoolingRequestOutput[EmbeddingOutput]

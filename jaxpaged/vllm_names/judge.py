@@ -63,7 +63,7 @@ def passes(name: str, value: object, names: Names, others: Mapping[str, Any] | N
         return True
     if verdict.keys is not None:
         rule = f"None or an object with keys of {', '.join(verdict.keys)}"
-        check_keys(name, _fields_of(name, value, rule), verdict.keys)
+        check_keys(name, fields_of(name, value, rule), verdict.keys)
         return True
     entry = entry_of(name, titles) or {}
     neutral = [*verdict.neutral]
@@ -96,7 +96,7 @@ def check_keys(name: str, value: Mapping[str, Any], table: Mapping[str, Verdict]
         raise InputError(f"{what}, is not supported: must be {rule}{instead}")
 
 
-def _fields_of(name: str, value: object, rule: str) -> Mapping[str, Any]:
+def fields_of(name: str, value: object, rule: str) -> Mapping[str, Any]:
     """Return the fields of an object, of JSON text or of a mapping. Raises `InputError`."""
     value = parsed_json(name, value, rule) if value != "" else {}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

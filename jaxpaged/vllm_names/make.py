@@ -87,6 +87,32 @@ SCRIPTED = frozenset(
         "version",
     ]
 ) | {""}  # the package itself
+# Files with the classes that scripts call, and those classes: their methods and fields are written down.
+SIGNED_FILES = (
+    "vllm/entrypoints",
+    "vllm/v1/engine",
+    "vllm/outputs.py",
+    "vllm/logprobs.py",
+    "vllm/sampling_params.py",
+    "vllm/pooling_params.py",
+    "vllm/beam_search.py",
+)
+SIGNED = (
+    "AsyncLLM",
+    "BeamSearchOutput",
+    "BeamSearchSequence",
+    "ClassificationOutput",
+    "CompletionOutput",
+    "EmbeddingOutput",
+    "LLM",
+    "LLMEngine",
+    "Logprob",
+    "PoolingOutput",
+    "PoolingRequestOutput",
+    "RequestOutput",
+    "SamplingParams",
+    "ScoringOutput",
+)
 # No names of users: of the classes themselves.
 INTERNAL = ("model_config", "field_names")
 
@@ -227,6 +253,42 @@ def modules(archive: Path) -> dict[str, list[str]]:
     return found
 
 
+def signatures(archive: Path) -> dict[str, dict[str, list[str] | None]]:
+    """Return the public methods of the classes of `SIGNED`, with the names of their arguments.
+
+    A property or a field has None. What a base has comes first.
+    """
+    classes: dict[str, ast.ClassDef] = {}
+    with tarfile.open(archive) as files:
+        for member in files:
+            path = member.name.partition("/")[2]
+            file = (
+                files.extractfile(member) if path.startswith(SIGNED_FILES) and path.endswith(".py") else None
+            )
+            for node in ast.walk(ast.parse(file.read())) if file is not None else ():
+                if isinstance(node, ast.ClassDef):
+                    classes.setdefault(node.name, node)
+    return {name: dict(_members(name, classes)) for name in SIGNED if name in classes}
+
+
+def _members(name: str, classes: dict[str, ast.ClassDef]) -> Iterator[tuple[str, list[str] | None]]:
+    for base in reversed(classes[name].bases):
+        if _last_name(base) in classes:
+            yield from _members(_last_name(base), classes)
+    for node in classes[name].body:
+        if isinstance(node, ast.AnnAssign) and (field := ast.unparse(node.target))[0] != "_":
+            yield field, None
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        args = [each.arg for each in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+        args = [each for each in args if each not in ("self", "cls")]
+        if node.name == "__init__" and "Output" in name:  # its arguments are its fields
+            yield from dict.fromkeys(args).items()
+        elif node.name[0] != "_":
+            is_property = any(ast.unparse(each).endswith("property") for each in node.decorator_list)
+            yield node.name, None if is_property else args
+
+
 def _public_names(tree: ast.Module, *, is_package: bool) -> Iterator[str]:
     for node in tree.body:
         names: list[str] = []
@@ -273,7 +335,7 @@ def table(archives: list[Path]) -> dict[str, Any]:
             if entry["last"] == versions[-1]:
                 del entry["last"]
     made = {"versions": versions, "short": dict(sorted(short.items())), "names": names}
-    return made | {"modules": modules(archives[-1])}
+    return made | {"modules": modules(archives[-1]), "signatures": signatures(archives[-1])}
 
 
 def lines(made: dict[str, Any]) -> Iterator[str]:
@@ -289,15 +351,21 @@ def lines(made: dict[str, Any]) -> Iterator[str]:
         yield ",\n".join(rows)
         yield "  }" if title == titles[-1][0] else "  },"
     yield " },"
-    yield from module_lines(made["modules"])
+    yield ' "modules": {'
+    yield from _rows(made["modules"], "  ")
+    yield " },"
+    yield ' "signatures": {'
+    classes = [*made["signatures"].items()]
+    for name, members in classes:
+        yield f"  {json.dumps(name)}: {{"
+        yield from _rows(members, "   ")
+        yield "  }" if name == classes[-1][0] else "  },"
+    yield " }"
     yield "}"
 
 
-def module_lines(paths: dict[str, list[str]]) -> Iterator[str]:
-    """Yield the file's last part: a line for each module."""
-    yield ' "modules": {'
-    yield ",\n".join(f"  {json.dumps(path)}: {json.dumps(paths[path])}" for path in sorted(paths))
-    yield " }"
+def _rows(entries: dict[str, Any], margin: str) -> Iterator[str]:
+    yield ",\n".join(f"{margin}{json.dumps(name)}: {json.dumps(entries[name])}" for name in sorted(entries))
 
 
 def _kind(annotation: str) -> str:

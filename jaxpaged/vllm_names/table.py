@@ -34,6 +34,24 @@ def _only(meaning: str, names: str, *neutral: Any, use: str = "", **more: Any) -
     return dict.fromkeys(names.split(), Verdict(meaning, neutral=neutral, use=use, **more))
 
 
+# Keys of `profiler_config`. The directory is read by `LLM.start_profile`.
+PROFILER: dict[str, Verdict] = {
+    "profiler": Verdict("traces are JAX's", neutral=("torch", ""), use="torch"),
+    **_all("it is where traces go", "torch_profiler_dir"),
+    **_all(
+        "JAX's traces have their own content",
+        "torch_profiler_activities torch_profiler_with_stack torch_profiler_with_flops "
+        "torch_profiler_use_gzip torch_profiler_dump_cuda_time_total torch_profiler_record_shapes "
+        "torch_profiler_with_memory detailed_trace_annotation ignore_frontend capture_torch_profiler "
+        "warmup_iterations active_iterations wait_iterations",
+    ),
+    **_only(
+        "a trace of some steps",
+        "delay_iterations max_iterations",
+        0,
+        use="start_profile and stop_profile",
+    ),
+}
 # Keys of `structured_outputs_config`.
 STRUCTURED_OUTPUTS: dict[str, Verdict] = {
     **_all("there is one way to compile constraints", "backend disable_fallback"),
@@ -222,7 +240,7 @@ ENGINE: dict[str, Verdict] = {
         "aux_output_config",
     ),
     **_only("traces", "otlp_traces_endpoint collect_detailed_traces", use="/metrics of the server"),
-    **_only("profiles", "profiler_config", use="jax.profiler"),
+    "profiler_config": Verdict("profiles", keys=PROFILER),
     **_only("a watermark in the answers", "watermark_config"),
     **_only("embeddings as prompts", "enable_prompt_embeds enable_mm_embeds"),
     **_only("adapters of another form", "lora_dtype", "auto"),

@@ -377,3 +377,76 @@ def test_adapters_have_vllms_names():
     assert (request.name, request.adapter_id, request.path) == ("poet", 3, "here")
     with pytest.raises(InputError, match="base_model_name=1 must be None or a string"):
         LoRARequest("poet", 3, "here", base_model_name=1)
+
+
+def test_prompts_are_queued_and_their_answers_waited_for(llm):
+    prompts = [[1, 2, 3], [4, 5]]
+    ids = llm.enqueue(prompts, GREEDY)
+    more = llm.enqueue([6, 7, 8], GREEDY, mm_processor_kwargs={})
+    outputs = llm.wait_for_completion()
+    assert [output.request_id for output in outputs] == ids + more
+    expected = llm.generate([*prompts, [6, 7, 8]], GREEDY, use_tqdm=False)
+    assert [o.outputs[0].token_ids for o in outputs] == [o.outputs[0].token_ids for o in expected]
+    assert llm.wait_for_completion(output_type=jaxpaged.RequestOutput) == []
+    with pytest.raises(InputError, match="output_type=.* must be None or RequestOutput"):
+        llm.wait_for_completion(int)
+    with pytest.raises(InputError, match="mm_processor_kwargs=.*use prompts of text"):
+        llm.enqueue(prompts, GREEDY, mm_processor_kwargs={"num_crops": 4})
+
+
+def test_an_update_of_weights_has_a_beginning_an_end_and_a_version(llm):
+    before = llm.get_weight_version()
+    with pytest.raises(InputError, match="finish_weight_update must come after start_weight_update"):
+        llm.finish_weight_update()
+    llm.start_weight_update()
+    with pytest.raises(InputError, match="must come after finish_weight_update"):
+        llm.start_weight_update()
+    llm.finish_weight_update(weight_version=str(before + 3))
+    assert llm.get_weight_version() == llm.llm_engine.get_weight_version() == before + 3
+    llm.update_weight_version(before + 3)
+    with pytest.raises(InputError, match="new_version='v2' must be an int, or its digits"):
+        llm.update_weight_version("v2")
+    with pytest.raises(InputError, match="use weights, a mapping"):
+        llm.update_weights(request={})
+
+
+def test_caches_are_reset_by_vllms_arguments(llm):
+    assert llm.reset_prefix_cache(reset_running_requests=True)
+    assert llm.llm_engine.reset_prefix_cache(True)
+    with pytest.raises(InputError, match="reset_connector=True must be False"):
+        llm.reset_prefix_cache(reset_connector=True)
+    llm.pause_generation("keep")
+    llm.enqueue([1, 2, 3], GREEDY)
+    with pytest.raises(InputError, match="reset_running_requests=True must be False while"):
+        llm.reset_prefix_cache(reset_running_requests=True)
+    assert not llm.reset_prefix_cache()
+    llm.resume_generation()
+    llm.wait_for_completion()
+
+
+def test_a_profile_is_a_trace_of_jaxs(llm, tmp_path, monkeypatch):
+    with pytest.raises(InputError, match="profiler_config=None must be an object with torch_profiler_dir"):
+        llm.start_profile()
+    monkeypatch.setattr(llm, "profile_directory", str(tmp_path))
+    with pytest.raises(InputError, match="use start_profile and stop_profile"):
+        llm.start_profile(max_iterations=3)
+    llm.start_profile("first")
+    with pytest.raises(InputError, match="start_profile must come when no trace runs"):
+        llm.start_profile()
+    llm.generate([1, 2], GREEDY, use_tqdm=False)
+    llm.stop_profile()
+    assert list((tmp_path / "first").rglob("*.xplane.pb"))
+    with pytest.raises(InputError, match="stop_profile must come after start_profile"):
+        llm.stop_profile()
+
+
+def test_what_is_not_served_says_what_to_take(llm):
+    with pytest.raises(AttributeError, match="LLM.collective_rpc is not served: .*use the methods of LLM"):
+        llm.collective_rpc("reload_weights")
+    with pytest.raises(AttributeError, match="LLM.apply_model is not served: .*use LLM.weights"):
+        llm.apply_model(print)
+    with pytest.raises(AttributeError, match="LLMEngine.pin_lora is not served"):
+        llm.llm_engine.pin_lora(1)
+    assert (llm.get_world_size(), llm.runner_type) == (1, "generate")
+    assert llm.model_config.max_model_len == llm.engine.door.max_model_len
+    assert [metric.name for metric in llm.llm_engine.get_metrics()]
