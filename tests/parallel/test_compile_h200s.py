@@ -20,7 +20,7 @@ def test_eight_devices_add_up_twice_a_layer_and_gather_logits_once() -> None:
         "all-reduce f32[128,1024]": 2 * 2,
         "all-gather f32[8,4096]": 1,
         "all-gather f32[32,4096]": 1,  # a prompt's logprobs, where they are asked for
-        "all-reduce u32[]": 2,  # behind the loop: that all devices have come to the same state
+        "all-reduce u32[2]": 2,  # behind the loop: that all devices have come to the same state
     }
     assert report.outermost.count("kWhile") == 1  # no graph as on one device: XLA turns the loop
     assert not [kind for kind in report.outermost if kind.startswith("kHost")]
