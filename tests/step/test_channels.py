@@ -26,7 +26,7 @@ TOY = Channel(
 
 @pytest.mark.slow
 def test_a_channel_that_is_one_entry_of_the_table_comes_to_users(monkeypatch):
-    """Of answers longer than a run."""
+    """Check the values of answers that are longer than a run."""
     monkeypatch.setitem(CHANNELS, TOY.name, TOY)
     driver = tiny.driver(max_num_seqs=3)  # a setup of no other test: sizes are kept by setup
     prompts = tiny.prompts([5, 9, 12, 7])

@@ -48,7 +48,7 @@ def test_each_feature_adds_arrays_and_one_that_is_off_none():
 
 
 def test_bytes_of_the_state_count_the_adapter_of_each_row():
-    """They were left out once."""
+    """Check what was left out once."""
     with_adapters = {**tiny.DEFAULTS, "enable_lora": True}
     setups = [Setup(EngineConfig(**options), tiny.CONFIG) for options in (tiny.DEFAULTS, with_adapters)]
     (of_rows, of_block), (more, same) = map(capacity.state_bytes, setups)
