@@ -39,7 +39,7 @@ from jaxpaged.models import decoder
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.decoder import Decoder
 from jaxpaged.models.load_as import LoadAs
-from jaxpaged.step.features import MAX_STEPS
+from jaxpaged.step.config import MAX_STEPS
 
 MODELS = {
     "llama-3.1-8b-shaped": llama_config(

@@ -39,7 +39,7 @@ from jaxpaged.memory.grouping import MOST_GROUPS, Grouping
 from jaxpaged.models import loading
 from jaxpaged.models.constant import ConstantModel
 from jaxpaged.models.load_as import LoadAs
-from jaxpaged.step.features import MAX_STEPS
+from jaxpaged.step.config import MAX_STEPS
 from jaxpaged.step.model import Model
 
 _REPEATS = flags.DEFINE_integer("repeats", 20, f"Runs of {MAX_STEPS} steps.", lower_bound=1, upper_bound=26)

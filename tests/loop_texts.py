@@ -8,6 +8,7 @@ One line for each setting. The loop is lowered from what a driver holds, and nei
 import contextlib
 import hashlib
 import os
+import re
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -43,11 +44,11 @@ SETTINGS: dict[str, Callable[[Path], Driver]] = {
 
 
 def text_of(driver: Driver) -> str:
-    """Return the text of a driver's loop, lowered."""
+    """Return the text of a driver's loop, lowered, without the names of the state's fields."""
     device = driver.device
     arguments = device.params, device.state, loop.limits(1), np.bool_(False)
     lowered = loop.run.lower(device.graphdef, *arguments, config=driver.step_config, mesh=driver.setup.mesh)
-    return lowered.as_text()
+    return re.sub(r'jax.result_info = "[^"]*"', "", lowered.as_text())
 
 
 @contextlib.contextmanager

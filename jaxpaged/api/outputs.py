@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -10,6 +10,7 @@ import numpy as np
 from jaxpaged.engine.handle import RequestMetrics, sum_of_drafts
 from jaxpaged.engine.request import Delta, Request, Score
 from jaxpaged.lora import LoRARequest
+from jaxpaged.step.channels import CHANNELS, SamplingMask
 from jaxpaged.step.state import FinishReason
 from jaxpaged.text.vocabulary import Names, Vocabulary, vocabulary_of
 from jaxpaged.vllm_names.methods import missing
@@ -36,13 +37,6 @@ class Logprob:
 
 
 @dataclasses.dataclass(frozen=True)
-class SamplingMask:
-    """Tokens that each token of an answer was chosen from, after its rules and filters, rising."""
-
-    token_ids: list[list[int]]
-
-
-@dataclasses.dataclass(frozen=True)
 class CompletionOutput:
     index: int  # which of the prompt's answers
     text: str  # up to a stop string; special tokens left out
@@ -60,6 +54,8 @@ class CompletionOutput:
     # Experts of the prompt's tokens and the answer's but the last, [tokens, layers, experts], in the order of
     # their scores; with the engine option `enable_return_routed_experts`.
     routed_experts: np.ndarray | None = dataclasses.field(default=None, compare=False)
+    # Values of channels (`step.channels`) that have no field here, by name.
+    channels: Mapping[str, Any] = dataclasses.field(default_factory=dict, compare=False)
 
     def finished(self) -> bool:
         return self.finish_reason is not None
@@ -201,9 +197,16 @@ def _completion(answer: Delta, names: Names | None) -> CompletionOutput:
         finish_reason=FINISH_REASONS[answer.finish_reason],
         stop_reason=answer.stop_reason,
         weight_versions=list(answer.weight_versions),
-        sampling_mask=None if answer.support is None else SamplingMask([*map(list, answer.support)]),
-        routed_experts=answer.routed,
+        **_values(answer),
     )
+
+
+def _values(answer: Delta) -> dict[str, Any]:
+    """Return the fields of `CompletionOutput` that channels fill in."""
+    values = {name: CHANNELS[name].output(each) for name, each in answer.channels.items()}
+    fields = {field.name for field in dataclasses.fields(CompletionOutput)}
+    others = {name: each for name, each in values.items() if name not in fields}
+    return {name: each for name, each in values.items() if name in fields} | {"channels": others}
 
 
 def _of_all(metrics: Sequence[RequestMetrics]) -> RequestMetrics:

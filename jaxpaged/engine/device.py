@@ -53,7 +53,7 @@ CALLS = SharedCalls(
     "put_weights",
     "release",
     "restore",
-    "read_experts",
+    "read_values",
     "look",
     "forget_prefixes",
 )
@@ -159,9 +159,7 @@ class Device:
         else:
             self._state, report = loop.run(self.graphdef, *arrays, config=self.step_config, mesh=self.mesh)
         self._look()
-        return recent.told_beside(
-            report, self._state, wants_scores, self.setup.config.return_sampling_mask, mesh=self.mesh
-        )
+        return recent.told_beside(report, self._state, wants_scores, mesh=self.mesh)
 
     # Rows.
 
@@ -188,9 +186,9 @@ class Device:
         self._set_rows(candidates=candidates)
 
     @CALLS.shared
-    def read_experts(self, rows: np.ndarray) -> jax.Array:
-        """Return the experts of all tokens of rows. Waits for nothing."""
-        return recent.routed_of(self._state, rows, mesh=self.mesh)
+    def read_values(self, channel: str, rows: np.ndarray) -> jax.Array:
+        """Return a channel's values of all positions of rows. Waits for nothing."""
+        return recent.of_rows(self._state, rows, channel, mesh=self.mesh)
 
     def _set_rows(self, **arrays: Any) -> None:
         self._state = dataclasses.replace(self._state, rows=dataclasses.replace(self._state.rows, **arrays))

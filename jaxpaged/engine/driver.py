@@ -46,6 +46,7 @@ from jaxpaged.models.quantised import codes as quantised
 from jaxpaged.parallel.processes import Leader, Processes
 from jaxpaged.status import raise_if_error
 from jaxpaged.step import loop, recent
+from jaxpaged.step.channels import by_position
 from jaxpaged.step.report import Report
 from jaxpaged.step.state import Counter, EngineState, without_kv
 
@@ -281,8 +282,8 @@ class Driver:
         for service in self.services:
             service.warm_up()
         self._filler.warm_up()
-        if self.state.routed is not None:
-            self._experts_of(0)
+        for name in by_position(self.state.channels):
+            self._values_of(name, 0)
         scores = recent.scores(self.state, mesh=self.device.mesh)
         jax.block_until_ready((self._run(max_steps=0), scores))
 
@@ -309,7 +310,7 @@ class Driver:
             run.stays,
             # It rises when no run is under way, so it is that of the weights that computed this one.
             weight_version=self.device.weight_version,
-            routed_of=self._experts_of,
+            values_of=self._values_of,
         )
         self._note(report, run.began)
         self._after_report()
@@ -325,12 +326,12 @@ class Driver:
             deltas = service.on_deltas(deltas)
         return deltas
 
-    def _experts_of(self, row: int) -> np.ndarray:
-        """Return the experts of all tokens of a row, after all runs that were dispatched. Waits for them."""
+    def _values_of(self, channel: str, row: int) -> np.ndarray:
+        """Return a channel's values of all positions of a row, after all dispatched runs. Waits for them."""
         replicas = self._replicas
         rows = replicas.local(np.array([row], np.int32))
-        experts = jax.device_get(self.device.read_experts(rows))
-        return np.asarray(experts[row // replicas.num_rows, 0] if replicas.size > 1 else experts[0])
+        values = jax.device_get(self.device.read_values(channel, rows))
+        return np.asarray(values[row // replicas.num_rows, 0] if replicas.size > 1 else values[0])
 
     def _note(self, report: Report, dispatched: float) -> None:
         """Update the statistics, and the estimate of how long steps take."""

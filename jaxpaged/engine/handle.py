@@ -7,11 +7,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-import numpy as np
 from absl import logging
 
 from jaxpaged.engine.request import Delta, DraftCounts, Request
 from jaxpaged.engine.texts import TextError, texts, texts_of
+from jaxpaged.step import channels
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,10 +149,6 @@ def sum_of_drafts(counts: Sequence[DraftCounts | None]) -> DraftCounts | None:
     return sum(its, DraftCounts()) if its else None
 
 
-def _joined(parts: Sequence[np.ndarray]) -> np.ndarray | None:
-    return np.concatenate(parts) if parts else None
-
-
 def or_raise(item: Item) -> Delta:
     """Return the delta, or raise the error anew, with its cause, for each thread that waits."""
     if isinstance(item, EngineDeadError):
@@ -175,9 +171,6 @@ def collect(deltas: Sequence[Delta]) -> Delta:
         num_hit_tokens=max(delta.num_hit_tokens for delta in deltas),
         text=None if last.text is None else "".join(delta.text or "" for delta in deltas),
         weight_versions=tuple(version for delta in deltas for version in delta.weight_versions),
-        support=None
-        if all(delta.support is None for delta in deltas)
-        else tuple(each for delta in deltas for each in delta.support or ()),
         drafts=sum_of_drafts([delta.drafts for delta in deltas]),
-        routed=_joined([delta.routed for delta in deltas if delta.routed is not None]),
+        channels=channels.joined([delta.channels for delta in deltas]),
     )

@@ -1,6 +1,7 @@
 """Rows as the host knows them: which request has which, and what the runs report. For one thread only."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -11,10 +12,14 @@ from jaxpaged.engine.by_host import Follower, Line
 from jaxpaged.engine.candidates import told_candidates
 from jaxpaged.engine.request import Beam, Delta, DraftCounts, Request, Score, device_request_id
 from jaxpaged.sampling import Scores
-from jaxpaged.step.features import MAX_STEPS
+from jaxpaged.step.channels import CHANNELS
+from jaxpaged.step.config import MAX_STEPS
 from jaxpaged.step.report import Report
 from jaxpaged.step.state import FinishReason, Phase
 from jaxpaged.step.step import PromptScores
+
+# Reader of a channel's values of all positions of a row, by the channel's name and the row.
+type ValuesOf = Callable[[str, int], np.ndarray]
 
 # Phases of requests in rows that are not held for others, and do not run.
 WAITS = (Phase.WAITING, Phase.SWAPPED, Phase.FOLLOWING)
@@ -52,22 +57,31 @@ class HostRow:
             _log_end(self, "a token came that it bars")
         return FinishReason.ERROR if reason is FinishReason.ABORT and self.problem is not None else reason
 
-    def routed(self, report: Any, row: int, num_new: int, routed_of: Any) -> np.ndarray | None:
-        """Return the experts of the tokens that were computed since the last report: at first those of the
-        prompt and the answer's beginning, then those of `num_new`. The newest token is not computed.
+    def values(self, report: Any, row: int, num_new: int, values_of: ValuesOf) -> dict[str, Any]:
+        """Return what channels have for the newest `num_new` tokens of a row, and before them for the prompt
+        and the answer's beginning.
         """
-        if report.new_routed is None:
-            return None
-        end = int(report.num_tokens[row]) - 1
-        if len(self.answer) == len(self.request.continues or ()):
-            found: np.ndarray = routed_of(row)[self.request.params.routed_experts_prompt_start : end]
-            return found
-        last = min(end, MAX_STEPS)
-        return np.array(report.new_routed[row][last - num_new : last])
+        begins = len(self.answer) == len(self.request.continues or ())
+        found = {}
+        for name, values in report.channels.items():
+            new = CHANNELS[name].new_values(
+                values[row],
+                num_tokens=int(report.num_tokens[row]),
+                num_new=num_new,
+                all_values=functools.partial(values_of, name, row) if begins else None,
+                params=self.request.params,
+            )
+            if new is not None:
+                found[name] = new
+        return found
 
     def scores_of_candidates(self) -> np.ndarray | None:
         """Return the scores of the prompt's candidates, likewise."""
         return None if self.answer else told_candidates(self.request.params, self.candidates)
+
+
+def _no_values(channel: str, row: int) -> np.ndarray:
+    raise AssertionError(f"no reader of {channel} was given")
 
 
 # The same of all rows, for NumPy; zeros for a free row.
@@ -231,7 +245,7 @@ class HostRows:
         prompts: PromptScores | None,
         stays: np.ndarray,
         weight_version: int = 0,
-        routed_of: Callable[[int], np.ndarray] | None = None,
+        values_of: ValuesOf = _no_values,
     ) -> tuple[list[Delta], list[int]]:
         """Take what is new in a report of NumPy arrays, and free the rows of requests that have ended.
 
@@ -239,7 +253,7 @@ class HostRows:
         stays: `stays` as it was when the run was dispatched. A report says nothing of a row that was taken
             since, even if by the same request again.
         weight_version: of the weights that the run computed with.
-        routed_of: what reads the experts of all tokens of a row.
+        values_of: what reads a channel's values of all positions of a row.
 
         Returns: the deltas, and the numbers of the requests that this report is the first to see run.
         """
@@ -259,7 +273,7 @@ class HostRows:
         columns["has_run"] |= begins
         first_run = [entry.request.request_id for row in np.flatnonzero(begins) if (entry := self._rows[row])]
         rows = np.flatnonzero(changed & ~columns["is_beam"])
-        deltas = self._deltas(report, rows, num_new, weight_version, drafts, routed_of)
+        deltas = self._deltas(report, rows, num_new, weight_version, drafts, values_of)
         if columns["is_beam"].any():
             rows = np.flatnonzero(changed & columns["is_beam"])
             deltas += self._follow_beams(report, rows, num_new, weight_version)
@@ -268,7 +282,13 @@ class HostRows:
         return deltas, first_run
 
     def _deltas(
-        self, report: Any, rows: np.ndarray, num_new: Any, weight_version: int, drafts: Any, routed_of: Any
+        self,
+        report: Any,
+        rows: np.ndarray,
+        num_new: Any,
+        weight_version: int,
+        drafts: Any,
+        values_of: ValuesOf,
     ) -> list[Delta]:
         """Return the newest `num_new` tokens of these rows, as deltas.
 
@@ -297,9 +317,8 @@ class HostRows:
                     candidate_logprobs=entry.scores_of_candidates() if its_tokens else None,
                     index=request.index,
                     weight_versions=(weight_version,) * len(its_tokens),
-                    support=None if report.new_support is None else _sets(report.new_support[row][new]),
                     drafts=None if drafts is None else DraftCounts(*drafts[row].tolist()),
-                    routed=entry.routed(report, row, n, routed_of) if n else None,
+                    channels=entry.values(report, row, n, values_of),
                 )
             )
             entry.answer += its_tokens
@@ -355,12 +374,6 @@ class HostRows:
 def _log_end(entry: HostRow, problem: str) -> None:
     what = "request %d ends with an error behind %d tokens: its grammar cannot be followed: %s"
     logging.warning(what, entry.request.request_id, len(entry.answer), problem)
-
-
-def _sets(words: np.ndarray) -> tuple[tuple[int, ...], ...]:
-    """Return the tokens of each set, rising, from uint32 [n, words] with a bit for each."""
-    octets = np.ascontiguousarray(words, "<u4").view(np.uint8)
-    return tuple(tuple(np.flatnonzero(bits).tolist()) for bits in np.unpackbits(octets, 1, bitorder="little"))
 
 
 def scores_of(scores: Scores | None, at: Any, num_top: int) -> list[Score]:

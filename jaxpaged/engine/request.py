@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -151,12 +151,10 @@ class Delta:
     index: int = 0  # which of the prompt's answers
     beam: "Beam | None" = None  # of what a beam search has found
     weight_versions: tuple[int, ...] = ()  # for each of these tokens, of the weights that sampled it
-    # For each of these tokens, those that it was chosen from, rising; None where that is not told.
-    support: tuple[tuple[int, ...], ...] | None = None
     num_fetched_tokens: Mapping[str, int] | None = None  # prompt tokens that came from each tier, once
-    # Experts of tokens that were computed for these, [tokens, layers, experts]: the first delta has the
-    # prompt's. None where they are not told.
-    routed: np.ndarray | None = dataclasses.field(default=None, compare=False)
+    # Values of channels (`step.channels`) by name: for each of these tokens; of a channel by position for the
+    # tokens that were computed for these, in the first delta the prompt's, too.
+    channels: Mapping[str, Any] = dataclasses.field(default_factory=dict, compare=False)
     # Of the steps that gave these tokens; None: nothing is drafted. No part of the answer.
     drafts: DraftCounts | None = dataclasses.field(default=None, compare=False)
 

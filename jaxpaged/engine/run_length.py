@@ -3,7 +3,7 @@
 import dataclasses
 
 from jaxpaged.checks import INT32_MAX
-from jaxpaged.step.features import MAX_STEPS
+from jaxpaged.step.config import MAX_STEPS
 
 # A run should take about so long: short enough to stream, long enough for its dispatch to cost nothing.
 SECONDS_PER_RUN = 0.1

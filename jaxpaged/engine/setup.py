@@ -27,6 +27,7 @@ from jaxpaged.models.load_as import LoadAs
 from jaxpaged.models.shards import Shard, Shards
 from jaxpaged.parallel.mesh import mesh_of
 from jaxpaged.speculation import BY_MODEL, DRAFT_MODEL
+from jaxpaged.step import channels
 from jaxpaged.step.config import DraftCost, StepConfig
 from jaxpaged.step.features import Features
 from pallas_kernels import layouts, native, support
@@ -233,7 +234,9 @@ class Setup:
 
     @functools.cached_property
     def features(self) -> Features:
-        """Optional features of the rows and the state. Raises `InputError` as `routed_shape` does."""
+        """Optional features of the rows and the state. Raises `InputError` for a channel that the
+        model has no values for.
+        """
         config = self.config
         return Features(
             lora=config.enable_lora,
@@ -242,23 +245,8 @@ class Setup:
             past_tokens=self.past_tokens,
             replays=config.enable_trace_replay,
             candidates=config.max_prompt_logprob_token_ids,
-            masks=config.return_sampling_mask,
-            routed=self.routed_shape,
+            channels=channels.switched_on(config, self.model_config),
         )
-
-    @functools.cached_property
-    def routed_shape(self) -> jax.ShapeDtypeStruct | None:
-        """Shape and dtype of a token's experts: layers, and experts in each; None where they are not
-        returned. Raises `InputError` for a model without experts.
-        """
-        is_asked, experts = self.config.enable_return_routed_experts, self.model_config.experts
-        if not is_asked:
-            return None
-        rule = "False for a model without experts"
-        check("enable_return_routed_experts", is_asked, rule, experts is not None)
-        assert experts is not None
-        dtype = jnp.uint8 if experts.num_experts <= 256 else jnp.uint16
-        return jax.ShapeDtypeStruct((self.model_config.num_layers, experts.num_chosen), dtype)
 
     def step_config(self, num_blocks: int) -> StepConfig:
         """Return the constants of the compiled step over a pool of `num_blocks` blocks."""

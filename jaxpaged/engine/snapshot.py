@@ -5,6 +5,7 @@ import dataclasses
 from jaxpaged.checks import check
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine.request_queue import Queued
+from jaxpaged.step.channels import CHANNELS
 from jaxpaged.step.config import StepConfig
 from jaxpaged.step.state import EngineState
 
@@ -26,7 +27,7 @@ def check_snapshot(config: EngineConfig) -> None:
     drafts = config.speculative_config
     check("speculative_config", drafts, "None for a snapshot", drafts is None)
     sizes = "structured_outputs_mib", "max_prompt_logprob_token_ids"
-    flags = "enable_trace_replay", "return_sampling_mask", "enable_return_routed_experts"
+    flags = "enable_trace_replay", *(channel.option for channel in CHANNELS.values() if channel.option)
     for name in (*sizes, *flags):
         asked = getattr(config, name)
         check(name, asked, f"{0 if name in sizes else False} for a snapshot", not asked)

@@ -8,6 +8,7 @@ import numpy as np
 
 from jaxpaged.engine.request import Delta, Request
 from jaxpaged.sampling_params import SamplingParams
+from jaxpaged.step import channels
 from jaxpaged.step.state import FinishReason
 from jaxpaged.text.detokenizer import Detokenizer, Step
 
@@ -111,10 +112,7 @@ class Texts:
             token_ids=delta.token_ids[:num_tokens],
             scores=None if delta.scores is None else delta.scores[:num_tokens],
             weight_versions=delta.weight_versions[:num_tokens],
-            support=None if delta.support is None else delta.support[:num_tokens],
-            routed=None
-            if delta.routed is None
-            else delta.routed[: len(delta.routed) - len(delta.token_ids) + num_tokens],
+            channels=channels.without_last(delta.channels, len(delta.token_ids) - num_tokens),
             finish_reason=FinishReason.STOP,
             stop_reason=stop,
             text=self._give(end if self._includes else end - len(stop)),

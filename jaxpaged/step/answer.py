@@ -8,34 +8,30 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, UInt32
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxpaged.contracts.samplers import Sampler, SamplingOptions
 from jaxpaged.sampling import (
     Context,
     Scores,
     edited,
-    in_bits,
     is_among,
     likeliest,
     no_scores,
     sample,
     score,
-    support,
     told,
 )
 from jaxpaged.sampling_state import SamplingState
 from jaxpaged.status import Status
-from jaxpaged.step import automata, speculation
-from jaxpaged.step.config import StepConfig
-from jaxpaged.step.features import MAX_STEPS
+from jaxpaged.step import automata, channels, speculation
+from jaxpaged.step.channels import Choice, Edit, Values
+from jaxpaged.step.config import MAX_STEPS, StepConfig
 from jaxpaged.step.model import Hidden, Model
 from jaxpaged.step.pieces import in_pieces
 from jaxpaged.step.plan import DecodeSlots
 from jaxpaged.step.speculation import Drafts
 from jaxpaged.step.state import EngineState, FinishReason, Phase
-
-type Edit = Callable[[Float[Array, "rows vocab"]], Float[Array, "rows vocab"]]
 
 
 class Slots(NamedTuple):
@@ -75,8 +71,7 @@ def answer(
     if state.arena is not None and grammars is not None and drafts is not None:
         its_grammars, states = speculation.grammars_behind(grammars, state.arena, rows, slots, drafts, most)
     type Newest = tuple[Int[Array, " rows"], Int[Array, " rows"]]
-    type Support = UInt32[Array, "rows max_steps words"] | None
-    type Chosen = tuple[Bool[Array, ""], Newest, Scores, Scores, Support]
+    type Chosen = tuple[Bool[Array, ""], Newest, Scores, Scores, Values]
 
     def newest(token_ids: Int[Array, " slots"]) -> Newest:
         """Return how many drafts of each row are right, and its newest token."""
@@ -107,8 +102,8 @@ def answer(
 
             return logits, options, edit
 
-        def choose_some(its: Slots) -> tuple[Int[Array, " slots"], UInt32[Array, "slots words"] | None]:
-            """Choose tokens, and tell the sets that they are chosen from, where they are kept."""
+        def choose_some(its: Slots) -> tuple[Int[Array, " slots"], Values]:
+            """Choose tokens, and make the values of those channels that have one for each choice."""
             logits, options, edit = choice(its)
             if sampler is None:
                 token_ids = sample(logits, options, its.position, edit)
@@ -117,7 +112,8 @@ def answer(
             if rows.replay_lens is not None:
                 given = rows.token_ids.at[its.row, its.position].get(mode="clip")
                 token_ids = jnp.where(its.position < rows.replay_lens[its.row], given, token_ids)
-            return token_ids, None if state.support is None else in_bits(support(logits, options, edit))
+            made = Choice(logits, options, edit, token_ids, its.position)
+            return token_ids, channels.of_choice(state.channels, made)
 
         def score_some(chosen: tuple[Slots, Int[Array, " slots"]]) -> Scores:
             its, token_ids = chosen
@@ -132,7 +128,7 @@ def answer(
 
         its = Slots(model.logits(hidden[:width]), row, is_due, position, place)
         num_used = jnp.max(jnp.where(is_due, jnp.arange(width, dtype=jnp.int32) + 1, 0))
-        token_ids, left = in_pieces(choose_some, its, num_used, config.rows_at_once)
+        token_ids, new_values = in_pieces(choose_some, its, num_used, config.rows_at_once)
         num_accepted, token = newest(token_ids)
         is_told = is_due if slots.offset is None else is_due & (slots.offset[:width] <= num_accepted[row])
         wants = is_told & (rows.sampling.num_logprobs[row] >= 0)
@@ -146,15 +142,14 @@ def answer(
             return noted, new
 
         noted = lax.cond(jnp.any(wants), note_scores, lambda: (scores, no_news))
-        its_support = state.support
-        if its_support is not None and left is not None:
-            at = jnp.where(is_told, row, max_seqs), position % MAX_STEPS
-            its_support = its_support.at[at].set(left, mode="drop")
+        values = state.channels
+        if new_values:
+            values = channels.noted(values, new_values, (jnp.where(is_told, row, max_seqs), position))
         is_unknown = jnp.bool_(False) if sampler is None else jnp.any(is_told & (token_ids < 0))
-        return is_unknown, (num_accepted, token), *noted, its_support
+        return is_unknown, (num_accepted, token), *noted, values
 
     no_token = jnp.zeros_like(index), jnp.zeros_like(index)
-    nothing = (jnp.bool_(False), no_token, scores, no_news, state.support)
+    nothing = (jnp.bool_(False), no_token, scores, no_news, state.channels)
     if config.decode_widths:
         # Slots are taken from the first on. One narrower choice is enough: each takes seconds to compile.
         few = config.decode_widths[0]
@@ -163,7 +158,7 @@ def answer(
         chosen = lax.switch(which, ways)
     else:
         chosen = lax.cond(jnp.any(due), functools.partial(choose, num_slots), lambda: nothing)
-    is_unknown, (num_accepted, token_ids), scores, new, its_support = chosen
+    is_unknown, (num_accepted, token_ids), scores, new, values = chosen
     if sampler is not None:
         state = replace(state, status=state.status | jnp.where(is_unknown, Status.UNKNOWN_TOKEN, 0))
     due = due & (rows.beams.width == 0)
@@ -187,7 +182,7 @@ def answer(
         finish_reason=jnp.where(finishes, reason, rows.finish_reason),
         grammars=grammars,
     )
-    return replace(state, rows=rows, scores=scores, support=its_support), new, num_accepted
+    return replace(state, rows=rows, scores=scores, channels=values), new, num_accepted
 
 
 def sampled_by(

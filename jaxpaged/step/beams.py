@@ -17,7 +17,7 @@ from jaxpaged.memory import block_table
 from jaxpaged.sampling import Scores, is_in
 from jaxpaged.sampling_params import MAX_BEAM_WIDTH, MAX_LOGPROBS
 from jaxpaged.step import automata
-from jaxpaged.step.features import MAX_STEPS
+from jaxpaged.step.config import MAX_STEPS
 from jaxpaged.step.plan import DecodeSlots
 from jaxpaged.step.state import EngineState, FinishReason, Phase, Rows
 

@@ -13,6 +13,9 @@ from jaxpaged.memory.cache_specs import CacheSpec
 from jaxpaged.memory.grouping import Grouping, one_group
 from pallas_kernels.ops import TiledImplementation
 
+# Maximum of steps in one run of the loop, and so of tokens per row in one report.
+MAX_STEPS = 32
+
 
 @dataclass(frozen=True)
 class Lookup:

@@ -14,9 +14,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from jaxpaged.step.automata import no_grammars
-
-# Maximum of steps in one run of the loop, and so of tokens per row in one report.
-MAX_STEPS = 32
+from jaxpaged.step.channels import CHANNELS
 
 
 @jax.tree_util.register_dataclass
@@ -60,8 +58,8 @@ class Features:
     past_tokens: int = 0  # tokens of past answers that drafts are looked up in
     replays: bool = False  # requests may have answers that are given
     candidates: int = 0  # maximum of tokens to be scored behind each position of a prompt
-    masks: bool = False  # the tokens that each was chosen from are reported
-    routed: jax.ShapeDtypeStruct | None = None  # a token's expert indices, [layers, experts], if reported
+    # Name of each channel (`step.channels`) that is on, with shape and dtype of a token's value.
+    channels: tuple[tuple[str, jax.ShapeDtypeStruct], ...] = ()
 
     def row_fields(self, num_rows: int, max_model_len: int) -> dict[str, Any]:
         """Return the optional fields of `Rows` without requests, by name: NumPy arrays, None where off."""
@@ -78,13 +76,13 @@ class Features:
             "candidates": zeros(max_model_len, self.candidates) if self.candidates else None,
         }
 
-    def state_fields(self, num_rows: int, max_model_len: int, vocab_size: int) -> dict[str, Any]:
+    def state_fields(self, num_rows: int, max_model_len: int) -> dict[str, Any]:
         """Return the optional fields of `EngineState`, by name: arrays, None where off."""
-        words, routed = -(-vocab_size // 32), self.routed
         return {
             "arena": jnp.zeros(self.arena_words, jnp.uint32) if self.arena_words else None,
-            "support": jnp.zeros((num_rows, MAX_STEPS, words), jnp.uint32) if self.masks else None,
-            "routed": routed and jnp.zeros((num_rows, max_model_len, *routed.shape), routed.dtype),
+            "channels": {
+                name: CHANNELS[name].empty(like, num_rows, max_model_len) for name, like in self.channels
+            },
             "past": no_past(self.past_tokens) if self.past_tokens else None,
             "credit": jnp.int32(0) if self.max_drafts else None,
         }

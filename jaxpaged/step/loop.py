@@ -27,8 +27,8 @@ from jaxpaged.models.layers import AdapterParam
 from jaxpaged.parallel.mesh import BY_SHARD, ON_EACH
 from jaxpaged.status import Status
 from jaxpaged.step import scheduler
-from jaxpaged.step.config import StepConfig
-from jaxpaged.step.features import MAX_STEPS, NO_FEATURES, Features
+from jaxpaged.step.config import MAX_STEPS, StepConfig
+from jaxpaged.step.features import NO_FEATURES, Features
 from jaxpaged.step.model import Model
 from jaxpaged.step.program import PerReplica, PerShard, Static, program
 from jaxpaged.step.report import Report
@@ -264,8 +264,7 @@ def report(
         draft_counts=None if rows.drafting is None else rows.drafting.counts,
         new_token_ids=_newest_tokens(rows),
         new_scores=None,
-        new_support=None,
-        new_routed=None,
+        channels={},
         prompt_scores=prompt_scores,
         num_free_blocks=pool.num_free,
         num_cached_blocks=block_pool.num_cached(pool),

@@ -4,7 +4,7 @@ import enum
 from dataclasses import dataclass, field
 
 import jax
-from jaxtyping import Array, Float, Int, UInt, UInt32
+from jaxtyping import Array, Float, Int
 
 from jaxpaged.sampling import Scores
 from jaxpaged.step.step import PromptScores
@@ -44,12 +44,8 @@ class Report:
     draft_counts: Int[Array, "rows 3"] | None = field(metadata=ROWS)  # `DraftRows.counts`; None: no drafts
     new_token_ids: Int[Array, "rows max_steps"] = field(metadata=ROWS)  # the row's last tokens, newest last
     new_scores: Scores | None = field(metadata=ROWS)  # their scores (`recent.scores`), if wanted
-    new_support: UInt32[Array, "rows max_steps words"] | None = field(
-        metadata=ROWS
-    )  # what they are chosen from
-    new_routed: UInt[Array, "rows max_steps num_layers num_chosen"] | None = field(
-        metadata=ROWS
-    )  # experts of the last tokens that are computed (`recent.routed`), if wanted
+    # Values of the row's last tokens that have them, by channel: [rows, MAX_STEPS, ...], see `step.channels`.
+    channels: dict[str, Array] = field(metadata=ROWS)
     num_free_blocks: Int[Array, ""] = field(metadata=SUM)
     num_cached_blocks: Int[Array, ""] = field(metadata=SUM)  # free blocks whose content can still be found
     # Scores of the last step's prompt tiles; None where they were not fetched. Merged separately.

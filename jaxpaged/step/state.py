@@ -2,14 +2,14 @@
 
 import enum
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Concatenate
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, UInt, UInt32
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from jaxpaged.memory import block_pool, block_table, prefix_cache
 from jaxpaged.memory.block_pool import FreeInfo, StatusInfo
@@ -19,7 +19,8 @@ from jaxpaged.memory.policies import LRU, Policy, sized
 from jaxpaged.sampling import Scores, no_scores
 from jaxpaged.sampling_state import LogitRules, SamplingState, neutral_rows
 from jaxpaged.step.automata import RESTS, GrammarRows
-from jaxpaged.step.features import MAX_STEPS, NO_FEATURES, DraftRows, Features, Past
+from jaxpaged.step.config import MAX_STEPS
+from jaxpaged.step.features import NO_FEATURES, DraftRows, Features, Past
 
 
 class Phase(enum.IntEnum):
@@ -196,11 +197,7 @@ class EngineState:
     # Indexed by `Counter`; behind them, where tokens are drafted, right drafts by their place in a step.
     counters: Int[Array, " counters"]
     status: Int[Array, ""]  # `Status` bits of all steps: anything but OK is a bug of the scheduler
-    # Sets of tokens that those of answers were chosen from, in columns as `scores`; None: nobody asks.
-    support: UInt32[Array, "rows max_steps words"] | None = None
-    # Experts that each row's tokens have chosen, by position; None: nobody asks. A row's newest token has
-    # none yet, for it is not computed.
-    routed: UInt[Array, "rows max_model_len num_layers num_chosen"] | None = None
+    channels: dict[str, Array] = field(default_factory=dict)  # values of tokens; see `step.channels`
     past: Past | None = None  # answers that drafts are looked up in; None: in none
     credit: Int[Array, ""] | None = None  # what drafts have saved, in parts of a step; None: there are none
 
@@ -301,7 +298,7 @@ def create_state(
         last_rejected=no_rejection(),
         counters=jnp.zeros(len(Counter) + features.max_drafts, jnp.int32),
         status=jnp.zeros((), jnp.int32),
-        **features.state_fields(num_rows, max_model_len, vocab_size),
+        **features.state_fields(num_rows, max_model_len),
     )
 
 

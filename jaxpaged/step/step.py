@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, UInt
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxpaged.arithmetic import cdiv
 from jaxpaged.config import PREFILL_TILE
@@ -17,16 +17,14 @@ from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.models.attention import PassBatch
 from jaxpaged.sampling import Scores, no_scores, score, score_candidates
 from jaxpaged.status import Status
-from jaxpaged.step import admission, beams, draft_pass, drafting, past, scheduler, speculation
+from jaxpaged.step import admission, beams, channels, draft_pass, drafting, past, scheduler, speculation
 from jaxpaged.step.answer import answer
+from jaxpaged.step.channels import Values
 from jaxpaged.step.config import ByModel, StepConfig
 from jaxpaged.step.model import Hidden, Model
 from jaxpaged.step.plan import DecodeSlots, Plan, Tiles, decode_tiles, prompt_tiles, slots_of
 from jaxpaged.step.scheduler import Decision
 from jaxpaged.step.state import Counter, EngineState, Phase, Rows
-
-# Experts by row and position (`EngineState.routed`); None: nobody asks.
-Routed = UInt[Array, "rows max_model_len num_layers num_chosen"] | None
 
 
 @jax.tree_util.register_dataclass
@@ -138,10 +136,14 @@ def start_forks(
         return hidden[source]
 
     hidden = lax.cond(jnp.any(rows.forking), gather, lambda: hidden)
-    if (routed := state.routed) is not None:
+    if values := channels.by_position(state.channels):
         source = jnp.where(rows.forking, leader_row, jnp.arange(leader_row.shape[0]))
-        routed = lax.cond(jnp.any(rows.forking), lambda its: its[source], lambda its: its, routed)
-        state = replace(state, routed=routed)
+
+        def of_leaders(values: Values) -> Values:
+            return {name: each[source] for name, each in values.items()}
+
+        values = lax.cond(jnp.any(rows.forking), of_leaders, lambda values: values, values)
+        state = replace(state, channels=state.channels | values)
     phase = jnp.where(rows.forking, Phase.RUNNING, rows.phase)
     return replace(state, rows=replace(rows, phase=phase)), hidden
 
@@ -163,18 +165,18 @@ def forward(
     """
     rows, tables = state.rows, state.tables
     width = config.tiles_per_pass
-    type Carry = tuple[KVCache, Hidden, PromptScores, Routed]
+    type Carry = tuple[KVCache, Hidden, PromptScores, Values]
 
     def prefill(carry: Carry) -> Carry:
         all_tiles = prompt_tiles(state, plan, cdiv(config.num_tiles, width) * width)
 
         def one_pass(i: Int[Array, ""], carry: Carry) -> Carry:
             tiles = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, i * width, width), all_tiles)
-            kv_cache, hidden, prompt_scores, routed = carry
-            kv_cache, hidden, routed, out = compute(
-                model, rows, tables, kv_cache, hidden, routed, tiles, slots, config
+            kv_cache, hidden, prompt_scores, values = carry
+            kv_cache, hidden, values, out = compute(
+                model, rows, tables, kv_cache, hidden, values, tiles, slots, config
             )
-            return kv_cache, hidden, score_prompts(model, rows, tiles, out, prompt_scores, i * width), routed
+            return kv_cache, hidden, score_prompts(model, rows, tiles, out, prompt_scores, i * width), values
 
         return lax.fori_loop(0, cdiv(jnp.sum(plan.num_tiles), width), one_pass, carry)
 
@@ -182,18 +184,23 @@ def forward(
         tiles = decode_tiles(state, plan, slots)
         if width < config.max_num_seqs:
             tiles = jax.tree.map(lambda x: x[:width], tiles)
-        kv_cache, hidden, prompt_scores, routed = carry
-        kv_cache, hidden, routed, _ = compute(
-            model, rows, tables, kv_cache, hidden, routed, tiles, slots, config
+        kv_cache, hidden, prompt_scores, values = carry
+        kv_cache, hidden, values, _ = compute(
+            model, rows, tables, kv_cache, hidden, values, tiles, slots, config
         )
-        return kv_cache, hidden, prompt_scores, routed
+        return kv_cache, hidden, prompt_scores, values
 
     def skip(carry: Carry) -> Carry:
         return carry
 
     nothing = jnp.zeros((config.max_num_seqs, model.hidden_size), model.dtype)
     beyond_all = jnp.full_like(prompt_scores.row, rows.phase.shape[0])
-    carry = state.kv_cache, nothing, replace(prompt_scores, row=beyond_all), state.routed
+    carry = (
+        state.kv_cache,
+        nothing,
+        replace(prompt_scores, row=beyond_all),
+        channels.by_position(state.channels),
+    )
     carry = lax.cond(jnp.any(plan.num_tiles > 0), prefill, skip, carry)
     decodes = (plan.num_tiles == 0) & (plan.num_new_tokens > 0)
     if config.decode_widths:
@@ -210,8 +217,8 @@ def forward(
             most = width
     else:
         carry = lax.cond(jnp.any(decodes), decode, skip, carry)
-    kv_cache, hidden, prompt_scores, routed = carry
-    return replace(state, kv_cache=kv_cache, routed=routed), hidden, prompt_scores
+    kv_cache, hidden, prompt_scores, values = carry
+    return replace(state, kv_cache=kv_cache, channels=state.channels | values), hidden, prompt_scores
 
 
 def score_prompts(
@@ -258,16 +265,16 @@ def compute(
     tables: BlockTables,
     kv_cache: KVCache,
     hidden: Hidden,
-    routed: Routed,
+    values: Values,
     tiles: Tiles,
     slots: DecodeSlots,
     config: StepConfig,
-) -> tuple[KVCache, Hidden, Routed, Float[Array, "num_tiles tile_len hidden"]]:
+) -> tuple[KVCache, Hidden, Values, Float[Array, "num_tiles tile_len hidden"]]:
     """Run the model over tiles whose tokens have slots already.
 
-    The hidden states of each row's newest token, and of its prompt's last, go to `hidden`, and all tokens'
-    experts to `routed`, where they are told. Returns the hidden states of all positions, too, for rows whose
-    prompts are scored.
+    The hidden states of each row's newest token, and of its prompt's last, go to `hidden`; what channels have
+    by position goes to `values`. Returns the hidden states of all positions, too, for rows whose prompts are
+    scored.
     """
     row, positions, valid = tiles.places()
     # A prompt that is computed again may end for a follower, which has no answer yet.
@@ -289,24 +296,20 @@ def compute(
         adapters=None if rows.lora is None else jnp.where(tiles.end > 0, rows.lora[tiles.row], 0),
         table_rows=tiles.row if is_one else tables.lines_of(tiles.row).reshape(-1, tables.num_groups).T,
         grouping=None if is_one else config.grouping,
-        wanted=wanted.reshape(-1) if tiles.tile_len > 1 and routed is None else None,
+        wanted=wanted.reshape(-1) if tiles.tile_len > 1 and not values else None,
     )
     token_ids = jnp.where(valid, rows.token_ids.at[row, positions].get(mode="clip"), 0)
     places = jnp.where(valid, positions, 0).reshape(-1)
-    if routed is not None:
-        empty = jnp.zeros((positions.size, *routed.shape[2:]), routed.dtype)
-        kv_cache = replace(kv_cache, routed=empty)
+    kv_cache = replace(kv_cache, **channels.before_pass(values, positions.size))
     out, kv_cache = draft_pass.serve(model, token_ids.reshape(-1), places, kv_cache, batch, config)
-    if routed is not None and kv_cache.routed is not None:
-        at = jnp.where(valid, row, routed.shape[0]), positions
-        chosen = kv_cache.routed.reshape(*positions.shape, *routed.shape[2:])
-        kv_cache, routed = replace(kv_cache, routed=None), routed.at[at].set(chosen, mode="drop")
+    cleared, values = channels.after_pass(values, kv_cache, row, positions, valid)
+    kv_cache = replace(kv_cache, **cleared)
     out = out.reshape(*positions.shape, -1)
     last = out[jnp.arange(positions.shape[0]), tiles.end - 1 - tiles.start]
     slot = jnp.where(is_newest, slots.of_row[tiles.row], hidden.shape[0])
     if slots.offset is not None and tiles.tile_len == 1:
         slot = jnp.where(slots.offset[: slot.shape[0]] > 0, jnp.arange(slot.shape[0]), slot)
-    return kv_cache, hidden.at[slot].set(last, mode="drop"), routed, out
+    return kv_cache, hidden.at[slot].set(last, mode="drop"), values, out
 
 
 def publish(state: EngineState, computes_prompt: Bool[Array, ""], config: StepConfig) -> EngineState:

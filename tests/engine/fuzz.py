@@ -35,7 +35,7 @@ from jaxpaged.models.families.llama import NAMES
 from jaxpaged.models.weights import random_weights
 from jaxpaged.sampling_params import BeamSearchParams, SamplingParams
 from jaxpaged.status import Status
-from jaxpaged.step.features import MAX_STEPS
+from jaxpaged.step.config import MAX_STEPS
 from jaxpaged.step.state import FinishReason
 from tests import tiny, tiny_grammars, tiny_lora, tiny_recursive
 from tests.engine.fuzz_settings import NUM_DEVICES, SETTINGS

@@ -10,7 +10,7 @@ from jaxpaged.engine.handle import RequestMetrics, collect
 from jaxpaged.engine.host_rows import HostRows
 from jaxpaged.engine.request import DraftCounts, Request
 from jaxpaged.sampling_params import SamplingParams
-from jaxpaged.step.features import MAX_STEPS
+from jaxpaged.step.config import MAX_STEPS
 from jaxpaged.step.state import Phase
 
 
@@ -27,8 +27,7 @@ def report(num_tokens, counts, reason=0):
         phase=both(Phase.FINISHED if reason else Phase.RUNNING),
         num_hit_tokens=both(0),
         new_token_ids=np.zeros((2, MAX_STEPS), np.int32),
-        new_support=None,
-        new_routed=None,
+        channels={},
         draft_counts=None if counts is None else np.array([[9, 9, 9], counts], np.int32),
     )
 

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from jaxpaged.engine.run_length import SECONDS_PER_RUN, RunLengthController
-from jaxpaged.step.features import MAX_STEPS
+from jaxpaged.step.config import MAX_STEPS
 from tests import tiny
 
 SECOND = SECONDS_PER_RUN  # of these tests: as long as a run should take

@@ -88,13 +88,13 @@ def test_answers_tell_what_their_tokens_were_chosen_from(driver):
         for place in range(40):
             changed = reference.edited(logits[place], prompt, answer.token_ids[:place], logit_bias=bias)
             want.append(tuple(reference.support(changed, **each)))
-        assert list(answer.support) == want
-        assert all(token in left for token, left in zip(answer.token_ids, answer.support, strict=True))
+        assert list(answer.channels["sampling_mask"]) == want
+        assert all(token in left for token, left in zip(answer.token_ids, want, strict=True))
         [output] = request_output(
             request, None, [answer], [RequestMetrics(0.0, None, None)], None, finished=True
         ).outputs
         assert output.sampling_mask.token_ids == [*map(list, want)]
-    assert max(map(len, found[ids[0]].support)) > 1
+    assert max(map(len, found[ids[0]].channels["sampling_mask"])) > 1
     tiny.assert_nothing_is_held(driver)
 
 

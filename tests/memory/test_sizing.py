@@ -19,7 +19,7 @@ from jaxpaged.models.load_as import LoadAs
 from jaxpaged.models.quantised.on_load import OnLoad
 from jaxpaged.sampling_params import MAX_LOGPROBS
 from jaxpaged.sampling_state import MAX_EDITS
-from jaxpaged.step.features import MAX_STEPS
+from jaxpaged.step.config import MAX_STEPS
 from reference.v0.cache_engine import CacheEngine
 from tests import tiny
 

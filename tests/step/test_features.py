@@ -10,11 +10,11 @@ from jaxpaged.config import EngineConfig
 from jaxpaged.engine import capacity
 from jaxpaged.engine.setup import Setup
 from jaxpaged.memory import kv_cache
+from jaxpaged.step.channels import CHANNELS
 from jaxpaged.step.features import NO_FEATURES, Features
 from jaxpaged.step.state import EngineState, create_state, create_tables
 from tests import tiny
 
-EXPERTS = jax.ShapeDtypeStruct((2, 1), jnp.uint8)
 ON: dict[str, Any] = {
     "lora": True,
     "arena_words": 64,
@@ -22,8 +22,7 @@ ON: dict[str, Any] = {
     "past_tokens": 8,
     "replays": True,
     "candidates": 2,
-    "masks": True,
-    "routed": EXPERTS,
+    "channels": tuple((name, jax.ShapeDtypeStruct((2, 1), jnp.uint8)) for name in CHANNELS),
 }
 
 
@@ -49,7 +48,7 @@ def test_each_feature_adds_arrays_and_one_that_is_off_none():
 
 
 def test_bytes_of_the_state_count_the_adapter_of_each_row():
-    """Add up four bytes a row: adapters once were left out of the plan."""
+    """Check what was left out once."""
     with_adapters = {**tiny.DEFAULTS, "enable_lora": True}
     setups = [Setup(EngineConfig(**options), tiny.CONFIG) for options in (tiny.DEFAULTS, with_adapters)]
     (of_rows, of_block), (more, same) = map(capacity.state_bytes, setups)

@@ -32,7 +32,7 @@ from jaxpaged.engine.services.service import Service
 from jaxpaged.handover import exchange
 from jaxpaged.kv_events import messages
 from jaxpaged.kv_events.tier_mirror import TierMirror
-from jaxpaged.step.features import MAX_STEPS
+from jaxpaged.step.config import MAX_STEPS
 from jaxpaged.tiers import groups, keys, tiers
 from jaxpaged.tiers.rule import Rule
 from jaxpaged.tiers.tiers import DISK, HOST, Promotion, Tiers

@@ -1,0 +1,224 @@
+"""Channels: values of each token that a user may get beside it, all of them in one table.
+
+`CHANNELS` says of each what it is, how the step makes it, and how the host reads and joins it. Everything
+else is made from the table: the state's arrays, the report, the merge over replicas, `Delta.channels`, and
+the fields of `CompletionOutput`. A channel that is off adds no array.
+"""
+
+import enum
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxpaged.arithmetic import cdiv
+from jaxpaged.checks import check
+from jaxpaged.models.config import ModelConfig
+from jaxpaged.sampling import in_bits, support
+from jaxpaged.sampling_state import SamplingState
+from jaxpaged.step.config import MAX_STEPS
+
+type Edit = Callable[[Float[Array, "rows vocab"]], Float[Array, "rows vocab"]]
+type Values = dict[str, Array]  # by the names of channels
+
+
+class Per(enum.Enum):
+    """Kinds of channels: what has a value, and how long the device keeps it."""
+
+    TOKEN = enum.auto()  # each token of an answer, from its choice; kept for the last MAX_STEPS tokens
+    POSITION = enum.auto()  # each token of prompt and answer but the newest, from its pass; all are kept
+
+
+class Choice(NamedTuple):
+    """Tokens that were chosen together, and what they were chosen from."""
+
+    logits: Float[Array, "slots vocab"]
+    options: SamplingState
+    edit: Edit  # applies the rows' rules to logits
+    token_ids: Int[Array, " slots"]
+    position: Int[Array, " slots"]  # of the tokens
+
+
+def _first(params: Any) -> int:
+    return 0
+
+
+@dataclass(frozen=True)
+class Channel:
+    """A value of each token, [*shape], which a user may get beside the token."""
+
+    name: str  # key of the values everywhere, and the field of `CompletionOutput` if it has one of that name
+    option: str  # engine option that switches it on; "": none does
+    per: Per
+    like: Callable[[ModelConfig], jax.ShapeDtypeStruct]  # shape and dtype of a token's value
+    # TOKEN: makes the values [slots, *shape] when tokens have been chosen.
+    of_choice: Callable[[Choice], Array] | None = None
+    # POSITION: field of `KVCache` in which the model leaves the values of a pass, [num_tokens, *shape].
+    pass_field: str = ""
+    # What users get for the values of some tokens, a NumPy array [n, *shape]: a tuple or an array of n.
+    read: Callable[[np.ndarray], Any] = field(default=np.array)
+    output: Callable[[Any], Any] = field(default=lambda value: value)  # what `CompletionOutput` has for it
+    # POSITION: the first position of the prompt that is reported, by a request's `SamplingParams`.
+    first: Callable[[Any], int] = field(default=_first)
+
+    def empty(self, like: jax.ShapeDtypeStruct, num_rows: int, max_model_len: int) -> Array:
+        """Return the state's array without values: [rows, MAX_STEPS or max_model_len, *shape].
+
+        TOKEN: position p is in column p % MAX_STEPS. POSITION: in column p.
+        """
+        width = MAX_STEPS if self.per is Per.TOKEN else max_model_len
+        return jnp.zeros((num_rows, width, *like.shape), like.dtype)
+
+    def newest(self, kept: Array, num_tokens: Int[Array, " rows"]) -> Array:
+        """Return the values of each row's last MAX_STEPS tokens that have one, the newest at the end."""
+        num = num_tokens if self.per is Per.TOKEN else num_tokens - 1
+        first = jnp.maximum(num - MAX_STEPS, 0)
+        position = first[:, None] + jnp.arange(MAX_STEPS)
+        row = jnp.arange(position.shape[0])[:, None]
+        if self.per is Per.TOKEN:
+            return kept[row, position % MAX_STEPS]
+        return kept.at[row, position].get(mode="clip")
+
+    def new_values(
+        self,
+        newest: np.ndarray,
+        num_tokens: int,
+        num_new: int,
+        all_values: Callable[[], np.ndarray] | None,
+        params: Any,
+    ) -> Any:
+        """Return what a delta has of a row; None if nothing.
+
+        newest: the row's values in the report, [MAX_STEPS, *shape].
+        num_tokens: tokens of the row, of which the last `num_new` are new.
+        all_values: reads the values of all positions, for the first delta of an answer; None for a later one.
+        """
+        if self.per is Per.TOKEN:
+            end = min(num_tokens, MAX_STEPS)
+            return self.read(newest[end - num_new : end])
+        if not num_new:
+            return None
+        if all_values is not None:
+            return self.read(all_values()[self.first(params) : num_tokens - 1])
+        end = min(num_tokens - 1, MAX_STEPS)
+        return self.read(newest[end - num_new : end])
+
+    def join(self, parts: Sequence[Any]) -> Any:
+        """Join what consecutive deltas of a request have."""
+        if isinstance(parts[0], np.ndarray):
+            return np.concatenate(parts)
+        return tuple(itertools.chain(*parts))
+
+
+@dataclass(frozen=True)
+class SamplingMask:
+    """Tokens that each token of an answer was chosen from, after its rules and filters, rising."""
+
+    token_ids: list[list[int]]
+
+
+def _sets(words: np.ndarray) -> tuple[tuple[int, ...], ...]:
+    """Return the tokens of each set, rising, from uint32 [n, words] with a bit for each."""
+    octets = np.ascontiguousarray(words, "<u4").view(np.uint8)
+    return tuple(tuple(np.flatnonzero(bits).tolist()) for bits in np.unpackbits(octets, 1, bitorder="little"))
+
+
+def _experts(config: ModelConfig) -> jax.ShapeDtypeStruct:
+    """Return the shape and dtype of a token's experts: [layers, experts]."""
+    experts, rule = config.experts, "False for a model without experts"
+    check("enable_return_routed_experts", True, rule, experts is not None)
+    assert experts is not None
+    dtype = jnp.uint8 if experts.num_experts <= 256 else jnp.uint16
+    return jax.ShapeDtypeStruct((config.num_layers, experts.num_chosen), dtype)
+
+
+MASKS = Channel(
+    "sampling_mask",
+    "return_sampling_mask",
+    Per.TOKEN,
+    like=lambda config: jax.ShapeDtypeStruct((cdiv(config.vocab_size, 32),), jnp.uint32),
+    of_choice=lambda choice: in_bits(support(choice.logits, choice.options, choice.edit)),
+    read=_sets,
+    output=lambda sets: SamplingMask([*map(list, sets)]),
+)
+EXPERTS = Channel(
+    "routed_experts",
+    "enable_return_routed_experts",
+    Per.POSITION,
+    like=_experts,
+    pass_field="routed",
+    first=lambda params: params.routed_experts_prompt_start,
+)
+CHANNELS = {channel.name: channel for channel in (MASKS, EXPERTS)}
+
+
+def switched_on(config: Any, model_config: ModelConfig) -> tuple[tuple[str, jax.ShapeDtypeStruct], ...]:
+    """Return the name, and a token's shape and dtype, of each channel that an engine's options switch on.
+
+    Raises `InputError` for a model that has no such values.
+    """
+    return tuple(
+        (channel.name, channel.like(model_config))
+        for channel in CHANNELS.values()
+        if not channel.option or getattr(config, channel.option)
+    )
+
+
+def of_choice(kept: Values, choice: Choice) -> Values:
+    """Return the values of tokens that have been chosen, of all channels that have some."""
+    makes = {name: CHANNELS[name].of_choice for name in kept}
+    return {name: make(choice) for name, make in makes.items() if make is not None}
+
+
+def noted(kept: Values, new: Values, at: tuple[Int[Array, " slots"], Int[Array, " slots"]]) -> Values:
+    """Return the values after a choice. `at`: row, beyond all rows to drop it, and position of each token."""
+    row, position = at
+    return kept | {
+        name: kept[name].at[row, position % MAX_STEPS].set(values, mode="drop")
+        for name, values in new.items()
+    }
+
+
+def by_position(kept: Values) -> Values:
+    """Return the values of the channels that have one at each position."""
+    return {name: values for name, values in kept.items() if CHANNELS[name].per is Per.POSITION}
+
+
+def before_pass(kept: Values, num_tokens: int) -> dict[str, Array]:
+    """Return the fields of `KVCache` that a pass over so many tokens fills in, empty."""
+    return {
+        CHANNELS[name].pass_field: jnp.zeros((num_tokens, *values.shape[2:]), values.dtype)
+        for name, values in kept.items()
+    }
+
+
+def after_pass(
+    kept: Values,
+    cache: Any,
+    row: Int[Array, "num_tiles tile_len"],
+    position: Int[Array, "num_tiles tile_len"],
+    valid: Bool[Array, "num_tiles tile_len"],
+) -> tuple[Any, Values]:
+    """Return what `before_pass` set in a `KVCache`, as None again, and the values after the pass."""
+    found = {}
+    for name, values in kept.items():
+        at = jnp.where(valid, row, values.shape[0]), position
+        new = getattr(cache, CHANNELS[name].pass_field).reshape(*position.shape, *values.shape[2:])
+        found[name] = values.at[at].set(new, mode="drop")
+    return {CHANNELS[name].pass_field: None for name in kept}, found
+
+
+def joined(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Join the values of consecutive deltas of a request."""
+    names = dict.fromkeys(name for each in parts for name in each)
+    return {name: CHANNELS[name].join([each[name] for each in parts if name in each]) for name in names}
+
+
+def without_last(values: Mapping[str, Any], num: int) -> dict[str, Any]:
+    """Return the values of a delta without those of its last `num` tokens."""
+    return {name: each[: len(each) - num] for name, each in values.items()}
