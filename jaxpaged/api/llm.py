@@ -181,7 +181,7 @@ class LLM(LoadedModel):
         go on where the last message ends; `add_generation_prompt` must then be False. Others: as `generate`.
         """
         check_arguments("LLM.chat", others)
-        options = {"use_tqdm": use_tqdm, "lora_request": lora_request, "priority": priority}
+        options: dict[str, Any] = {"use_tqdm": use_tqdm, "lora_request": lora_request, "priority": priority}
         prompts = self._rendered(
             messages,
             sampling_params,

@@ -13,7 +13,7 @@ from jaxpaged.checks import InputError, check
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine.arena import Grammar
 from jaxpaged.engine.by_host import Language
-from jaxpaged.grammar.automaton import behind_reasoning
+from jaxpaged.grammar.automaton import TokenAutomaton, behind_reasoning
 from jaxpaged.grammar.cache import GrammarCache
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.step.automata import BLOCK_WORDS, NOWHERE, Automaton, encoded, encoded_for_host
@@ -140,6 +140,7 @@ class Grammars:
             return self._by_host(params, automaton)
         if (begins := params.reasoning_token_id) is not None:
             assert params.after_token_id is not None
+            assert isinstance(automaton, TokenAutomaton)
             automaton = behind_reasoning(automaton, begins, params.after_token_id)
         words = encoded(automaton, self._vocab_size)
         what = f"structured_outputs.{params.kind} makes an automaton of {len(automaton.next_state)} states"

@@ -56,7 +56,9 @@ def key(state: EngineState) -> Key:
     lines = [tuple(map(names.of, blocks_of(tables, row))) for row in live]
     free = tuple(map(names.of, free_block_ids(tables.pool)))
     held = tuple(min(int(tables.pool.free_queue.place[block]), 0) for block in names)
-    cache, content, chains = tables.pool.prefix_cache, (), ()
+    cache = tables.pool.prefix_cache
+    content: Key = ()
+    chains: Key = ()
     if cache is not None:
         content = tuple(_content(cache, block, nodes) for block in names if block < cache.num_blocks)
         content += tuple(_rings(cache, names))
@@ -79,8 +81,9 @@ def _content(cache: PrefixCache, block: int, nodes: Names) -> Any:
     slot = int(cache.slot[block])
     if slot < 0:
         return None
-    its = nodes.of((slot, int(cache.generation[slot])))
-    return its, _node(*cache.parent[block].tolist(), nodes), tuple(cache.token_ids[block].tolist())
+    node = nodes.of((slot, int(cache.generation[slot])))
+    parent_slot, parent_generation = cache.parent[block].tolist()
+    return node, _node(parent_slot, parent_generation, nodes), tuple(cache.token_ids[block].tolist())
 
 
 def _rings(cache: PrefixCache, names: Names) -> list[tuple[int, int]]:

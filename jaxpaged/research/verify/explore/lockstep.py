@@ -81,7 +81,8 @@ def happen(engine: Engine, world: World, event: Event) -> None:
 
 def seen_by(engine: Engine) -> Key:
     """Return what `canonical.seen` returns, of the oracle."""
-    names, rows = Names({0: 0}), []
+    names = Names({0: 0})
+    rows: list[tuple[int, ...]] = []
     for row in engine.rows:
         phase = Phase.EMPTY if row is None else PHASES[row.phase]
         if row is None or phase == Phase.FINISHED:

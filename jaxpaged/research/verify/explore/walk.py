@@ -194,7 +194,9 @@ def wrong_in(state: EngineState, answers: list[list[int]]) -> str | None:
             if (token, place) != (tokens[position] + 1, position + 1):
                 return f"{name} reads position {position} in a slot with token {token - 1} of {place - 1}"
     cache = tables.pool.prefix_cache
-    for block in np.flatnonzero(cache.slot >= 0).tolist() if cache is not None else ():
+    if cache is None:
+        return None
+    for block in np.flatnonzero(cache.slot >= 0).tolist():
         known = [token if token >= 0 else -1 - token for token in cache.token_ids[block].tolist()]
         kept = _slots(state)[block].astype(int)
         if (
@@ -234,7 +236,8 @@ def stuck(walk: Walk) -> Finding | None:
     bound = len({ask.priority for ask in walk.world.asks})
     num_steps: dict[int, int] = {}
     for start in range(len(walk.edges)):
-        way, state = [], start
+        way: list[int] = []
+        state = start
         on_way: set[int] = set()
         while state not in num_steps and (STEP, -1) in walk.edges[state]:
             if state in on_way:
@@ -277,7 +280,7 @@ def tell(programs: Programs, path: list[Event]) -> list[str]:
             f"{kind} "
             + ", ".join(
                 f"{letter(r)} ({mask[r]})" if kind == "computes of" else letter(r)
-                for r in np.flatnonzero(mask)
+                for r in np.flatnonzero(mask).tolist()
             )
             for kind, mask in kinds
             if mask.any()
