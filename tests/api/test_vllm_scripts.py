@@ -4,6 +4,7 @@ import dataclasses
 import importlib
 import re
 import runpy
+import time
 from pathlib import Path
 
 import pytest
@@ -410,18 +411,26 @@ def test_an_update_of_weights_has_a_beginning_an_end_and_a_version(llm):
         llm.update_weights(request={})
 
 
-def test_caches_are_reset_by_vllms_arguments(llm):
+def test_caches_are_reset_by_vllms_arguments(llm, brake):
     assert llm.reset_prefix_cache(reset_running_requests=True)
     assert llm.llm_engine.reset_prefix_cache(True)
     with pytest.raises(InputError, match="reset_connector=True must be False"):
         llm.reset_prefix_cache(reset_connector=True)
-    llm.pause_generation("keep")
-    llm.enqueue([1, 2, 3], GREEDY)
+    hold = brake(llm.engine)
+    llm.enqueue([1, 2, 3], SamplingParams(temperature=0, max_tokens=100, ignore_eos=True))
+
+    def during_the_request(*args):
+        asked = tiny.start(llm.reset_prefix_cache, *args)
+        while not asked.done():
+            hold.allow(1)
+            time.sleep(0.01)
+        return asked.result()
+
     with pytest.raises(InputError, match="reset_running_requests=True must be False while"):
-        llm.reset_prefix_cache(reset_running_requests=True)
-    assert not llm.reset_prefix_cache()
-    llm.resume_generation()
-    llm.wait_for_completion()
+        during_the_request(True)
+    assert not during_the_request()
+    hold.off()
+    assert len(llm.wait_for_completion()[0].outputs[0].token_ids) == 100
 
 
 def test_a_profile_is_a_trace_of_jaxs(llm, tmp_path, monkeypatch):
