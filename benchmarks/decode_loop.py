@@ -25,8 +25,7 @@ from jaxpaged.memory.grouping import Grouping, one_group
 from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.status import raise_if_error
 from jaxpaged.step import admission, loop
-from jaxpaged.step.config import StepConfig
-from jaxpaged.step.config import MAX_STEPS
+from jaxpaged.step.config import MAX_STEPS, StepConfig
 from jaxpaged.step.model import Model
 from jaxpaged.step.state import (
     Counter,
