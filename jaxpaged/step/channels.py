@@ -189,7 +189,7 @@ def by_position(kept: Values) -> Values:
     return {name: values for name, values in kept.items() if CHANNELS[name].per is Per.POSITION}
 
 
-def before_pass(kept: Values, num_tokens: int) -> dict[str, Array]:
+def before_pass(kept: Values, num_tokens: int) -> dict[str, Any]:
     """Return the fields of `KVCache` that a pass over so many tokens fills in, empty."""
     return {
         CHANNELS[name].pass_field: jnp.zeros((num_tokens, *values.shape[2:]), values.dtype)
