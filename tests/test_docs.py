@@ -53,6 +53,7 @@ SLOW = {
     "docs/concepts/layouts.md",
     "docs/guides/pooling.md",
     "docs/guides/speculation.md",
+    "docs/guides/structured.md",
     "docs/guides/streams.md",
 }
 LANGUAGES = {"python", "sh", "json", "text"}

@@ -69,6 +69,7 @@ def test_who_gives_way_answers_as_if_it_had_not(options):
     tiny.assert_nothing_is_held(driver)
 
 
+@pytest.mark.slow
 def test_a_long_prompt_is_computed_while_others_decode():
     driver = tiny.driver(**tiny.SWAP)  # steps of one tile
     short, long = tiny.prompts([3, 97])

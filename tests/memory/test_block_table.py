@@ -82,6 +82,7 @@ def test_policies(policy: str) -> None:
     check_invariants(tables)
 
 
+@pytest.mark.slow
 def test_split_keeps_groups_and_content_apart() -> None:
     """Freed: row 0 (blocks 1, 2, of which 1 is cached), then row 1 (3, 4; cached 3)."""
     cache = prefix_cache.create(9, BLOCK_SIZE)

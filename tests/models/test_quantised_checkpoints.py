@@ -275,6 +275,7 @@ def test_experts_and_layers_that_differ(tmp_path):
     np.testing.assert_allclose(paged_logits(model, tokens, 8, 13), want, atol=TOLERANCE, rtol=TOLERANCE)
 
 
+@pytest.mark.slow
 def test_a_gpt_oss_as_it_is_published(monkeypatch):
     """Experts in MXFP4 stay so, and mean what transformers says; natively and by XLA."""
     folder = GOLDENS / "mxfp4"

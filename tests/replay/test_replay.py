@@ -179,6 +179,7 @@ def test_the_real_model_answers_where_nothing_was_computed(monkeypatch, tmp_path
     assert capsys.readouterr().out.count("\nstep ") == len(steps)
 
 
+@pytest.mark.slow
 def test_the_command_prints_each_step(driver, tmp_path, capsys):
     replay.report(driver, tmp_path / "report")
     assert words.main([str(tmp_path / "report"), "--steps", "7"]) == 0

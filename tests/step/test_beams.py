@@ -65,6 +65,7 @@ def assert_same(output: BeamSearchOutput, want: list[Hypothesis]) -> None:
     np.testing.assert_allclose(sums, [each.cum_logprob for each in want], atol=TOLERANCE)
 
 
+@pytest.mark.slow
 @settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_answers_are_those_of_the_plain_search_in_any_company(data):

@@ -92,6 +92,7 @@ def cold():
     return answer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("has_below", [False, True])
 def test_hits_are_in_lock_step_with_the_oracle(has_below):
     """Conversations that do not fit, in a pool of 64 blocks, 80 in host memory and perhaps more below."""
