@@ -181,7 +181,6 @@ class LLM(LoadedModel):
         go on where the last message ends; `add_generation_prompt` must then be False. Others: as `generate`.
         """
         check_arguments("LLM.chat", others)
-        options: dict[str, Any] = {"use_tqdm": use_tqdm, "lora_request": lora_request, "priority": priority}
         prompts = self._rendered(
             messages,
             sampling_params,
@@ -192,7 +191,9 @@ class LLM(LoadedModel):
             tools=tools,
             kwargs=chat_template_kwargs,
         )
-        return self.generate(prompts, sampling_params, **options)
+        return self.generate(
+            prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request, priority=priority
+        )
 
     def enqueue(
         self,

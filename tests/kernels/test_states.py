@@ -2,6 +2,8 @@
 however tokens are divided.
 """
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -186,6 +188,25 @@ def test_what_does_not_fit_together_is_refused() -> None:
         states.create(2, 3, 8, 8, num_key_heads=2)
 
 
+def two_in_pieces(
+    compute: Callable[..., Any], blocks: Any, tokens: dict[str, np.ndarray], sizes: list[tuple[int, int]]
+) -> np.ndarray:
+    """Return the outputs of all tokens of two sequences, computed in calls of so many tokens of each."""
+    x = tokens["x"]
+    starts, out = np.zeros(2, np.int32), np.zeros(x.shape, np.float32)
+    for counts in sizes:
+        new = {name: np.full((2, max(counts), *x.shape[2:]), np.nan, x.dtype) for name, x in tokens.items()}
+        for name, padded in new.items():
+            for i, count in enumerate(counts):
+                padded[i, :count] = tokens[name][i, starts[i] : starts[i] + count]
+        got, blocks = compute(blocks, **new, starts=starts, lengths=np.array(counts, np.int32))
+        for i, count in enumerate(counts):
+            out[i, starts[i] : starts[i] + count] = got[i, :count]
+        starts = starts + np.array(counts, np.int32)
+    assert (starts == x.shape[1]).all()
+    return out
+
+
 @dataclass(frozen=True)
 class Convolution:
     """A causal convolution's sizes."""
@@ -215,23 +236,9 @@ def test_a_convolution_is_the_oracles_and_has_the_same_bits_in_any_pieces(case: 
     bias = rng.standard_normal(case.channels).astype(case.dtype) if case.has_bias else None
     x = rng.standard_normal((2, total, case.channels)).astype(case.dtype)
     tables = 1 + rng.permutation(2 * 7).reshape(2, 7).astype(np.int32)
-    convolve = jax.jit(states.convolve)
-
-    def in_pieces(sizes: list[tuple[int, int]]) -> np.ndarray:
-        rows = jnp.full((15, block_size, case.channels), jnp.nan, case.dtype)
-        starts, out = np.zeros(2, np.int32), np.zeros((2, total, case.channels), np.float32)
-        for counts in sizes:
-            width = max(counts)
-            new = np.full((2, width, case.channels), np.nan, case.dtype)
-            for i, count in enumerate(counts):
-                new[i, :count] = x[i, starts[i] : starts[i] + count]
-            got, rows = convolve(rows, new, weight, bias, tables, starts, np.array(counts, np.int32))
-            for i, count in enumerate(counts):
-                out[i, starts[i] : starts[i] + count] = got[i, :count]
-            starts = starts + np.array(counts, np.int32)
-        assert (starts == total).all()
-        return out
-
+    rows = jnp.full((15, block_size, case.channels), jnp.nan, case.dtype)
+    convolve = functools.partial(jax.jit(states.convolve), weight=weight, bias=bias, block_tables=tables)
+    in_pieces = functools.partial(two_in_pieces, convolve, rows, {"x": x})
     want = in_pieces([(total, total)])
     for i in range(2):
         expected = causal_convolution(x[i], weight, bias)
@@ -252,28 +259,10 @@ def test_a_selective_scan_is_the_oracles_and_has_the_same_bits_in_any_pieces(
     tokens = {name: rng.standard_normal((2, total, n)).astype(np.float32) for name, n in shapes.items()}
     tokens["dt"] = np.log1p(np.exp(tokens["dt"]))
     tables = 1 + rng.permutation(12).reshape(2, 6).astype(np.int32)
-    scan = jax.jit(states.selective_scan)
-
-    def in_pieces(sizes: list[tuple[int, int]]) -> np.ndarray:
-        blocks = states.create_selective(13, channels, state_size, chunk=chunk)
-        blocks = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), blocks)
-        starts, out = np.zeros(2, np.int32), np.zeros((2, total, channels), np.float32)
-        for counts in sizes:
-            new = {
-                name: np.full((2, max(counts), x.shape[2]), np.nan, np.float32) for name, x in tokens.items()
-            }
-            for name, x in tokens.items():
-                for i, count in enumerate(counts):
-                    new[name][i, :count] = x[i, starts[i] : starts[i] + count]
-            got, blocks = scan(
-                blocks, **new, a=a, block_tables=tables, starts=starts, lengths=np.array(counts)
-            )
-            for i, count in enumerate(counts):
-                out[i, starts[i] : starts[i] + count] = got[i, :count]
-            starts = starts + np.array(counts, np.int32)
-        assert (starts == total).all()
-        return out
-
+    blocks = states.create_selective(13, channels, state_size, chunk=chunk)
+    blocks = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), blocks)
+    scan = functools.partial(jax.jit(states.selective_scan), a=a, block_tables=tables)
+    in_pieces = functools.partial(two_in_pieces, scan, blocks, tokens)
     want = in_pieces([(total, total)])
     for i in range(2):
         expected, _ = selective_scan(*(x[i] for x in tokens.values()), a)
