@@ -12,6 +12,7 @@ import numpy as np
 
 from . import altup
 from .experts import choose, sparse_mixer
+from .mixers import mixer
 from .parts import Weights, activate, gated, linear, norm
 
 
@@ -35,6 +36,7 @@ class Layer(Protocol):
     attention_chunk: (
         int | None
     )  # tokens of a chunk of the sequence: a token sees its own alone; None: no chunks
+    has_state: bool  # whether the config's mixer is in the place of attention
     own: Any  # None, or a kind whose `sees(query, key)` says which positions before it a token sees
 
 
@@ -75,6 +77,7 @@ class Config(Protocol):
     activation: str
     gated: bool
     experts: Any
+    mixer: Any  # None, or the description of a recurrent mixer
     logit_divisor: float
     logit_soft_cap: float | None
 
@@ -175,7 +178,12 @@ def layer(
         return values * values.dtype.type(config.residual_scale)
 
     normed = norm(config, weights, f"{name}.attention_norm", x) if before else x
-    attended = x + out("attention", attention(config, weights, name, kind, normed, cache, shared))
+    if kind.has_state:
+        assert cache is None, "a cache of K and V has no states"
+        mixed = mixer(config, weights, name, normed)
+    else:
+        mixed = attention(config, weights, name, kind, normed, cache, shared)
+    attended = x + out("attention", mixed)
     if config.altup is not None:
         attended = altup.with_laurel(config, weights, name, attended, normed)
     given = x if config.parallel else attended

@@ -2,6 +2,7 @@
 
 import bisect
 import functools
+import math
 import os
 
 import jax
@@ -107,7 +108,7 @@ def bytes_per_block(setup: Setup) -> int:
     sizes = [(setup.grouping.width, *setup.cache_heads)]
     sizes += [] if draft is None else [draft.cache_sizes]
     width = 0 if draft is None or draft.draft_head is None else draft.hidden_size  # of a head's features
-    return block_size * width * setup.dtype.itemsize + sum(
+    return block_size * width * setup.dtype.itemsize + bytes_of_states(setup) + sum(
         sizing.bytes_per_block(
             block_size=block_size,
             num_layers=num_layers,
@@ -118,6 +119,15 @@ def bytes_per_block(setup: Setup) -> int:
         )
         for num_layers, num_kv_heads, head_dim in sizes
     )
+
+
+def bytes_of_states(setup: Setup) -> int:
+    """Return the bytes of the states of all layers in a block; 0 without any."""
+    c = setup.model_config
+    if c.mixer is None:
+        return 0
+    arrays = c.mixer.arrays(setup.config.block_size, setup.dtype).values()
+    return len(c.state_layers) * sum(math.prod(shape) * dtype.itemsize for shape, dtype in arrays)
 
 
 def weight_bytes(setup: Setup) -> int:

@@ -18,7 +18,7 @@ from jaxpaged.contracts.attentions import Attention
 from jaxpaged.contracts.samplers import Sampler
 from jaxpaged.engine import draft_costs
 from jaxpaged.memory import eviction, kv_cache
-from jaxpaged.memory.cache_specs import FULL, CacheSpec, together
+from jaxpaged.memory.cache_specs import FULL, CacheSpec, ChunkState, together
 from jaxpaged.memory.grouping import Grouping, grouping_of, one_group
 from jaxpaged.memory.policies import Policy
 from jaxpaged.models.config import ModelConfig
@@ -79,6 +79,7 @@ class Setup:
         a part from outside cannot be used. What JAX has traced of other code of such parts is dropped.
         """
         self._check_draft()
+        self._check_states()
         _ = self.mesh, self.features
         if rule := self.layout.why_not_heads(self.whole.num_kv_heads):
             raise InputError(f"kv_layout={self.layout}: {rule}")
@@ -207,9 +208,13 @@ class Setup:
         """Layers that share a block table."""
         specs, c = self.whole.cache_specs, self.model_config
         weights = c.kv_weights if self.cache_heads != (c.num_kv_heads, c.head_dim) else ()
-        if self.config.disable_hybrid_kv_cache_manager:
-            return one_group(together(specs), len(specs), weights)
-        return grouping_of(specs, weights)
+        if not specs:  # contents are named by the blocks of a group without layers
+            grouping = one_group()
+        elif self.config.disable_hybrid_kv_cache_manager:
+            grouping = one_group(together(specs), len(specs), weights)
+        else:
+            grouping = grouping_of(specs, weights)
+        return grouping if c.mixer is None else grouping.with_states(ChunkState(self.config.block_size))
 
     @property
     def num_places(self) -> int:
@@ -278,7 +283,7 @@ class Setup:
         # code has other last bits.
         has_few = self.whole.altup is not None or self.whole.layer_inputs is not None
         is_alike = form.own == "native" and self.attention == "native" and not has_few
-        if not (is_alike and form.loops):
+        if not (is_alike and form.loops and self.whole.mixer is None):
             return ()
         shares = (self.config.max_num_seqs // share for share in SHARES_OF_WIDTHS)
         return tuple(rows for rows in shares if rows > 1 and self.config.max_num_seqs - rows >= LEAST_SAVED)
@@ -387,6 +392,21 @@ class Setup:
         except NotImplementedError as error:
             return str(error)
         return None
+
+    def _check_states(self) -> None:
+        """Raise `InputError` for an option that layers with states do not serve."""
+        c, mixer = self.config, self.whole.mixer
+        if mixer is None:
+            return
+        name = f"with layers of {mixer.name}, whose states are no K and V"
+        check("tensor_parallel_size", c.tensor_parallel_size, f"1 {name}", c.tensor_parallel_size == 1)
+        check("quantization", c.quantization, f"None {name}", c.quantization is None)
+        check("enable_lora", c.enable_lora, f"False {name}", not c.enable_lora)
+        check("layer_kind", c.layer_kind, f"None {name}", c.layer_kind is None)
+        check("loop_over_layers", c.loop_over_layers, f"None or False {name}", not c.loop_over_layers)
+        least = mixer.kernel_size - 1
+        rule = f"at least {least}, the tokens that a convolution reads before its own"
+        check("block_size", c.block_size, rule, c.block_size >= least)
 
     def _check_loop_over_layers(self) -> None:
         """Raise `InputError` if layers cannot be computed in a loop: on a GPU XLA cannot multiply in one."""

@@ -110,6 +110,26 @@ class ChunkedLocal(CacheSpec):
 
 
 @dataclass(frozen=True)
+class ChunkState(CacheSpec):
+    """A state after each chunk of `chunk` tokens, of which the next chunk reads the last alone."""
+
+    chunk: int
+
+    def __post_init__(self) -> None:
+        """Raise `InputError` for a chunk without tokens."""
+        checked_int("chunk", self.chunk, "an int >= 1", 1)
+
+    def first_read(self, num_tokens: Positions) -> Positions:
+        """Return the last position of the chunk before the one that holds `num_tokens`; 0 in the first."""
+        first = num_tokens // self.chunk * self.chunk - 1
+        return first * (first > 0)
+
+    def most_kept(self, num_in_flight: int) -> int | None:
+        """Return a chunk before the first token in flight, and those in flight."""
+        return self.chunk + num_in_flight
+
+
+@dataclass(frozen=True)
 class Together(CacheSpec):
     """Several kinds of layers in one table, which keeps what any of them reads."""
 
@@ -146,6 +166,7 @@ _NAMES: dict[str, type[CacheSpec]] = {
     "full": FullAttention,
     "sliding_window": SlidingWindow,
     "chunked_local": ChunkedLocal,
+    "chunk_state": ChunkState,
 }
 
 

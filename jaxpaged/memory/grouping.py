@@ -6,7 +6,7 @@ beforehand, and a model of one kind of layer is the case of one group.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxpaged.arithmetic import cdiv
@@ -38,6 +38,13 @@ class Grouping:
         if not self.weights:
             return max(map(len, self.groups))
         return _rounded_up(max(sum(self.weights[i] for i in group) for group in self.groups), self.weights)
+
+    def with_states(self, spec: CacheSpec) -> "Grouping":
+        """Return the grouping with one more group, of layers that keep states in place of K and V.
+
+        These layers have no places among those of K and V: see `KVCache.states`.
+        """
+        return replace(self, specs=(*self.specs, spec), groups=(*self.groups, ()))
 
     @property
     def num_layers(self) -> int:

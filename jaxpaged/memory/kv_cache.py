@@ -40,10 +40,16 @@ class KVCache:
     routed: UInt[Array, "num_tokens num_layers num_chosen"] | None = None
     # Full blocks that have K and V of a model that drafts, too; None: there is none.
     followed: Bool[Array, " num_blocks"] | None = None
+    # What layers with states keep in blocks of their own, each [num_state_blocks, num_state_layers, ...].
+    states: dict[str, Num[Array, "..."]] = field(default_factory=dict)
+    # Block whose state lies at place 1: those of blocks before lie at the null block's place 0. At 0, all
+    # blocks have a place of their own number.
+    first_state_block: int = field(default=0, metadata={"static": True})
 
     def __hash__(self) -> int:
         """Return the hash of a cache whose arrays are shapes: a static argument of programs made for it."""
-        return hash((*self.blocks.items(), *self.shared.items(), self.layout))
+        arrays = *self.blocks.items(), *self.shared.items(), *self.states.items()
+        return hash((*arrays, self.layout))
 
     @property
     def axis(self) -> int:
@@ -62,6 +68,25 @@ class KVCache:
         first, stride = (self.num_blocks, 1) if self.layout.layers_apart else (1, self.num_layers)
         of_layer = BlockSlice(jnp.asarray(layer * first, jnp.int32), stride, self.num_blocks)
         return Pool(blocks | shared, self.layout, sizes, of_layer)
+
+    def state_places(self, block_ids: Int[Array, "*n"], number: int) -> Int[Array, "*n"]:
+        """Return where the state layer of this number has its part of these blocks, in `states_of`."""
+        num_layers = next(iter(self.states.values())).shape[1]
+        return self._state_index(block_ids) * num_layers + number
+
+    def _state_index(self, block_ids: Int[Array, "*n"]) -> Int[Array, "*n"]:
+        if not self.first_state_block:
+            return block_ids
+        return jnp.maximum(block_ids - self.first_state_block + 1, NULL_BLOCK)
+
+    def states_of(self) -> dict[str, Num[Array, "num_places ..."]]:
+        """Return the arrays of all state layers, a layer's part of a block at its `state_places`."""
+        return {name: x.reshape(-1, *x.shape[2:]) for name, x in self.states.items()}
+
+    def with_states(self, arrays: dict[str, Num[Array, "num_places ..."]]) -> "KVCache":
+        """Return the cache with these arrays, shaped as `states_of` returns them."""
+        states = {name: arrays[name].reshape(x.shape) for name, x in self.states.items()}
+        return replace(self, states=states)
 
     def with_routed(
         self, layer: int | Int[Array, ""], experts: Int[Array, "num_tokens num_chosen"]
@@ -177,6 +202,24 @@ def create(
     )
 
 
+def with_states(
+    cache: KVCache,
+    arrays: dict[str, tuple[tuple[int, ...], jnp.dtype]],
+    num_layers: int,
+    num_state_blocks: int | None = None,
+) -> KVCache:
+    """Return a cache with states of zeros for so many layers.
+
+    arrays: shape and dtype of what a layer keeps in a block, by name.
+    num_state_blocks: blocks with states, the null block's place included; None: all blocks of the cache
+        have one. Otherwise they are those that follow the cache's own, which have K and V.
+    """
+    count = cache.num_blocks if num_state_blocks is None else num_state_blocks
+    states = {name: jnp.zeros((count, num_layers, *shape), dtype) for name, (shape, dtype) in arrays.items()}
+    first = 0 if num_state_blocks is None else cache.num_blocks
+    return replace(cache, states=states, first_state_block=first)
+
+
 def write(
     cache: KVCache,
     layer: int | Int[Array, ""],
@@ -211,7 +254,20 @@ def copy_blocks(
         name: caches.swap_blocks(source.blocks[name], x, pairs, source.axis)
         for name, x in target.blocks.items()
     }
-    return note_followed(replace(target, blocks=blocks), destinations, False)
+    states = {
+        name: caches.swap_blocks(source.states[name], x, _state_pairs(source, target, pairs))
+        for name, x in target.states.items()
+    }
+    return note_followed(replace(target, blocks=blocks, states=states), destinations, False)
+
+
+def _state_pairs(
+    source: KVCache, target: KVCache, pairs: Int[Array, "num_pairs 2"]
+) -> Int[Array, "num_pairs 2"]:
+    """Return pairs of blocks as places of their states; none where a block has no state."""
+    places = jnp.stack([source._state_index(pairs[:, 0]), target._state_index(pairs[:, 1])], axis=1)
+    is_pair = jnp.all((pairs > NULL_BLOCK) & (places > NULL_BLOCK), axis=1)
+    return jnp.where(is_pair[:, None], places, -1)
 
 
 def copy_within(
@@ -221,17 +277,23 @@ def copy_within(
     none. No block may be both. What is not to be copied costs nothing.
     """
     axis = cache.axis
-    type Carry = tuple[dict[str, Num[Array, "..."]], Bool[Array, " num_pairs"]]
+    type Arrays = dict[str, Num[Array, "..."]]
+    type Carry = tuple[Arrays, Arrays, Bool[Array, " num_pairs"]]
 
     def copy_one(carry: Carry) -> Carry:
-        blocks, left = carry
+        blocks, states, left = carry
         i = jnp.argmax(left)
 
-        def copied(x: Num[Array, "..."]) -> Num[Array, "..."]:
-            block = lax.dynamic_index_in_dim(x, sources[i], axis, keepdims=False)
-            return lax.dynamic_update_index_in_dim(x, block, destinations[i], axis)
+        def copied(x: Num[Array, "..."], source: Array, destination: Array, axis: int) -> Array:
+            block = lax.dynamic_index_in_dim(x, source, axis, keepdims=False)
+            return lax.dynamic_update_index_in_dim(x, block, destination, axis)
 
-        return jax.tree.map(copied, blocks), left.at[i].set(False)
+        blocks = {name: copied(x, sources[i], destinations[i], axis) for name, x in blocks.items()}
+        if states:  # a copy of the null block's place on itself, where blocks have no states
+            source, destination = cache._state_index(sources[i]), cache._state_index(destinations[i])
+            states = {name: copied(x, source, destination, 0) for name, x in states.items()}
+        return blocks, states, left.at[i].set(False)
 
-    start = (cache.blocks, sources != NULL_BLOCK)
-    return replace(cache, blocks=lax.while_loop(lambda carry: jnp.any(carry[1]), copy_one, start)[0])
+    start = (cache.blocks, cache.states, sources != NULL_BLOCK)
+    blocks, states, _ = lax.while_loop(lambda carry: jnp.any(carry[2]), copy_one, start)
+    return replace(cache, blocks=blocks, states=states)

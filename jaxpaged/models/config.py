@@ -9,6 +9,7 @@ from typing import Literal
 from jaxpaged.checks import InputError, check, checked_bool, checked_choice, checked_int, checked_number
 from jaxpaged.memory.cache_specs import FULL, CacheSpec, ChunkedLocal, SlidingWindow
 from jaxpaged.models.drafting.description import DraftHead
+from jaxpaged.models.mixers.description import Mixer
 from jaxpaged.models.ropes import DynamicScaling, LongScaling, Rope, Temperature
 
 ROTARY_MULTIPLE = 2  # RoPE rotates pairs
@@ -39,6 +40,7 @@ class LayerKind:
     num_kv_heads: int | None = None
     intermediate_size: int | None = None
     v_is_k: bool = False  # whether values are the keys' product, before its norm
+    has_state: bool = False  # whether it has the model's mixer, and keeps a state in place of K and V
 
     @property
     def attention(self) -> "LayerKind":
@@ -173,6 +175,8 @@ class ModelConfig:
     mlp_bias: bool = False
     experts: Experts | None = None
 
+    mixer: Mixer | None = None  # of layers with states
+
     # Logits.
     lm_head_bias: bool = False
     logit_divisor: float = 1.0
@@ -201,6 +205,8 @@ class ModelConfig:
                 "model config: v_head_dim", self.v_head_dim, "an int of [1, head_dim]", 1, self.head_dim
             )
         check("model config: layers", self.layers, "at least one", len(self.layers) > 0)
+        if (self.mixer is not None) != bool(self.state_layers):
+            raise InputError("model config: layers with states must have a mixer, and only they")
         for number, kind in enumerate(self.layers):
             if kind not in self.layers[:number]:
                 self._check_kind(kind)
@@ -303,6 +309,25 @@ class ModelConfig:
     def num_layers(self) -> int:
         return len(self.layers)
 
+    @property
+    def state_layers(self) -> tuple[int, ...]:
+        """Return the numbers of the layers with states."""
+        return tuple(i for i, kind in enumerate(self.layers) if kind.has_state)
+
+    @property
+    def attention_part(self) -> "ModelConfig | None":
+        """Return the model without its layers with states: what its attention must know; None: no layer."""
+        if self.mixer is None:
+            return self
+        layers = tuple(kind for kind in self.layers if not kind.has_state)
+        return dataclasses.replace(self, layers=layers, mixer=None, experts=None) if layers else None
+
+    @property
+    def _kv_owners(self) -> tuple[int, ...]:
+        """Return the numbers of the layers with K and V of their own."""
+        kinds = enumerate(self.layers)
+        return tuple(i for i, kind in kinds if kind.shares_kv is None and not kind.has_state)
+
     def heads_of(self, layer: int) -> tuple[int, int]:
         """Return how many KV heads a layer has, and how many coordinates each of its heads."""
         kind = self.layers[layer]
@@ -312,37 +337,37 @@ class ModelConfig:
         """Return `heads_of` all layers in a cache made for such heads; empty if it has the decoder's own."""
         if (num_kv_heads, head_dim) == (self.num_kv_heads, self.head_dim):
             return ()
-        return tuple(self.heads_of(layer) for layer in range(self.num_layers))
+        return tuple(self.heads_of(i) for i, kind in enumerate(self.layers) if not kind.has_state)
 
     @property
     def heads_by_size(self) -> tuple[tuple[int, int], ...]:
         """Return the different heads of layers, those with least K and V first; each must divide the next."""
-        found = sorted(dict.fromkeys(map(self.heads_of, range(self.num_layers))), key=math.prod)
+        attends = [i for i, kind in enumerate(self.layers) if not kind.has_state]
+        found = sorted(dict.fromkeys(map(self.heads_of, attends)), key=math.prod)
         sizes = [math.prod(heads) for heads in found]
         divides = all(b % a == 0 for a, b in itertools.pairwise(sizes))
-        return tuple(found) if divides else ((self.num_kv_heads, self.head_dim),)
+        return tuple(found) if found and divides else ((self.num_kv_heads, self.head_dim),)
 
     @property
     def kv_weights(self) -> tuple[int, ...]:
         """Return how many times as much K and V layers with their own have as the narrowest; see
         `heads_by_size`.
         """
-        owners = [i for i, kind in enumerate(self.layers) if kind.shares_kv is None]
+        owners = self._kv_owners
         least = math.prod(self.heads_by_size[0])
         return tuple(math.prod(self.heads_of(i)) // least for i in owners)
 
     @property
     def kv_layers(self) -> tuple[int, ...]:
         """Return for each layer the number, among those with K and V of their own, of the one it sees."""
-        owners = [i for i, kind in enumerate(self.layers) if kind.shares_kv is None]
-        return tuple(
-            owners.index(i if k.shares_kv is None else k.shares_kv) for i, k in enumerate(self.layers)
-        )
+        owners, kinds = self._kv_owners, enumerate(self.layers)
+        own = [i if kind.shares_kv is None else kind.shares_kv for i, kind in kinds if not kind.has_state]
+        return tuple(map(owners.index, own))
 
     @property
     def num_kv_layers(self) -> int:
         """Return how many layers have K and V of their own: those of the cache."""
-        return sum(kind.shares_kv is None for kind in self.layers)
+        return len(self._kv_owners)
 
     @property
     def cache_sizes(self) -> tuple[int, int, int]:
@@ -358,7 +383,7 @@ class ModelConfig:
     @property
     def attention_kinds(self) -> tuple[LayerKind, ...]:
         """Return what bounds the attention of each layer: full, sliding or chunked."""
-        return tuple(kind.attention for kind in self.layers)
+        return tuple(kind.attention for kind in self.layers if not kind.has_state)
 
     @property
     def sliding_window(self) -> int | None:
@@ -366,7 +391,7 @@ class ModelConfig:
 
         A chunk counts as a window of its length: no token of it sees more.
         """
-        most = [kind.most_seen for kind in self.layers]
+        most = [kind.most_seen for kind in self.layers if not kind.has_state]
         return max((its for its in most if its is not None), default=None) if None not in most else None
 
     def with_kinds(self, kinds: Sequence[CacheSpec | None]) -> "ModelConfig":
@@ -385,7 +410,7 @@ class ModelConfig:
     @property
     def cache_specs(self) -> tuple[CacheSpec, ...]:
         """Tokens that each layer with K and V of its own must keep in the cache."""
-        return tuple(kind.cache_spec for kind in self.layers if kind.shares_kv is None)
+        return tuple(self.layers[i].cache_spec for i in self._kv_owners)
 
     @property
     def scale(self) -> float:

@@ -17,6 +17,7 @@ from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.experts import ExpertsMLP
 from jaxpaged.models.feed_forward import MLP, stack
 from jaxpaged.models.load_as import LoadAs
+from jaxpaged.models.mixers.registry import mixer_of
 from jaxpaged.models.names import Names, layers_with
 from jaxpaged.models.norms import Norm, last_norm, norm
 from jaxpaged.models.positions import PositionTables, position_tables
@@ -81,16 +82,22 @@ class Decoder(nnx.Module):
         layout: Layout = TOKEN_MAJOR,
         num_layers: int | None = None,
         heads: tuple[int, int] | None = None,
+        num_state_blocks: int | None = None,
     ) -> KVCache:
         """Make a cache of zeros for the model's heads and dtype.
 
         num_layers: places for layers in a block; None: one for each, and all share one block table.
         heads: KV heads, and their width, of a place; None: the widest. See `ModelConfig.heads_by_size`.
+        num_state_blocks: see `kv_cache.with_states`.
         """
         c = self.config
         depth = c.num_kv_layers if num_layers is None else num_layers
         heads = heads or (c.num_kv_heads, c.head_dim)
-        return kv_cache.create(depth, num_blocks, block_size, *heads, self.dtype, layout)
+        cache = kv_cache.create(depth, num_blocks, block_size, *heads, self.dtype, layout)
+        if c.mixer is None:
+            return cache
+        arrays = c.mixer.arrays(block_size, jnp.dtype(self.dtype))
+        return kv_cache.with_states(cache, arrays, len(c.state_layers), num_state_blocks)
 
     def __call__(
         self,
@@ -120,10 +127,11 @@ class Decoder(nnx.Module):
         if self.streams is not None:
             x = self.streams.started(x)
         max_len = batch.block_tables.shape[1] * cache.block_size
-        tables = position_tables(self.config, positions, max_len)
-        c = self.config
-        heads = c.heads_in(cache.num_kv_heads, cache.head_dim)
-        batch = planned(batch, cache, c.num_q_heads, c.attention_kinds, c.kv_layers, heads)
+        c = self.config.attention_part
+        tables = position_tables(c or self.config, positions, max_len)
+        if c is not None:
+            heads = c.heads_in(cache.num_kv_heads, cache.head_dim)
+            batch = planned(batch, cache, c.num_q_heads, c.attention_kinds, c.kv_layers, heads)
         if self.form.own != "native":  # here rows of zeros cost as much as others
             batch = dataclasses.replace(batch, wanted=None)
         taps = Taps.of(behind, x)
@@ -211,7 +219,9 @@ class DecoderLayers(nnx.Module):
     def __init__(self, weights: Weights) -> None:
         self.config = weights.config
         self.attention_norm = norm(weights, "attention_norm")
-        self.attention = Attention(weights)
+        attends = self.config.attention_part is not None
+        self.attention = Attention(weights) if attends else None
+        self.mixer = mixer_of(weights)
         self.attention_out_norm = norm(weights, "attention_out_norm")
         self.mlp_norm = norm(weights, "mlp_norm")
         experts = self.config.experts
@@ -255,9 +265,9 @@ class DecoderLayers(nnx.Module):
         batch: PassBatch,
     ) -> tuple[Float[Array, "num_tokens hidden"], KVCache]:
         """Return the layer's output: attention and feed-forward, and the shortcut of a model that has one."""
-        batch = batch.in_layer(layer == self.config.num_layers - 1)
+        whole, batch = batch, batch.in_layer(layer == self.config.num_layers - 1)
         normed = self.attention_norm(x, layer) if self.attention_norm else x
-        attended, cache = self.attention(normed, cache, layer, tables, batch)
+        attended, cache = self._mixed(normed, cache, layer, tables, batch, whole)
         after = self._added(x, attended, self.attention_out_norm, layer)
         if self.laurel is not None:
             after = (after + self.laurel(normed, layer)) * jnp.asarray(HALF, x.dtype)
@@ -274,6 +284,28 @@ class DecoderLayers(nnx.Module):
         if experts is not None and cache.routed is not None:
             cache = cache.with_routed(layer, experts)
         return self._added(after, out, self.mlp_out_norm, layer), cache
+
+    def _mixed(
+        self,
+        x: Float[Array, "num_tokens hidden"],
+        cache: KVCache,
+        layer: layers.Layer,
+        tables: PositionTables,
+        batch: PassBatch,
+        whole: PassBatch,
+    ) -> tuple[Float[Array, "num_tokens hidden"], KVCache]:
+        """Return the output of the layer's attention or mixer. `whole`: the batch with all tokens, for states
+        have those that nobody wants, too.
+        """
+        c = self.config
+        if c.mixer is None:
+            return self.attention(x, cache, layer, tables, batch)
+        assert isinstance(layer, int)
+        has_state = c.layers[layer].has_state
+        number = sum(kind.has_state == has_state for kind in c.layers[:layer])
+        if has_state:
+            return self.mixer(x, cache, number, whole)
+        return self.attention(x, cache, number, tables, batch)
 
     def _fed_forward(
         self,

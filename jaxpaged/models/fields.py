@@ -293,11 +293,15 @@ class Fields:
         full: LayerKind,
         sliding: LayerKind | None = None,
         chunked: LayerKind | None = None,
+        others: Mapping[str, LayerKind] | None = None,
     ) -> tuple[LayerKind, ...]:
-        """Return a kind for each layer, by the file's `layer_types` or by the types given for it."""
+        """Return a kind for each layer, by the file's `layer_types` or by the types given for it.
+
+        others: kinds that have names of a family's own.
+        """
         types = self.get("layer_types", types)
         known = {"sliding_attention": sliding, "chunked_attention": chunked, "full_attention": full}
-        kinds = {name: kind for name, kind in known.items() if kind is not None}
+        kinds = {name: kind for name, kind in known.items() if kind is not None} | dict(others or {})
         rule = f"a list of {' and '.join(map(repr, kinds))}, one for each layer"
         num_layers = self.size("num_hidden_layers")
         ok = isinstance(types, list) and len(types) == num_layers

@@ -145,8 +145,10 @@ def in_layer(config: ModelConfig) -> dict[str, Shape]:
         if exists:
             shapes |= _norm(name, (hidden,), c)
     inputs = hidden if c.draft_head is None or c.draft_head.kind == "mtp" else 2 * hidden
+    if c.mixer is not None:
+        shapes |= c.mixer.weights(hidden)
     shapes |= _linear("qkv", (heads + 2 * kv_heads, inputs), c.qkv_bias)
-    if c.num_kv_layers < c.num_layers:
+    if any(kind.shares_kv is not None for kind in c.layers):
         shapes |= _linear("q", (heads, hidden), c.qkv_bias)
     shapes |= _linear("o", (hidden, heads), c.o_bias)
     if c.output_gate is not None:
@@ -177,10 +179,17 @@ def in_layer(config: ModelConfig) -> dict[str, Shape]:
     return shapes | _mlp("", e.dense_size, c) if e.dense_layers else shapes
 
 
+_ATTENTION = ("qkv", "o", "q_norm", "k_norm", "sinks", "attention_gate")
+
+
 def layers_with(config: ModelConfig, role: str) -> Sequence[int]:
     """Return the numbers of the layers that have a role, in order."""
     dense = sorted(config.experts.dense_layers) if config.experts is not None else []
     stem = role.split(".")[0]
+    if stem == "mixer":
+        return config.state_layers
+    if config.mixer is not None and stem in _ATTENTION:
+        return [i for i, kind in enumerate(config.layers) if not kind.has_state]
     if stem in ("qkv", "k_norm", "q"):
         shares = stem == "q"
         return [i for i, kind in enumerate(config.layers) if (kind.shares_kv is not None) == shares]
@@ -305,6 +314,8 @@ def piece_shapes(config: ModelConfig, role: str, shape: Shape, count: int) -> li
     """Return the shapes of a role's tensors: of queries, keys and values, of gate and up, or equal ones."""
     if count == 1:
         return [shape]
+    if config.mixer is not None and (sizes := config.mixer.pieces(role, count)) is not None:
+        return [(size, *shape[1:]) for size in sizes]
     kv = config.num_kv_heads * config.head_dim
     sizes = [shape[0] - 2 * kv, kv, kv] if role.startswith("qkv") else [shape[0] // count] * count
     return [(size, *shape[1:]) for size in sizes]

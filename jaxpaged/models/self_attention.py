@@ -22,7 +22,9 @@ class Attention(nnx.Module):
     """Queries, keys and values of one product, what is done to them, and the output's product."""
 
     def __init__(self, weights: Weights) -> None:
-        self.config, self.shards = weights.config, weights.shards
+        config, self.shards = weights.config.attention_part, weights.shards
+        assert config is not None
+        self.config = config  # of layers with attention alone: a layer's number counts these
         self.qkv, self.o = linear(weights, "qkv"), linear(weights, "o")
         self.q = linear(weights, "q") if self.config.num_kv_layers < self.config.num_layers else None
         self.q_norm, self.k_norm = norm(weights, "q_norm"), norm(weights, "k_norm")

@@ -13,7 +13,9 @@ import numpy as np
 from jaxpaged.checks import InputError
 from jaxpaged.models import layers
 from jaxpaged.models.config import ModelConfig
+from jaxpaged.models.layer_form import form_of
 from jaxpaged.models.load_as import LoadAs
+from jaxpaged.models.mixers.description import IN_FLOAT32
 from jaxpaged.models.names import (
     Names,
     Pieces,
@@ -46,6 +48,8 @@ class Weights(ABC):
         self._shard, self.dtype, self.form = load_as.shard, jnp.dtype(load_as.dtype), load_as.form
         # Config of the decoder to make.
         self.config = config if self._shard is None else self._shard.config
+        if config.mixer is not None:  # XLA would copy the cache where layers of two kinds write to it in a loop
+            self.form = form_of(self.dtype, loop_over_layers=False)
         if load_as.kinds:
             self.config = self.config.with_kinds(load_as.kinds)
         self.shards = None if self._shard is None else self._shard.shards
@@ -217,7 +221,8 @@ class StoredWeights(Weights):
         whole = _concatenated(pieces)
         if segments is not None and self._quantisation is not None:  # all inputs are needed first
             quantised = self._quantisation.of_numbers(self._source(role), whole, self.dtype, cut)
-        return quantised or whole.astype(self.dtype, copy=False)
+        dtype = np.float32 if role in IN_FLOAT32 else self.dtype
+        return quantised or whole.astype(dtype, copy=False)
 
     def _restored(self, role: str, pieces: Pieces, layer: int | None = None) -> Pieces:
         form, of_layers = self._names.forms.get(role), self._names.of_layers
@@ -252,7 +257,8 @@ class AbstractWeights(Weights):
         if segments is not None:
             cut = self._cut(role, shape)
             return zeros(segments, shape[1] if cut is None else cut.width(shape[1]), self.dtype)
-        whole = jnp.zeros(shape, self.dtype)  # traced if called in a trace
+        dtype = jnp.float32 if role in IN_FLOAT32 else self.dtype
+        whole = jnp.zeros(shape, dtype)  # traced if called in a trace
         if self._shard is None:
             return whole
         return jnp.concatenate(_padded(self._shard.slices(role, [whole]), self._shard.padding(role), whole))

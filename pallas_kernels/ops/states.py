@@ -186,7 +186,18 @@ def _by_chunk[Blocks](
         out, blocks = compute(blocks, places, *rows)
         return blocks, out
 
-    blocks, out = lax.scan(step, blocks, jnp.arange(num_chunks))
+    def step_if_any(blocks: Blocks, number: Int[Array, ""]) -> tuple[Blocks, Array]:
+        is_used = jnp.any(number * chunk < offset + lengths)
+        shape = jax.eval_shape(step, blocks, number)[1]
+        return lax.cond(
+            is_used,
+            lambda blocks: step(blocks, number),
+            lambda blocks: (blocks, jnp.zeros(shape.shape, shape.dtype)),
+            blocks,
+        )
+
+    one_by_one = step if num_chunks == 1 else step_if_any
+    blocks, out = lax.scan(one_by_one, blocks, jnp.arange(num_chunks))
     out = jnp.moveaxis(out, 0, 1).reshape(num_seqs, num_chunks * chunk, *out.shape[3:])
     taken = jnp.minimum(offset[:, None] + jnp.arange(num_tokens), num_chunks * chunk - 1)
     return jnp.take_along_axis(out, _like(taken, out), 1), blocks
@@ -400,6 +411,9 @@ def convolve(
         index = jnp.clip(positions // block_size, 0, block_tables.shape[1] - 1)
         return jnp.where(is_used, jnp.take_along_axis(block_tables, index, 1), 0), positions % block_size
 
+    # First written, then read: a sequence may have several lines here, one behind the other.
+    is_real = jnp.arange(num_tokens) < lengths[:, None]
+    rows = rows.at[slots(positions, is_real)].set(x)
     before = starts[:, None] - jnp.arange(kernel_size - 1, 0, -1)
     kept = jnp.where((before >= 0)[..., None], rows[slots(before, before >= 0)], 0)
     inputs = jnp.concatenate([kept, x], 1).astype(jnp.float32)
@@ -408,5 +422,4 @@ def convolve(
         out = out + inputs[:, j : j + num_tokens] * weight[j].astype(jnp.float32)
     if bias is not None:
         out = out + bias.astype(jnp.float32)
-    is_real = jnp.arange(num_tokens) < lengths[:, None]
-    return out, rows.at[slots(positions, is_real)].set(x)
+    return out, rows

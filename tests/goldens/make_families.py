@@ -15,17 +15,19 @@ from typing import Any
 import torch
 from family_variants import EXPERTS, HALF_WINDOWED, LLAMA4, OWN_SIZES, SIZES, TINY
 from family_variants import VARIANTS as OLDER
+from hybrid_variants import HYBRID
 from make_tiny_llamas import greedy
 from newer_variants import NEWER
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 HERE = Path(__file__).parent / "families"
-VARIANTS = OLDER | NEWER
+VARIANTS = OLDER | NEWER | HYBRID
 MODEL_TYPES = {"falcon_grouped": "falcon", "falcon_alibi": "falcon", "gpt_neox_sequential": "gpt_neox"}
 MODEL_TYPES |= {"cohere_normed": "cohere", "stablelm_parallel": "stablelm"}
 MODEL_TYPES |= {"granitemoehybrid_experts": "granitemoehybrid", "laguna_elements": "laguna"}
 MODEL_TYPES |= {"cohere2_moe_rms": "cohere2_moe", "gpt_bigcode_heads": "gpt_bigcode"}
+MODEL_TYPES |= {f"granitemoehybrid_{name}": "granitemoehybrid" for name in ("states", "both")}
 MODEL_TYPES |= dict.fromkeys(("gemma4_large", "gemma4_experts"), "gemma4_text")
 # Models of text and images: what is inside, and as small a vision part as there may be.
 MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
@@ -104,11 +106,12 @@ SEEDS = {
     "mixtral": 100,
     "gemma3n_text": 104,
     "granitemoehybrid": 100,
+    "qwen3_next": 301,
 }  # where the answer would hang on a rounding
 IMPLEMENTATIONS = {"falcon_alibi": "sdpa"}  # its eager attention adds the slopes twice
 # Those that came last, in their order: the seeds of the others stay what they were.
 ADDED = ("llama4_text", "llama4", "gemma3n_text", "gemma4_text", "gemma4_large", "gemma4", "gemma4_experts")
-ADDED += (*NEWER, "cohere2_vision")
+ADDED += (*NEWER, "cohere2_vision", *HYBRID)
 # Models of transformers 5.24 that need an image; their decoder does not.
 NEEDS_IMAGES = ("llama4",)
 NUM_TOKENS, EVERY = 40, 3
@@ -210,7 +213,7 @@ def write(name: str, model: torch.nn.Module) -> None:
             shake(parameter_name, parameter, is_less_one=is_less_one)
             parameter.copy_(parameter.half().float())
         for buffer_name, buffer in model.named_buffers():
-            if "correction_bias" in buffer_name:
+            if "correction_bias" in buffer_name or "expert_bias" in buffer_name:
                 buffer.normal_(std=0.2).copy_(buffer.half().float())
             if "layer_scalar" in buffer_name:
                 buffer.normal_(mean=1.0, std=0.2).copy_(buffer.half().float())
@@ -248,6 +251,12 @@ def turn_experts(file: Path) -> None:
 
 def shake(name: str, parameter: torch.nn.Parameter, *, is_less_one: bool) -> None:
     """Give everything a value that matters: norms and biases begin as ones and zeros."""
+    if name.endswith("A_log"):
+        parameter.uniform_(-2.0, 1.0)
+        return
+    if name.endswith("dt_bias"):
+        parameter.normal_(mean=-1.0, std=0.5)
+        return
     is_norm = parameter.ndim == 1 and "bias" not in name and "sinks" not in name
     if is_norm:
         parameter.normal_(mean=0.0 if is_less_one else 1.0, std=0.2)

@@ -29,6 +29,7 @@ from jaxpaged.models.families.granite_swa import GRANITE_SWA, GRANITEMOE_SWA, GR
 from jaxpaged.models.families.hunyuan import HUNYUAN_MOE, HY_V3
 from jaxpaged.models.families.hyperclova import HYPERCLOVAX
 from jaxpaged.models.families.laguna import LAGUNA
+from jaxpaged.models.families.lfm2 import LFM2, LFM2_MOE
 from jaxpaged.models.families.llama import GRANITE, LLAMA, MISTRAL, SMOLLM3
 from jaxpaged.models.families.llama4 import LLAMA4
 from jaxpaged.models.families.mimo import MIMO_V2, MIMO_V2_FLASH
@@ -54,6 +55,7 @@ from jaxpaged.models.families.opt import OPT
 from jaxpaged.models.families.phi import PHI, PHIMOE
 from jaxpaged.models.families.phi3 import PHI3
 from jaxpaged.models.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
+from jaxpaged.models.families.qwen_next import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from jaxpaged.models.families.sarvam import SARVAM_MOE
 from jaxpaged.models.families.solar import SOLAR_OPEN
 from jaxpaged.models.families.stablelm import STABLELM
@@ -77,6 +79,11 @@ FAMILIES = (
     QWEN2_MOE,
     QWEN3,
     QWEN3_MOE,
+    QWEN3_NEXT,
+    QWEN3_5,
+    QWEN3_5_MOE,
+    LFM2,
+    LFM2_MOE,
     GEMMA,
     GEMMA2,
     GEMMA3,

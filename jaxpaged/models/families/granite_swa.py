@@ -1,13 +1,16 @@
-"""Granite with windows and sinks, dense and of experts, and Granite 4 without states."""
+"""Granite with windows and sinks, dense and of experts, and Granite 4 with and without states."""
 
 import dataclasses
+import math
 from typing import Any
 
 from jaxpaged.checks import check, checked_number
 from jaxpaged.models.config import LayerKind, ModelConfig
 from jaxpaged.models.families import granite_moe, llama
 from jaxpaged.models.families.family import Family
+from jaxpaged.models.families.qwen_next import BY_CHANNEL, STATE
 from jaxpaged.models.fields import Fields
+from jaxpaged.models.mixers.description import Mamba2
 from jaxpaged.models.names import Names
 
 SINKS: dict[str, str | tuple[str, ...]] = {"sinks": f"{llama.LAYER}.self_attn.sinks"}
@@ -52,13 +55,14 @@ def _windowed(f: Fields, config: ModelConfig) -> ModelConfig:
 
 
 def read_granitemoehybrid(f: Fields) -> ModelConfig:
-    """Read Granite 4 of attention alone. Layers with states are refused."""
+    """Read Granite 4: Mamba-2 in most layers, or attention alone."""
     num_layers = f.size("num_hidden_layers")
     f.alias(layer_types="layers_block_type")
-    types = f.get("layer_types")
-    attention = ("attention", "full_attention")
-    ok = isinstance(types, list) and len(types) == num_layers and all(each in attention for each in types)
-    check("model config: layer_types", types, "'attention' for each layer: states are not supported", ok)
+    types = f.get("layer_types", ["mamba"] * num_layers)
+    states = ("mamba", "linear_attention")
+    known = ("attention", "full_attention", *states)
+    ok = isinstance(types, list) and len(types) == num_layers and all(each in known for each in types)
+    check("model config: layer_types", types, "'mamba' or 'attention' for each layer", ok)
     position = f.get("position_embedding_type", "nope")
     check("model config: position_embedding_type", position, "'rope' or 'nope'", position in ("rope", "nope"))
     width = f.size("shared_intermediate_size", 1024)
@@ -66,13 +70,57 @@ def read_granitemoehybrid(f: Fields) -> ModelConfig:
         config = granite_moe.read_granitemoeshared(f)
     else:
         config = dataclasses.replace(llama.read_granite(f), intermediate_size=width)
-    if position == "rope":
-        return config
-    return dataclasses.replace(config, layers=(LayerKind(),) * num_layers)
+    full = config.layers[0] if position == "rope" else LayerKind()
+    layers = tuple(STATE if each in states else full for each in types)
+    has_states = STATE in layers
+    return dataclasses.replace(config, layers=layers, mixer=read_mamba2(f) if has_states else None)
+
+
+def read_mamba2(f: Fields) -> Mamba2:
+    """Read the fields of Mamba-2 as Granite 4 and Bamba call them."""
+    width = f.size("mamba_expand", 2) * f.size("hidden_size")
+    num_heads, num_groups = f.size("mamba_n_heads", 128), f.size("mamba_n_groups", 1)
+    head_dim = f.get("mamba_d_head", "auto")
+    head_dim = width // num_heads if head_dim == "auto" else f.size("mamba_d_head")
+    rule = f"{width} / mamba_n_heads={num_heads}, or 'auto'"
+    check("model config: mamba_d_head", head_dim, rule, head_dim * num_heads == width)
+    low, high = map(_limit, f.get("time_step_limit") or (0.0, None))
+    return Mamba2(
+        num_heads=num_heads,
+        head_dim=head_dim,
+        state_size=f.size("mamba_d_state", 256),
+        num_groups=num_groups,
+        kernel_size=f.size("mamba_d_conv", 4),
+        conv_bias=f.flag("mamba_conv_bias", True),
+        bias=f.flag("mamba_proj_bias"),
+        dt_limit=(low, high),
+        norm_groups=num_groups,
+    )
+
+
+def _limit(value: object) -> float:
+    """Return a limit of time steps; JSON has no infinity, and transformers writes an object in its place."""
+    if value is None or value == {"__float__": "Infinity"}:
+        return math.inf
+    return checked_number("model config: time_step_limit", value, "two numbers >= 0, or null", 0)
+
+
+MAMBA = f"{llama.LAYER}.mamba"
+MAMBA_TABLE: dict[str, str | tuple[str, ...]] = {
+    "mixer.in": f"{MAMBA}.in_proj",
+    "mixer.conv": f"{MAMBA}.conv1d",
+    "mixer.a_log": f"{MAMBA}.A_log",
+    "mixer.d": f"{MAMBA}.D",
+    "mixer.dt_bias": f"{MAMBA}.dt_bias",
+    "mixer.norm": f"{MAMBA}.norm",
+    "mixer.out": f"{MAMBA}.out_proj",
+}
 
 
 def _hybrid_names(config: ModelConfig) -> Names:
-    return DENSE if config.experts is None else granite_moe.NAMES
+    names = DENSE if config.experts is None else granite_moe.NAMES
+    forms = {**names.forms, "mixer.conv.weight": BY_CHANNEL}
+    return dataclasses.replace(names, table={**names.table, **MAMBA_TABLE}, forms=forms)
 
 
 _DEFAULTS: dict[str, Any] = {
@@ -97,7 +145,7 @@ GRANITEMOE_SWA = Family(
 )
 GRANITEMOEHYBRID = Family(
     model_type="granitemoehybrid",
-    models="Granite 4.0 Micro, 350M and 1B: those of attention alone",
+    models="Granite 4.0, with states and of attention alone",
     read=read_granitemoehybrid,
     names=_hybrid_names,
     defaults={"max_position_embeddings": 2048},

@@ -1,0 +1,116 @@
+"""Mixers over paged blocks: the tiles of a pass, one after the other where they are of one sequence."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from jaxpaged.memory.kv_cache import KVCache
+from jaxpaged.models import layers
+from jaxpaged.models.attention import PassBatch
+from pallas_kernels.ops import states
+
+# Computes tokens [num_seqs, num_tokens, ...] of sequences: (blocks, tokens, tables, starts, lengths) to
+# (outputs, blocks).
+type Compute = Callable[..., tuple[Array, Any]]
+
+
+def tables_of(cache: KVCache, number: int, batch: PassBatch) -> Int[Array, "num_tiles max_blocks"]:
+    """Return the place of each tile's blocks in the arrays of the state layer of this number."""
+    group = 0 if batch.grouping is None else batch.grouping.num_groups - 1
+    rows = batch.rows_of(group)
+    tables = batch.block_tables if rows is None else batch.block_tables[rows]
+    return cache.state_places(tables, number)
+
+
+def over_tiles(
+    compute: Compute,
+    blocks: Any,
+    tokens: tuple[Float[Array, "num_tokens ..."], ...],
+    tables: Int[Array, "num_tiles max_blocks"],
+    batch: PassBatch,
+) -> tuple[Float[Array, "num_tokens ..."], Any]:
+    """Compute a pass's tokens tile by tile; tiles of one sequence in the order of their positions.
+
+    Tiles of prompts are computed one by one. Tiles of one token are computed together, in as many rounds as
+    a sequence has tiles: one, but for drafts.
+    """
+    starts = batch.query_starts
+    num_tiles, tile_len = starts.shape[0], batch.tile_len
+    lengths = jnp.clip(batch.seq_lens - starts, 0, tile_len)
+    by_tile = jax.tree.map(lambda x: x.reshape(num_tiles, tile_len, *x.shape[1:]), tokens)
+    if tile_len > 1:
+
+        def one(blocks: Any, tile: tuple[Any, ...]) -> tuple[Any, Array]:
+            table, start, length, *its = jax.tree.map(lambda x: x[None], tile)
+
+            def run(blocks: Any) -> tuple[Array, Any]:
+                return compute(blocks, tuple(its), table, start, length)
+
+            shape = jax.eval_shape(run, blocks)[0]
+            nothing = jnp.zeros(shape.shape, shape.dtype)
+            out, blocks = lax.cond(length[0] > 0, run, lambda blocks: (nothing, blocks), blocks)
+            return blocks, out[0]
+
+        # A scan, and not a loop over those in use: gradients go through it.
+        order = jnp.argsort(starts, stable=True)
+        tiles = jax.tree.map(lambda x: x[order], (tables, starts, lengths, *by_tile))
+        blocks, out = lax.scan(one, blocks, tiles)
+        out = jnp.zeros_like(out).at[order].set(out)
+        return out.reshape(num_tiles * tile_len, *out.shape[2:]), blocks
+
+    is_used = lengths > 0
+    rows = batch.rows_of(0)
+    if rows is None:
+        same = jnp.all(tables[:, None] == tables[None], axis=2)
+    else:
+        same = rows[:, None] == rows[None]
+    earlier = same & is_used[None] & (starts[None] < starts[:, None])
+    rank = jnp.sum(earlier, 1)
+
+    def run_round(blocks: Any, number: Int[Array, ""]) -> tuple[Array, Any]:
+        return compute(blocks, by_tile, tables, starts, jnp.where(rank == number, lengths, 0))
+
+    shape = jax.eval_shape(run_round, blocks, jnp.int32(0))[0]
+    type Carry = tuple[Int[Array, ""], Array, Any]
+
+    def one_round(carry: Carry) -> Carry:
+        number, out, blocks = carry
+        new, blocks = run_round(blocks, number)
+        mine = (rank == number).reshape(-1, *[1] * (new.ndim - 1))
+        return number + 1, jnp.where(mine, new, out), blocks
+
+    last = jnp.max(jnp.where(is_used, rank, -1))
+    carry = jnp.int32(0), jnp.zeros(shape.shape, shape.dtype), blocks
+    _, out, blocks = lax.while_loop(lambda carry: carry[0] <= last, one_round, carry)
+    return out.reshape(num_tiles, *out.shape[2:]), blocks
+
+
+def convolve(
+    rows: Float[Array, "num_places block_size num_channels"],
+    x: Float[Array, "num_tokens num_channels"],
+    weight: Float[Array, "kernel_size num_channels"],
+    bias: Float[Array, " num_channels"] | None,
+    tables: Int[Array, "num_tiles max_blocks"],
+    batch: PassBatch,
+) -> tuple[Float[Array, "num_tokens num_channels"], Float[Array, "num_places block_size num_channels"]]:
+    """Convolve each channel with the tokens before, and return it in float32, and the rows with x in them."""
+    num_tiles = batch.query_starts.shape[0]
+    lengths = jnp.clip(batch.seq_lens - batch.query_starts, 0, batch.tile_len)
+    tiles = x.reshape(num_tiles, batch.tile_len, -1)
+    out, rows = states.convolve(rows, tiles, weight, bias, tables, batch.query_starts, lengths)
+    return out.reshape(x.shape), rows
+
+
+def state_blocks(arrays: dict[str, Array], *, has_delta_rule: bool) -> states.StateBlocks:
+    """Return a layer's arrays as the blocks that `ops.states.advance` computes with."""
+    names = ("state", "k", "u", "log_decay")
+    return states.StateBlocks(**{name: arrays[name] for name in names}, has_delta_rule=has_delta_rule)
+
+
+def in_float32(stack: layers.Stack, number: int) -> Float[Array, "..."]:
+    """Return a layer's weight in float32."""
+    return stack[number].astype(jnp.float32)

@@ -1,0 +1,22 @@
+"""Mixers by their descriptions: the one line that a new mixer adds."""
+
+from collections.abc import Callable
+from typing import Any
+
+from jaxpaged.models.mixers.description import GatedDelta, Mamba2, ShortConvolution
+from jaxpaged.models.mixers.gated_delta import GatedDeltaMixer
+from jaxpaged.models.mixers.mamba2 import Mamba2Mixer
+from jaxpaged.models.mixers.short_convolution import ShortConvolutionMixer
+from jaxpaged.models.weights import Weights
+
+MIXERS: dict[type, Callable[[Weights, Any], Any]] = {
+    GatedDelta: GatedDeltaMixer,
+    Mamba2: Mamba2Mixer,
+    ShortConvolution: ShortConvolutionMixer,
+}
+
+
+def mixer_of(weights: Weights) -> Any:
+    """Return the mixer of a model's state layers; None where it has none."""
+    description = weights.config.mixer
+    return None if description is None else MIXERS[type(description)](weights, description)

@@ -1,0 +1,74 @@
+"""Recurrent mixers of a decoder in NumPy, token by token: layers that keep a state in place of K and V."""
+
+from typing import Any
+
+import numpy as np
+
+from .parts import Weights, linear
+from .states import causal_convolution, recurrence
+
+
+def mixer(config: Any, weights: Weights, name: str, x: np.ndarray) -> np.ndarray:
+    """Compute the mixer of a layer for a whole sequence, [num_tokens, hidden_size]."""
+    by_name = {"gated_delta": gated_delta, "mamba2": mamba2, "short_convolution": short_convolution}
+    return by_name[config.mixer.name](config, weights, f"{name}.mixer", x)
+
+
+def gated_delta(config: Any, weights: Weights, name: str, x: np.ndarray) -> np.ndarray:
+    """Compute the gated delta rule behind a convolution of q, k and v; its output normed and gated by z."""
+    d = config.mixer
+    width, key_width = d.num_heads * d.v_dim, d.num_key_heads * d.k_dim
+    mixed, z = np.split(linear(weights, f"{name}.in", x), [2 * key_width + width], axis=1)
+    b, a = np.split(linear(weights, f"{name}.ba", x), 2, axis=1)
+    q, k, v = np.split(silu(convolved(weights, name, mixed)), [key_width, 2 * key_width], axis=1)
+    q, k = (y.reshape(len(x), d.num_key_heads, d.k_dim) for y in (q, k))
+    q, k = (y / np.sqrt(np.sum(y * y, axis=-1, keepdims=True) + 1e-6) for y in (q, k))
+    log_decay = -np.exp(weights[f"{name}.a_log"]) * softplus(a + weights[f"{name}.dt_bias"])
+    v = v.reshape(len(x), d.num_heads, d.v_dim)
+    beta = 1 / (1 + np.exp(-b))
+    out, _ = recurrence(q * d.k_dim**-0.5, k, v, log_decay[..., None], beta)
+    out = root_mean_square_normed(out, config.norm_eps) * weights[f"{name}.norm.weight"]
+    return linear(weights, f"{name}.out", (out.reshape(len(x), -1) * silu(z)).astype(x.dtype))
+
+
+def mamba2(config: Any, weights: Weights, name: str, x: np.ndarray) -> np.ndarray:
+    """Compute Mamba-2 behind a convolution of x, B and C; its output gated by z, and normed in groups."""
+    d = config.mixer
+    width, of_states = d.num_heads * d.head_dim, d.num_groups * d.state_size
+    z, mixed, dt = np.split(linear(weights, f"{name}.in", x), [width, 2 * width + 2 * of_states], axis=1)
+    given, b, c = np.split(silu(convolved(weights, name, mixed)), [width, width + of_states], axis=1)
+    given = given.reshape(len(x), d.num_heads, d.head_dim)
+    b, c = (y.reshape(len(x), d.num_groups, d.state_size) for y in (b, c))
+    dt = np.clip(softplus(dt + weights[f"{name}.dt_bias"]), *d.dt_limit)
+    log_decay = -np.exp(weights[f"{name}.a_log"]) * dt
+    out, _ = recurrence(c, b, given * dt[..., None], log_decay[..., None], None)
+    out = (out + given * weights[f"{name}.d"][:, None]).reshape(len(x), width) * silu(z)
+    out = root_mean_square_normed(out.reshape(len(x), d.norm_groups, -1), config.norm_eps)
+    out = out.reshape(len(x), width) * weights[f"{name}.norm.weight"]
+    return linear(weights, f"{name}.out", out.astype(x.dtype))
+
+
+def short_convolution(config: Any, weights: Weights, name: str, x: np.ndarray) -> np.ndarray:
+    """Compute `out(C * conv(B * x))`, with B, C and x of one projection."""
+    b, c, given = np.split(linear(weights, f"{name}.in", x), 3, axis=1)
+    return linear(weights, f"{name}.out", (c * convolved(weights, name, b * given)).astype(x.dtype))
+
+
+def convolved(weights: Weights, name: str, x: np.ndarray) -> np.ndarray:
+    """Return a causal convolution of each channel."""
+    return causal_convolution(x, weights[f"{name}.conv.weight"], weights.get(f"{name}.conv.bias"))
+
+
+def root_mean_square_normed(x: np.ndarray, eps: float) -> np.ndarray:
+    """Return numbers of the last axis divided by the root of their mean square."""
+    return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps)
+
+
+def silu(x: np.ndarray) -> np.ndarray:
+    """Return `x sigmoid(x)`."""
+    return x / (1 + np.exp(-x))
+
+
+def softplus(x: np.ndarray) -> np.ndarray:
+    """Return `log(1 + exp(x))`."""
+    return np.logaddexp(0, x)

@@ -1,0 +1,49 @@
+"""Tiny models with layers of states, by name: what their configs say beside `SIZES`."""
+
+from typing import Any
+
+DELTA = {
+    "head_dim": 8,
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 10,
+    "linear_conv_kernel_dim": 4,
+    "partial_rotary_factor": 0.5,
+}
+EXPERTS = {
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 12,
+    "shared_expert_intermediate_size": 20,
+}
+MAMBA = {
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "mamba_n_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_d_state": 6,
+    "mamba_n_groups": 2,
+    "mamba_expand": 2,
+    "mamba_chunk_size": 8,
+    "shared_intermediate_size": 20,
+}
+CONV = {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]}
+HYBRID: dict[str, dict[str, Any]] = {
+    "qwen3_next": {**DELTA, **EXPERTS},
+    "qwen3_5_text": DELTA,
+    "qwen3_5_moe_text": {**DELTA, **EXPERTS},
+    "lfm2": {**CONV, "conv_L_cache": 3, "block_multiple_of": 8, "tie_word_embeddings": False},
+    "lfm2_moe": {
+        **CONV,
+        "num_dense_layers": 1,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 12,
+        "conv_bias": True,
+    },
+    "granitemoehybrid_states": {**MAMBA, "num_local_experts": 0, "position_embedding_type": "rope"},
+    "granitemoehybrid_both": {**MAMBA, "num_local_experts": 4, "mamba_conv_bias": False},
+}
