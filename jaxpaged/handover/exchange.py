@@ -177,7 +177,7 @@ def sharding_of(kv_cache: KVCache, name: str, mesh: Mesh | None = None) -> jax.s
     """Return where a chunk's array must be put; None: it must not be bound to a device."""
     if mesh is not None:
         return NamedSharding(mesh, BY_SHARD)
-    return transfer.sharding(kv_cache, name) if kv_cache.blocks[name].committed else None
+    return transfer.sharding(kv_cache, name) if kv_cache.movable[name].committed else None
 
 
 def on_host(state: EngineState, chain: Chain, mesh: Mesh | None = None) -> dict[str, np.ndarray]:
@@ -315,7 +315,7 @@ def chunk_size(kv_cache: KVCache) -> int:
 
 def block_bytes(kv_cache: KVCache) -> int:
     """Return the bytes of a block's K and V."""
-    return sum(x.nbytes for x in kv_cache.blocks.values()) // kv_cache.num_blocks
+    return sum(x.nbytes for x in kv_cache.movable.values()) // kv_cache.num_blocks
 
 
 def _in_chunks(kv_cache: KVCache, block_ids: np.ndarray) -> Sequence[np.ndarray]:

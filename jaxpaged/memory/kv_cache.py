@@ -14,6 +14,7 @@ from jaxpaged.memory.block_pool import NULL_BLOCK
 from pallas_kernels.layouts import TOKEN_MAJOR, BlockSlice, Layout, Pool, Sizes
 from pallas_kernels.ops import caches
 
+STATE = "state "  # before the names of arrays of states, where a cache's arrays are moved
 DRAFT = "draft "  # before the names of the arrays of a model that drafts; see `joined`
 
 
@@ -68,6 +69,20 @@ class KVCache:
         first, stride = (self.num_blocks, 1) if self.layout.layers_apart else (1, self.num_layers)
         of_layer = BlockSlice(jnp.asarray(layer * first, jnp.int32), stride, self.num_blocks)
         return Pool(blocks | shared, self.layout, sizes, of_layer)
+
+    @property
+    def movable(self) -> dict[str, Num[Array, "..."]]:
+        """Arrays that move with a block, by name: its K and V, and its states. `axis_of` counts blocks."""
+        return self.blocks | {f"{STATE}{name}": x for name, x in self.states.items()}
+
+    def axis_of(self, name: str) -> int:
+        """Return the axis of an array of `movable` that counts blocks."""
+        return 0 if name.startswith(STATE) else self.axis
+
+    def with_movable(self, arrays: dict[str, Num[Array, "..."]]) -> "KVCache":
+        """Return the cache with these arrays, named as `movable` names them."""
+        states = {name: arrays[f"{STATE}{name}"] for name in self.states}
+        return replace(self, blocks={name: arrays[name] for name in self.blocks}, states=states)
 
     def state_places(self, block_ids: Int[Array, "*n"], number: int) -> Int[Array, "*n"]:
         """Return where the state layer of this number has its part of these blocks, in `states_of`."""

@@ -196,28 +196,27 @@ def _publish(
 
 
 def read(kv_cache: KVCache, block_ids: Int[Array, " n"]) -> dict[str, Num[Array, "n ..."]]:
-    """Return K and V of these blocks, block by block, by the names of the layout's arrays.
+    """Return K and V of these blocks, and their states, block by block, by the names of `KVCache.movable`.
 
     In a layout of one array, `all_layers`, a block is one contiguous range. What belongs to no block
     (`Layout.shared`) is not among them.
     """
-    axis = kv_cache.axis
-    return {
-        name: jnp.moveaxis(jnp.take(x, block_ids, axis=axis, mode="clip"), axis, 0)
-        for name, x in kv_cache.blocks.items()
-    }
+    found = {}
+    for name, x in kv_cache.movable.items():
+        axis = kv_cache.axis_of(name)
+        found[name] = jnp.moveaxis(jnp.take(x, block_ids, axis=axis, mode="clip"), axis, 0)
+    return found
 
 
 def write(kv_cache: KVCache, block_ids: Int[Array, " n"], arrays: dict[str, Num[Array, "n ..."]]) -> KVCache:
     """Put what `read` gave into these blocks, each named once; where it is NULL_BLOCK, nothing."""
-    axis = kv_cache.axis
     target = jnp.where(block_ids == NULL_BLOCK, kv_cache.num_blocks, block_ids)
-    at = (*[slice(None)] * axis, target)
-    blocks = {
-        name: x.at[at].set(jnp.moveaxis(arrays[name], 0, axis), mode="drop")
-        for name, x in kv_cache.blocks.items()
-    }
-    return note_followed(replace(kv_cache, blocks=blocks), block_ids, False)
+    written = {}
+    for name, x in kv_cache.movable.items():
+        axis = kv_cache.axis_of(name)
+        at = (*[slice(None)] * axis, target)
+        written[name] = x.at[at].set(jnp.moveaxis(arrays[name], 0, axis), mode="drop")
+    return note_followed(kv_cache.with_movable(written), block_ids, False)
 
 
 def _cache_of(pool: BlockPool) -> PrefixCache:
@@ -236,7 +235,7 @@ def placed(
     """
 
     def put(name: str, x: Array | np.ndarray) -> Array:
-        is_bound = getattr(x, "committed", False) or kv_cache.blocks[name].committed
+        is_bound = getattr(x, "committed", False) or kv_cache.movable[name].committed
         return jax.device_put(x, sharding(kv_cache, name)) if is_bound else jnp.asarray(x)
 
     return {name: put(name, x) for name, x in arrays.items()}
@@ -244,9 +243,9 @@ def placed(
 
 def sharding(kv_cache: KVCache, name: str) -> jax.sharding.Sharding:
     """Return the sharding of some blocks of this cache, with the blocks along the first axis."""
-    its = kv_cache.blocks[name].sharding
+    its = kv_cache.movable[name].sharding
     if not isinstance(its, jax.sharding.NamedSharding):
         return its
-    spec = [*its.spec, *[None] * (kv_cache.blocks[name].ndim - len(its.spec))]
-    rest = [axis for i, axis in enumerate(spec) if i != kv_cache.axis]
+    spec = [*its.spec, *[None] * (kv_cache.movable[name].ndim - len(its.spec))]
+    rest = [axis for i, axis in enumerate(spec) if i != kv_cache.axis_of(name)]
     return jax.sharding.NamedSharding(its.mesh, jax.sharding.PartitionSpec(None, *rest))

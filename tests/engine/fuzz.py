@@ -31,13 +31,13 @@ from jaxpaged.grammar import recursive
 from jaxpaged.handover.blocks import Blocks
 from jaxpaged.memory.invariants import check_invariants
 from jaxpaged.models.changes import named
-from jaxpaged.models.families.llama import NAMES
 from jaxpaged.models.weights import random_weights
 from jaxpaged.sampling_params import BeamSearchParams, SamplingParams
 from jaxpaged.status import Status
 from jaxpaged.step.config import MAX_STEPS
 from jaxpaged.step.state import FinishReason
 from tests import tiny, tiny_grammars, tiny_lora, tiny_recursive
+from tests.tiny_states import NAMES
 from tests.engine.fuzz_settings import NUM_DEVICES, SETTINGS
 
 NUM_ASKS = 40  # different ones a setting; each is answered alone once for each set of weights

@@ -13,7 +13,7 @@ from jaxpaged.models.decoder import Decoder
 from jaxpaged.models.families.llama import NAMES
 from jaxpaged.models.weights import StoredWeights, random_weights
 from jaxpaged.tiers.rule import Rule
-from tests import tiny, tiny_head, tiny_lora
+from tests import tiny, tiny_head, tiny_lora, tiny_states
 
 BLOCK_GIB = 2048 / 2**30  # of the tiny model's two layers
 
@@ -123,6 +123,22 @@ SETTINGS: dict[str, Callable[[Path], Driver]] = {
     ),
     "three kinds of layers, suffixes, disk": lambda folder: _fetching(
         _of_kinds(FULL, WINDOW, CHUNK, **SWAP | THREE_KINDS | BY_SUFFIXES, **_tiers(8, folder, 20))
+    ),
+    "states": lambda _: tiny_states.driver(tiny_states.DELTA, **TIGHT | THREE_KINDS),
+    "states, swap": lambda _: tiny_states.driver(tiny_states.MAMBA, **SWAP | TWO_KINDS),
+    "states, swap, drafts": lambda _: tiny_states.driver(
+        tiny_states.MAMBA, **SWAP | TWO_KINDS, speculative_config={"prompt_lookup_min": 1}
+    ),
+    "states and windows, suffixes, disk": lambda folder: _fetching(
+        tiny_states.driver(
+            tiny_states.DELTA,
+            *(tiny_states.STATE, tiny_states.FULL, tiny_states.WINDOW),
+            **SWAP | THREE_KINDS | BY_SUFFIXES,
+            **_tiers(8, folder, 20),
+        )
+    ),
+    "states alone": lambda _: tiny_states.driver(
+        tiny_states.CONVOLUTION, tiny_states.STATE, **TIGHT | TWO_KINDS
     ),
     "two kinds of layers, drafts by a head": lambda _: _of_kinds(
         FULL, WINDOW, draft=tiny_head.draft(), **SWAP | TWO_KINDS | tiny_head.BY_HEAD

@@ -42,6 +42,8 @@ CLIP = {
 QWEN_VISION = {"depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 1, "out_hidden_size": 16}
 QWEN3_VISION = {**QWEN_VISION, "num_position_embeddings": 4, "deepstack_visual_indexes": [0]}
 TEXT = {**TINY, "head_dim": 8}
+AXES = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 0], "mrope_interleaved": True}
+AXES["partial_rotary_factor"] = 0.5
 WRAPPERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "gemma3": (
         {"model_type": "gemma3_text", **TEXT, **HALF_WINDOWED, "query_pre_attn_scalar": 24},
@@ -96,6 +98,8 @@ WRAPPERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {**QWEN_VISION, "out_hidden_size": 32},
     ),
     "qwen3_vl": ({**TEXT, "rope_parameters": {**MROPE, "mrope_interleaved": True}}, QWEN3_VISION),
+    "qwen3_5": ({**HYBRID["qwen3_5_text"], "rope_parameters": AXES}, QWEN3_VISION),
+    "qwen3_5_moe": ({**HYBRID["qwen3_5_moe_text"], "rope_parameters": AXES}, QWEN3_VISION),
     "qwen3_vl_moe": (
         {**TEXT, **EXPERTS, "num_experts": 5, "rope_parameters": {**MROPE, "mrope_interleaved": True}},
         QWEN3_VISION,
@@ -111,7 +115,7 @@ SEEDS = {
 IMPLEMENTATIONS = {"falcon_alibi": "sdpa"}  # its eager attention adds the slopes twice
 # Those that came last, in their order: the seeds of the others stay what they were.
 ADDED = ("llama4_text", "llama4", "gemma3n_text", "gemma4_text", "gemma4_large", "gemma4", "gemma4_experts")
-ADDED += (*NEWER, "cohere2_vision", *HYBRID)
+ADDED += (*NEWER, "cohere2_vision", *HYBRID, "qwen3_5", "qwen3_5_moe")
 # Models of transformers 5.24 that need an image; their decoder does not.
 NEEDS_IMAGES = ("llama4",)
 NUM_TOKENS, EVERY = 40, 3

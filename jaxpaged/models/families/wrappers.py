@@ -18,6 +18,7 @@ from jaxpaged.models.families.gemma4 import GEMMA4
 from jaxpaged.models.families.llama import LLAMA, MISTRAL
 from jaxpaged.models.families.llama4 import LLAMA4
 from jaxpaged.models.families.near_llama import MINISTRAL3
+from jaxpaged.models.families.qwen_next import QWEN3_5, QWEN3_5_MOE
 from jaxpaged.models.names import Names
 
 INSIDE = (
@@ -214,6 +215,16 @@ WRAPPERS = (
         models="Qwen3-VL dense: the text part",
         texts={"qwen3_vl_text": _like(qwen.QWEN3, **_QWEN3)},
         gguf="qwen3vl",
+    ),
+    Wrapper(
+        model_type="qwen3_5",
+        models="Qwen 3.5 to 3.8, dense: the text part",
+        texts=_texts(QWEN3_5),
+    ),
+    Wrapper(
+        model_type="qwen3_5_moe",
+        models="Qwen 3.5 to 3.8 with experts: the text part",
+        texts=_texts(QWEN3_5_MOE),
     ),
     Wrapper(
         model_type="qwen3_vl_moe",

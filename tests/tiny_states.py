@@ -1,0 +1,41 @@
+"""Tiny models with layers of states, and engines over them."""
+
+import dataclasses
+import functools
+from typing import Any
+
+from jaxpaged.config import EngineConfig
+from jaxpaged.engine.drafted import Draft
+from jaxpaged.engine.driver import Driver
+from jaxpaged.models.config import LayerKind, ModelConfig
+from jaxpaged.models.decoder import Decoder
+from jaxpaged.models.families import llama
+from jaxpaged.models.load_as import LoadAs
+from jaxpaged.models.mixers.description import GatedDelta, Mamba2, Mixer, ShortConvolution
+from jaxpaged.models.names import Names
+from jaxpaged.models.weights import StoredWeights, random_weights
+from tests import tiny
+
+DELTA = GatedDelta(num_heads=4, num_key_heads=2, k_dim=6, v_dim=10, kernel_size=4)
+MAMBA = Mamba2(num_heads=4, head_dim=6, state_size=5, num_groups=2, kernel_size=4, norm_groups=2)
+CONVOLUTION = ShortConvolution(width=32, kernel_size=3, bias=True)
+FULL, WINDOW = tiny.CONFIG.layers[0], dataclasses.replace(tiny.CONFIG.layers[0], sliding_window=11)
+STATE = LayerKind(has_state=True)
+ROLES = ("in", "ba", "conv", "a_log", "d", "dt_bias", "norm", "out")
+NAMES = Names(table=llama.TABLE | {f"mixer.{role}": f"{llama.LAYER}.mixer.{role}" for role in ROLES})
+
+
+def config(mixer: Mixer, *kinds: LayerKind) -> ModelConfig:
+    """Return the tiny model with these layers; by default one with attention between two with states."""
+    return dataclasses.replace(tiny.CONFIG, mixer=mixer, layers=kinds or (STATE, FULL, STATE))
+
+
+def load(load_as: LoadAs, config: ModelConfig) -> Decoder:
+    """Load the model with random weights."""
+    return Decoder(StoredWeights(config, NAMES, random_weights(config, NAMES, 0), load_as))
+
+
+def driver(mixer: Mixer, *kinds: LayerKind, draft: Draft | None = None, **options: Any) -> Driver:
+    """Create an engine over such a model."""
+    its, said = config(mixer, *kinds), EngineConfig(**tiny.DEFAULTS | options)
+    return Driver(said, its, functools.partial(load, config=its), adapter_names=NAMES, draft=draft)
