@@ -171,6 +171,5 @@ def collect(deltas: Sequence[Delta]) -> Delta:
         num_hit_tokens=max(delta.num_hit_tokens for delta in deltas),
         text=None if last.text is None else "".join(delta.text or "" for delta in deltas),
         weight_versions=tuple(version for delta in deltas for version in delta.weight_versions),
-        drafts=sum_of_drafts([delta.drafts for delta in deltas]),
         channels=channels.joined([delta.channels for delta in deltas]),
     )

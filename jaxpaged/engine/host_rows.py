@@ -10,7 +10,7 @@ from absl import logging
 
 from jaxpaged.engine.by_host import Follower, Line
 from jaxpaged.engine.candidates import told_candidates
-from jaxpaged.engine.request import Beam, Delta, DraftCounts, Request, Score, device_request_id
+from jaxpaged.engine.request import Beam, Delta, Request, Score, device_request_id
 from jaxpaged.sampling import Scores
 from jaxpaged.step.channels import CHANNELS
 from jaxpaged.step.config import MAX_STEPS
@@ -94,7 +94,6 @@ COLUMNS = np.dtype(
         ("wants_prompt_scores", np.bool_),  # and of its prompt
         ("is_beam", np.bool_),  # or holds what has ended of a beam search
         ("has_run", np.bool_),
-        ("drafts", np.int32, 3),  # `DraftRows.counts` when last reported
         # Number of the stay in the row. A request that leaves its row and comes back has the same id,
         # but it is another stay.
         ("stay", np.int64),
@@ -223,14 +222,14 @@ class HostRows:
     def take(self, row: int, request: Request, answer: list[int]) -> None:
         """Give a free row to a request, of whose answer so much is known."""
         grammar = request.grammar
-        is_beam, has_run, no_drafts = request.beams is not None, False, (0, 0, 0)
+        is_beam, has_run = request.beams is not None, False
         follower = None if grammar is None else grammar.follower(request.grammar_opens, is_beam=is_beam)
         entry = self._rows[row] = HostRow(request, answer, follower=follower)
         self._num_stays += 1
         num_tokens = len(request.prompt_token_ids) + len(answer)
         wants = request.params.logprobs is not None, request.params.tells_prompt
         self._columns[row] = (
-            *(entry.device_request_id, num_tokens, Phase.WAITING, *wants, is_beam, has_run, no_drafts),
+            *(entry.device_request_id, num_tokens, Phase.WAITING, *wants, is_beam, has_run),
             *(self._num_stays, follower is not None, request.is_read_whole and not request.params.stop),
         )
 
@@ -265,15 +264,11 @@ class HostRows:
         changed = reported & ((num_new != 0) | (report.finish_reason != 0))
         columns["phase"][reported] = report.phase[reported]
         columns["num_tokens"][reported] = report.num_tokens[reported]
-        drafts = None
-        if report.draft_counts is not None:
-            drafts = report.draft_counts - columns["drafts"]
-            columns["drafts"][reported] = report.draft_counts[reported]
         begins = reported & ~columns["has_run"] & ((report.phase == Phase.RUNNING) | (num_new != 0))
         columns["has_run"] |= begins
         first_run = [entry.request.request_id for row in np.flatnonzero(begins) if (entry := self._rows[row])]
         rows = np.flatnonzero(changed & ~columns["is_beam"])
-        deltas = self._deltas(report, rows, num_new, weight_version, drafts, values_of)
+        deltas = self._deltas(report, rows, num_new, weight_version, values_of)
         if columns["is_beam"].any():
             rows = np.flatnonzero(changed & columns["is_beam"])
             deltas += self._follow_beams(report, rows, num_new, weight_version)
@@ -287,13 +282,11 @@ class HostRows:
         rows: np.ndarray,
         num_new: Any,
         weight_version: int,
-        drafts: Any,
         values_of: ValuesOf,
     ) -> list[Delta]:
         """Return the newest `num_new` tokens of these rows, as deltas.
 
-        The report has the last MAX_STEPS tokens of each row, oldest first. `drafts` are the counts of each
-        row's drafts since the last report, int32 [rows, 3].
+        The report has the last MAX_STEPS tokens of each row, oldest first.
         """
         ends = np.minimum(report.num_tokens, MAX_STEPS)
         arrays = ends, num_new, report.new_token_ids, report.num_hit_tokens, report.finish_reason
@@ -317,7 +310,6 @@ class HostRows:
                     candidate_logprobs=entry.scores_of_candidates() if its_tokens else None,
                     index=request.index,
                     weight_versions=(weight_version,) * len(its_tokens),
-                    drafts=None if drafts is None else DraftCounts(*drafts[row].tolist()),
                     channels=entry.values(report, row, n, values_of),
                 )
             )

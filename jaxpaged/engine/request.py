@@ -10,6 +10,7 @@ from jaxpaged.engine.adapters import Adapter
 from jaxpaged.engine.arena import Grammar
 from jaxpaged.sampling_params import BeamSearchParams, SamplingParams
 from jaxpaged.sampling_state import Edit
+from jaxpaged.step.channels import DRAFTS
 from jaxpaged.step.state import FinishReason
 
 
@@ -112,13 +113,6 @@ class DraftCounts:
         pairs = zip(dataclasses.astuple(self), dataclasses.astuple(more), strict=True)
         return DraftCounts(*(ours + its for ours, its in pairs))
 
-    def share(self, num_tokens: int, of: int) -> "DraftCounts":
-        """Return the share of the first `num_tokens` of `of` tokens, for which these are the counts.
-
-        Steps and right drafts together are never more than the tokens.
-        """
-        return DraftCounts(*(each * num_tokens // of for each in dataclasses.astuple(self)))
-
     @property
     def draft_acceptance_rate(self) -> float:
         """Share of the drafts that were right; 0 without drafts."""
@@ -155,14 +149,18 @@ class Delta:
     # Values of channels (`step.channels`) by name: for each of these tokens; of a channel by position for the
     # tokens that were computed for these, in the first delta the prompt's, too.
     channels: Mapping[str, Any] = dataclasses.field(default_factory=dict, compare=False)
-    # Of the steps that gave these tokens; None: nothing is drafted. No part of the answer.
-    drafts: DraftCounts | None = dataclasses.field(default=None, compare=False)
 
     @classmethod
     def aborted(cls, request: Request) -> "Delta":
         """Return the last delta of a request that never had a row."""
         scores: list[Score] | None = None if request.params.logprobs is None else []
         return cls(request.request_id, [], scores, 0, FinishReason.ABORT, index=request.index)
+
+    @property
+    def drafts(self) -> DraftCounts | None:
+        """Counts of the drafts for these tokens; None where nothing is drafted, and in beam searches."""
+        counts = self.channels.get(DRAFTS.name)
+        return None if counts is None else DraftCounts(*counts.sum(axis=0).tolist())
 
     @property
     def logprobs(self) -> list[float] | None:

@@ -25,7 +25,7 @@ from jaxpaged.sampling import (
 from jaxpaged.sampling_state import SamplingState
 from jaxpaged.status import Status
 from jaxpaged.step import automata, channels, speculation
-from jaxpaged.step.channels import Choice, Edit, Values
+from jaxpaged.step.channels import Choice, Edit, Values, Verified
 from jaxpaged.step.config import MAX_STEPS, StepConfig
 from jaxpaged.step.model import Hidden, Model
 from jaxpaged.step.pieces import in_pieces
@@ -143,6 +143,10 @@ def answer(
 
         noted = lax.cond(jnp.any(wants), note_scores, lambda: (scores, no_news))
         values = state.channels
+        if drafts is not None and slots.offset is not None:
+            draft = rows.token_ids.at[row, position].get(mode="clip")
+            verified = Verified(token_ids, draft, slots.offset[:width], drafts.num[row])
+            new_values |= channels.of_drafts(state.channels, verified)
         if new_values:
             values = channels.noted(values, new_values, (jnp.where(is_told, row, max_seqs), position))
         is_unknown = jnp.bool_(False) if sampler is None else jnp.any(is_told & (token_ids < 0))

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt8
 
 from jaxpaged.arithmetic import cdiv
 from jaxpaged.checks import check
@@ -44,6 +44,15 @@ class Choice(NamedTuple):
     position: Int[Array, " slots"]  # of the tokens
 
 
+class Verified(NamedTuple):
+    """Tokens of a step's decode slots, and the drafts that they were compared with."""
+
+    token_ids: Int[Array, " slots"]
+    drafts: Int[Array, " slots"]  # draft for the place of each token, if there is one
+    place: Int[Array, " slots"]  # of the token among those that the step gives its row
+    num_drafts: Int[Array, " slots"]  # of its row in this step
+
+
 def _first(params: Any) -> int:
     return 0
 
@@ -58,6 +67,8 @@ class Channel:
     like: Callable[[ModelConfig], jax.ShapeDtypeStruct]  # shape and dtype of a token's value
     # TOKEN: makes the values [slots, *shape] when tokens have been chosen.
     of_choice: Callable[[Choice], Array] | None = None
+    # TOKEN: makes them, likewise, when the chosen tokens have been compared with the drafts.
+    of_drafts: Callable[[Verified], Array] | None = None
     # POSITION: field of `KVCache` in which the model leaves the values of a pass, [num_tokens, *shape].
     pass_field: str = ""
     # What users get for the values of some tokens, a NumPy array [n, *shape]: a tuple or an array of n.
@@ -137,6 +148,21 @@ def _experts(config: ModelConfig) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((config.num_layers, experts.num_chosen), dtype)
 
 
+def _draft_counts(verified: Verified) -> UInt8[Array, "slots 3"]:
+    """Return what each token adds to its answer's counts: steps with drafts, drafts, and right ones.
+
+    A step counts with its first token, and a right draft with its token. A wrong draft makes those behind it
+    void; they count with the token in its place. So the first tokens of an answer have the counts of what
+    made them, wherever it ends. All tokens of a step together have all its drafts, but for an answer that
+    ends with a right one: those behind it were not compared with anything.
+    """
+    has_draft = verified.place < verified.num_drafts
+    is_right = has_draft & (verified.token_ids == verified.drafts)
+    left = jnp.maximum(verified.num_drafts - verified.place, 0)
+    counts = has_draft & (verified.place == 0), jnp.where(is_right, 1, left), is_right
+    return jnp.stack([count.astype(jnp.uint8) for count in counts], axis=1)
+
+
 MASKS = Channel(
     "sampling_mask",
     "return_sampling_mask",
@@ -154,7 +180,14 @@ EXPERTS = Channel(
     pass_field="routed",
     first=lambda params: params.routed_experts_prompt_start,
 )
-CHANNELS = {channel.name: channel for channel in (MASKS, EXPERTS)}
+DRAFTS = Channel(
+    "drafts",
+    "speculative_config",
+    Per.TOKEN,
+    like=lambda config: jax.ShapeDtypeStruct((3,), jnp.uint8),
+    of_drafts=_draft_counts,
+)
+CHANNELS = {channel.name: channel for channel in (MASKS, EXPERTS, DRAFTS)}
 
 
 def switched_on(config: Any, model_config: ModelConfig) -> tuple[tuple[str, jax.ShapeDtypeStruct], ...]:
@@ -173,6 +206,12 @@ def of_choice(kept: Values, choice: Choice) -> Values:
     """Return the values of tokens that have been chosen, of all channels that have some."""
     makes = {name: CHANNELS[name].of_choice for name in kept}
     return {name: make(choice) for name, make in makes.items() if make is not None}
+
+
+def of_drafts(kept: Values, verified: Verified) -> Values:
+    """Return the values of tokens that have been compared with drafts, of all channels that have some."""
+    makes = {name: CHANNELS[name].of_drafts for name in kept}
+    return {name: make(verified) for name, make in makes.items() if make is not None}
 
 
 def noted(kept: Values, new: Values, at: tuple[Int[Array, " slots"], Int[Array, " slots"]]) -> Values:

@@ -261,7 +261,6 @@ def report(
         origin=origin,
         cum_logprob=rows.beams.cum_logprob,
         beam_rank=rows.beams.rank,
-        draft_counts=None if rows.drafting is None else rows.drafting.counts,
         new_token_ids=_newest_tokens(rows),
         new_scores=None,
         channels={},
