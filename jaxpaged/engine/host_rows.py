@@ -9,7 +9,6 @@ import numpy as np
 from absl import logging
 
 from jaxpaged.engine.by_host import Follower, Line
-from jaxpaged.engine.candidates import told_candidates
 from jaxpaged.engine.request import Beam, Delta, Request, Score, device_request_id
 from jaxpaged.sampling import Scores
 from jaxpaged.step.channels import CHANNELS
@@ -34,7 +33,8 @@ class HostRow:
     is_aborted: bool = False
     # By the first position of a tile.
     prompt_scores: dict[int, list[Score]] = dataclasses.field(default_factory=dict)
-    candidates: dict[int, np.ndarray] = dataclasses.field(default_factory=dict)  # their scores, likewise
+    # Values of channels by place of the prompt: by channel, and by the first position of a tile.
+    places: dict[str, dict[int, np.ndarray]] = dataclasses.field(default_factory=dict)
     scores: list[Score] = dataclasses.field(default_factory=list)  # of the answer, in a beam search
     follower: Follower | None = None  # of a grammar that the host follows
     problem: str | None = None  # why the host ended it, if that was no abort
@@ -73,11 +73,10 @@ class HostRow:
             )
             if new is not None:
                 found[name] = new
+        if num_new and not self.answer:
+            for name, tiles in self.places.items():
+                found[name] = CHANNELS[name].told(self.request.params, tiles)
         return found
-
-    def scores_of_candidates(self) -> np.ndarray | None:
-        """Return the scores of the prompt's candidates, likewise."""
-        return None if self.answer else told_candidates(self.request.params, self.candidates)
 
 
 def _no_values(channel: str, row: int) -> np.ndarray:
@@ -307,7 +306,6 @@ class HostRows:
                     finish_reason=entry.reason(reason),
                     stop_reason=its_tokens[-1] if its_own else None,
                     prompt_scores=entry.scores_of_prompt() if its_tokens else None,
-                    candidate_logprobs=entry.scores_of_candidates() if its_tokens else None,
                     index=request.index,
                     weight_versions=(weight_version,) * len(its_tokens),
                     channels=entry.values(report, row, n, values_of),
@@ -359,8 +357,9 @@ class HostRows:
             at = tile, slice(len(request.prompt_token_ids) - 1 - start)
             if request.params.prompt_logprobs is not None:
                 entry.prompt_scores[start] = scores_of(prompts.scores, at, request.params.prompt_logprobs)
-            if request.params.prompt_logprob_token_ids is not None and prompts.candidates is not None:
-                entry.candidates[start] = np.array(prompts.candidates[at])
+            for name, values in prompts.values.items():
+                if CHANNELS[name].given(request.params) is not None:
+                    entry.places.setdefault(name, {})[start] = np.array(values[at])
 
 
 def _log_end(entry: HostRow, problem: str) -> None:

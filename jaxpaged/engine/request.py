@@ -137,8 +137,6 @@ class Delta:
     stop_reason: int | str | None = None
     # Scores of the prompt's tokens, None for the first; with the answer's first token, where asked for.
     prompt_scores: list[Score | None] | None = None
-    # Those of the prompt's candidates, float32 [lines, ids], likewise.
-    candidate_logprobs: np.ndarray | None = dataclasses.field(default=None, compare=False)
     # Whole characters of these tokens and of those held back before. None from an engine without a tokenizer,
     # where no text was wanted, and in the sink of a request without stop strings.
     text: str | None = None
@@ -147,7 +145,7 @@ class Delta:
     weight_versions: tuple[int, ...] = ()  # for each of these tokens, of the weights that sampled it
     num_fetched_tokens: Mapping[str, int] | None = None  # prompt tokens that came from each tier, once
     # Values of channels (`step.channels`) by name: for each of these tokens; of a channel by position for the
-    # tokens that were computed for these, in the first delta the prompt's, too.
+    # tokens that were computed for these, in the first delta the prompt's, too; of one by place in the first.
     channels: Mapping[str, Any] = dataclasses.field(default_factory=dict, compare=False)
 
     @classmethod

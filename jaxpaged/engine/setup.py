@@ -244,7 +244,6 @@ class Setup:
             max_drafts=config.most_drafts,
             past_tokens=self.past_tokens,
             replays=config.enable_trace_replay,
-            candidates=config.max_prompt_logprob_token_ids,
             channels=channels.switched_on(config, self.model_config),
         )
 

@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from jaxpaged.step.automata import no_grammars
-from jaxpaged.step.channels import CHANNELS
+from jaxpaged.step.channels import CHANNELS, Per
 
 
 @jax.tree_util.register_dataclass
@@ -57,7 +57,6 @@ class Features:
     max_drafts: int = 0  # drafts of a row in one step; 0: nothing is drafted
     past_tokens: int = 0  # tokens of past answers that drafts are looked up in
     replays: bool = False  # requests may have answers that are given
-    candidates: int = 0  # maximum of tokens to be scored behind each position of a prompt
     # Name of each channel (`step.channels`) that is on, with shape and dtype of a token's value.
     channels: tuple[tuple[str, jax.ShapeDtypeStruct], ...] = ()
 
@@ -73,7 +72,11 @@ class Features:
             "grammars": no_grammars(num_rows) if self.arena_words else None,
             "drafting": drafting if self.max_drafts else None,
             "replay_lens": zeros() if self.replays else None,
-            "candidates": zeros(max_model_len, self.candidates) if self.candidates else None,
+            "given": {
+                name: zeros(max_model_len, *like.shape)
+                for name, like in self.channels
+                if CHANNELS[name].per is Per.PLACE
+            },
         }
 
     def state_fields(self, num_rows: int, max_model_len: int) -> dict[str, Any]:
@@ -81,7 +84,9 @@ class Features:
         return {
             "arena": jnp.zeros(self.arena_words, jnp.uint32) if self.arena_words else None,
             "channels": {
-                name: CHANNELS[name].empty(like, num_rows, max_model_len) for name, like in self.channels
+                name: CHANNELS[name].empty(like, num_rows, max_model_len)
+                for name, like in self.channels
+                if CHANNELS[name].per is not Per.PLACE
             },
             "past": no_past(self.past_tokens) if self.past_tokens else None,
             "credit": jnp.int32(0) if self.max_drafts else None,

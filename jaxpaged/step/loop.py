@@ -302,18 +302,18 @@ def write_tokens(
     return token_ids.at[row, position].set(token, mode="drop")
 
 
-@program(donate="candidates", results=lambda specs: ON_EACH)
-def write_candidates(
-    candidates: PerReplica[Int[Array, "rows max_model_len num_candidates"]],
-    given: PerReplica[Int[Array, "row_and_place_and_ids n"]],
-) -> PerReplica[Int[Array, "rows max_model_len num_candidates"]]:
-    """Write tokens to be scored into rows, and return those of all rows.
+@program(donate="given", results=lambda specs: ON_EACH)
+def write_given(
+    given: PerReplica[Int[Array, "rows max_model_len ..."]],
+    lines: PerReplica[Int[Array, "row_place_and_values n"]],
+) -> PerReplica[Int[Array, "rows max_model_len ..."]]:
+    """Write what requests give for places of their prompts into rows, and return that of all rows.
 
-    given: for each place its row (one beyond all rows: the place is dropped), its number, and its tokens.
+    lines: for each place its row (one beyond all rows: the place is dropped), its number, and its values.
 
     The old ones are donated.
     """
-    return candidates.at[given[0], given[1]].set(given[2:].T, mode="drop")
+    return given.at[lines[0], lines[1]].set(lines[2:].T.reshape(-1, *given.shape[2:]), mode="drop")
 
 
 @program(donate="arena", results=lambda specs: ON_EACH)

@@ -87,8 +87,8 @@ class Rows:
     drafting: DraftRows | None  # None: nothing is drafted
     # Length up to which `token_ids` has the answer already, to be replayed; 0: nowhere. None: nothing is.
     replay_lens: Int[Array, " rows"] | None
-    # Tokens to be scored behind each place of the prompt; -1: none. None: nobody asks.
-    candidates: Int[Array, "rows max_model_len num_candidates"] | None
+    # What requests give for places of their prompts, by channel: int32 [rows, max_model_len, *shape].
+    given: dict[str, Array]
 
     @property
     def free(self) -> Bool[Array, " rows"]:

@@ -1,7 +1,7 @@
 """One step: schedule, take blocks, run the model, sample, append, publish, free. Pure."""
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from jaxpaged.memory.block_table import BlockTables
 from jaxpaged.memory.entries import dealt
 from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.models.attention import PassBatch
-from jaxpaged.sampling import Scores, no_scores, score, score_candidates
+from jaxpaged.sampling import Scores, no_scores, score
 from jaxpaged.status import Status
 from jaxpaged.step import admission, beams, channels, draft_pass, drafting, past, scheduler, speculation
 from jaxpaged.step.answer import answer
@@ -35,19 +35,20 @@ class PromptScores:
     row: Int[Array, " num_tiles"]  # row of each tile; past all rows for a tile without scores
     start: Int[Array, " num_tiles"]  # the tile's first position
     scores: Scores  # [num_tiles, tile_len]; of places before the prompt's last
-    # Log-probabilities of the row's candidates there; None: nobody asks.
-    candidates: Float[Array, "num_tiles tile_len num_candidates"] | None = None
+    values: Values = field(default_factory=dict)  # of channels by place, [num_tiles, tile_len, *shape]
 
 
 def no_prompt_scores(config: StepConfig, rows: Rows) -> PromptScores:
-    """Return empty scores, of the shape that a step fills in."""
+    """Return empty scores, of the shape that a step fills in. `rows` may be those of all replicas."""
     num_tiles = cdiv(config.num_tiles, config.tiles_per_pass) * config.tiles_per_pass
     beyond_all = jnp.full(num_tiles, rows.phase.shape[-1], jnp.int32)
-    nothing = PromptScores(beyond_all, jnp.zeros_like(beyond_all), no_scores(num_tiles, PREFILL_TILE))
-    if rows.candidates is None:
-        return nothing
-    shape = num_tiles, PREFILL_TILE, rows.candidates.shape[-1]
-    return replace(nothing, candidates=jnp.zeros(shape, jnp.float32))
+    shapes = {name: given.shape[rows.phase.ndim + 1 :] for name, given in rows.given.items()}
+    return PromptScores(
+        beyond_all,
+        jnp.zeros_like(beyond_all),
+        no_scores(num_tiles, PREFILL_TILE),
+        {name: jnp.zeros((num_tiles, PREFILL_TILE, *shape), jnp.float32) for name, shape in shapes.items()},
+    )
 
 
 def step(model: Model, state: EngineState, config: StepConfig) -> tuple[EngineState, Decision]:
@@ -249,12 +250,12 @@ def score_prompts(
         logits = model.logits(out[k])
         new = score(logits, behind, num_top)
         scores = jax.tree.map(lambda all_, its: all_.at[first + k].set(its), prompt_scores.scores, new)
-        candidates = prompt_scores.candidates
-        if candidates is not None and rows.candidates is not None:
-            its = score_candidates(logits, rows.candidates.at[row, position].get(mode="clip"))
-            candidates = candidates.at[first + k].set(its)
+        values = {
+            name: prompt_scores.values[name].at[first + k].set(its)
+            for name, its in channels.of_places(rows.given, logits, row, position).items()
+        }
         rows_, starts = prompt_scores.row.at[first + k].set(row), prompt_scores.start.at[first + k].set(start)
-        return PromptScores(rows_, starts, scores, candidates)
+        return PromptScores(rows_, starts, scores, values)
 
     return lax.fori_loop(0, jnp.sum(wants), score_tile, prompt_scores)
 

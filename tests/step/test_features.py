@@ -21,7 +21,6 @@ ON: dict[str, Any] = {
     "max_drafts": 3,
     "past_tokens": 8,
     "replays": True,
-    "candidates": 2,
     "channels": tuple((name, jax.ShapeDtypeStruct((2, 1), jnp.uint8)) for name in CHANNELS),
 }
 
