@@ -7,6 +7,7 @@ from jaxpaged.config import EngineConfig
 from jaxpaged.engine.request_queue import Queued
 from jaxpaged.step.channels import CHANNELS
 from jaxpaged.step.config import StepConfig
+from jaxpaged.step.row_features import ROW_FEATURES
 from jaxpaged.step.state import EngineState
 
 
@@ -24,7 +25,7 @@ def check_snapshot(config: EngineConfig) -> None:
     """Raise `InputError` for an engine with what a snapshot lacks."""
     replicas = config.data_parallel_size
     check("data_parallel_size", replicas, "1 for a snapshot", replicas == 1)
-    options = (channel.option for channel in CHANNELS.values() if channel.option)
-    for name in ("structured_outputs_mib", "enable_trace_replay", *options):
+    options = (each.option for each in (*CHANNELS.values(), *ROW_FEATURES.values()) if each.option)
+    for name in ("structured_outputs_mib", *options):
         asked = getattr(config, name)
         check(name, asked, f"{getattr(EngineConfig, name)} for a snapshot", not asked)

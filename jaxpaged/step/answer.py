@@ -16,7 +16,7 @@ from jaxpaged.sampling import (
     told,
 )
 from jaxpaged.status import Status
-from jaxpaged.step import automata, channels, speculation
+from jaxpaged.step import automata, channels, row_features, speculation
 from jaxpaged.step.channels import Values, Verified
 from jaxpaged.step.choice import Slots, allowed, choose
 from jaxpaged.step.config import MAX_STEPS, StepConfig
@@ -74,10 +74,7 @@ def answer(
             """Choose tokens, and make the values of those channels that have one for each choice."""
             options = rows.sampling.take(its.row, its.is_due)
             made = choose(its, options, rows, its_grammars, state.arena, sampler)
-            if rows.replay_lens is not None:
-                given = rows.token_ids.at[its.row, its.position].get(mode="clip")
-                replays = its.position < rows.replay_lens[its.row]
-                made = made._replace(token_ids=jnp.where(replays, given, made.token_ids))
+            made = row_features.of_choice(rows, its.row, made)
             return made.token_ids, channels.of_choice(state.channels, made)
 
         def score_some(chosen: tuple[Slots, Int[Array, " slots"]]) -> Scores:

@@ -44,6 +44,7 @@ class Choice(NamedTuple):
     edit: Edit  # applies the rows' rules to logits
     token_ids: Int[Array, " slots"]
     position: Int[Array, " slots"]  # of the tokens
+    of_rows: Callable[[str], Any]  # returns the values of a row feature, by its name, in each slot's row
 
 
 class Verified(NamedTuple):

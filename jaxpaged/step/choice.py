@@ -2,8 +2,9 @@
 would have.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
@@ -68,7 +69,11 @@ def choose(
         token_ids = sample(logits, options, slots.position, edit)
     else:
         token_ids = sampled_by(sampler, logits, options, slots.position, edit)
-    return Choice(logits, options, edit, token_ids, slots.position)
+
+    def of_rows(feature: str) -> Any:
+        return jax.tree.map(lambda values: values[slots.row], rows.features[feature])
+
+    return Choice(logits, options, edit, token_ids, slots.position, of_rows)
 
 
 def sampled_by(

@@ -15,6 +15,7 @@ from jaxtyping import Array, Int
 
 from jaxpaged.step.automata import no_grammars
 from jaxpaged.step.channels import CHANNELS, Per
+from jaxpaged.step.row_features import ROW_FEATURES
 
 
 @jax.tree_util.register_dataclass
@@ -56,7 +57,7 @@ class Features:
     arena_words: int = 0  # 32-bit words for automata of structured outputs; 0: requests have none
     max_drafts: int = 0  # drafts of a row in one step; 0: nothing is drafted
     past_tokens: int = 0  # tokens of past answers that drafts are looked up in
-    replays: bool = False  # requests may have answers that are given
+    row_features: tuple[str, ...] = ()  # names of those that are on; see `step.row_features`
     # Name of each channel (`step.channels`) that is on, with shape and dtype of a token's value.
     channels: tuple[tuple[str, jax.ShapeDtypeStruct], ...] = ()
 
@@ -71,7 +72,7 @@ class Features:
             "lora": zeros() if self.lora else None,
             "grammars": no_grammars(num_rows) if self.arena_words else None,
             "drafting": drafting if self.max_drafts else None,
-            "replay_lens": zeros() if self.replays else None,
+            "features": {name: ROW_FEATURES[name].empty(num_rows) for name in self.row_features},
             "given": {
                 name: zeros(max_model_len, *like.shape)
                 for name, like in self.channels

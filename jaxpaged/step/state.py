@@ -85,8 +85,7 @@ class Rows:
     beams: Beams
     grammars: GrammarRows | None  # None: there is no arena, and requests have no automata
     drafting: DraftRows | None  # None: nothing is drafted
-    # Length up to which `token_ids` has the answer already, to be replayed; 0: nowhere. None: nothing is.
-    replay_lens: Int[Array, " rows"] | None
+    features: dict[str, Any]  # values of row features that are on, by name; see `step.row_features`
     # What requests give for places of their prompts, by channel: int32 [rows, max_model_len, *shape].
     given: dict[str, Array]
 

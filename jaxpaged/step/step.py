@@ -17,7 +17,17 @@ from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.models.attention import PassBatch
 from jaxpaged.sampling import Scores, no_scores, score
 from jaxpaged.status import Status
-from jaxpaged.step import admission, beams, channels, draft_pass, drafting, past, scheduler, speculation
+from jaxpaged.step import (
+    admission,
+    beams,
+    channels,
+    draft_pass,
+    drafting,
+    past,
+    row_features,
+    scheduler,
+    speculation,
+)
 from jaxpaged.step.answer import answer
 from jaxpaged.step.channels import Values
 from jaxpaged.step.config import ByModel, StepConfig
@@ -75,6 +85,7 @@ def advance(
         state, plan, slots, drafts = speculation.draft(state, plan, slots, config)
         decision = replace(decision, plan=plan)
     ran = plan.num_new_tokens > 0
+    state = replace(state, rows=row_features.before_pass(state.rows, ran))
     max_blocks = config.max_blocks_touched(state.tables.block_size)
     state = append(state, plan, max_blocks)
     if drafts is not None and isinstance(config.lookup, ByModel):
@@ -87,7 +98,11 @@ def advance(
     if drafts is not None:
         num_cached -= drafts.num
     due = (ran | forks) & (num_cached == state.rows.num_tokens)
+    num_before = state.rows.num_tokens
     state, new, num_accepted = answer(model, state, hidden, slots, due, drafts, config)
+    if state.rows.features:
+        rows = row_features.after_choice(state.rows, state.rows.num_tokens - num_before)
+        state = replace(state, rows=rows)
     num_new, num_returned = jnp.sum(due), jnp.int32(0)
     if drafts is not None and config.lookup is not None:
         state, num_returned = speculation.settle(state, num_accepted, drafts, due, config.lookup)

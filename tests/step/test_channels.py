@@ -1,4 +1,4 @@
-"""Channels: values of tokens, of one table. A channel of a test is one entry in it."""
+"""Channels and row features, each of one table. Those of a test are an entry in it."""
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,8 @@ from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.step import channels
 from jaxpaged.step.channels import CANDIDATES, CHANNELS, EXPERTS, MASKS, Channel, Given, Per
 from jaxpaged.step.config import MAX_STEPS
+from jaxpaged.step.row_features import ROW_FEATURES, RowFeature
+from jaxpaged.step.state import Rows
 from tests import tiny
 
 # The position of each token, and its largest logit: float32 [2].
@@ -32,6 +34,29 @@ TOY_PLACES = Channel(
     of_prompt=lambda logits, given: logits[:, 10:14].reshape(-1, 2, 2) + given,
 )
 
+# Seed of each request, which is added to all its tokens; passes that it was in, and the sum of its tokens.
+TALLY = RowFeature(
+    "tally",
+    option="",
+    empty=lambda num_rows: {name: np.zeros(num_rows, np.int32) for name in ("seed", "passes", "sum")},
+    encode=lambda request, num_tokens: {"seed": request.params.seed or 0, "passes": 0, "sum": 0},
+    before_pass=lambda its, rows, computes: its | {"passes": its["passes"] + computes},
+    of_choice=lambda its, rows, row, choice: (choice.token_ids + its["seed"][row]) % tiny.CONFIG.vocab_size,
+    after_choice=lambda its, rows, num_new: its | {"sum": its["sum"] + num_new * newest(rows)},
+)
+TALLIES = Channel(
+    "tallies",
+    option="",
+    per=Per.TOKEN,
+    like=lambda model, config: jax.ShapeDtypeStruct((2,), jnp.int32),
+    of_choice=lambda choice: jnp.stack([choice.of_rows("tally")[name] for name in ("passes", "sum")], axis=1),
+)
+
+
+def newest(rows: Rows) -> jax.Array:
+    """Return the newest token of each row."""
+    return jnp.take_along_axis(rows.token_ids, rows.num_tokens[:, None] - 1, axis=1)[:, 0]
+
 
 def given(num: int) -> np.ndarray:
     """Return numbers for five places, int32 [5, num, 2]."""
@@ -39,14 +64,17 @@ def given(num: int) -> np.ndarray:
 
 
 @pytest.mark.slow
-def test_a_channel_that_is_one_entry_of_the_table_comes_to_users(monkeypatch):
+def test_what_is_one_entry_of_a_table_works_in_an_engine_and_comes_to_users(monkeypatch):
     """Check the values of answers that are longer than a run."""
-    monkeypatch.setitem(CHANNELS, TOY.name, TOY)
-    monkeypatch.setitem(CHANNELS, TOY_PLACES.name, TOY_PLACES)
+    for channel in (TOY, TOY_PLACES, TALLIES):
+        monkeypatch.setitem(CHANNELS, channel.name, channel)
+    monkeypatch.setitem(ROW_FEATURES, TALLY.name, TALLY)
     driver = tiny.driver(max_num_seqs=3)  # a setup of no other test: sizes are kept by setup
     prompts = tiny.prompts([5, 9, 12, 7])
     each = [
-        SamplingParams(max_tokens=MAX_STEPS + 8, temperature=0, ignore_eos=True, prompt_logprobs=num)
+        SamplingParams(
+            max_tokens=MAX_STEPS + 8, temperature=0, ignore_eos=True, prompt_logprobs=num, seed=num
+        )
         for num in (None, 1, 2, None)
     ]
     ids = tiny.submit(driver, prompts, each)
@@ -62,7 +90,12 @@ def test_a_channel_that_is_one_entry_of_the_table_comes_to_users(monkeypatch):
         logits = tiny.reference_logits((*prompt, *answer.token_ids[:-1]))[len(prompt) - 1 :]
         np.testing.assert_allclose(largest, logits.max(1), rtol=1e-4)
         assert output.sampling_mask is None
-        assert [*output.channels] == [TOY.name]
+        assert [*output.channels] == [TOY.name, TALLIES.name]
+        seed, vocab_size = params.seed or 0, logits.shape[1]
+        assert answer.token_ids == ((logits.argmax(1) + seed) % vocab_size).tolist()
+        sums = np.cumsum([0, *answer.token_ids[:-1]])
+        tallies = output.channels[TALLIES.name].tolist()
+        assert tallies == [[1 + place, total] for place, total in enumerate(sums.tolist())]
         assert [*told.channels] == ([] if num is None else [TOY_PLACES.name])
         if num is not None:
             want = tiny.reference_logits(tuple(prompt))[3:8, 10 : 10 + 2 * num].reshape(5, num, 2)
