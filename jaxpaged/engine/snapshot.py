@@ -25,7 +25,8 @@ def check_snapshot(config: EngineConfig) -> None:
     """Raise `InputError` for an engine with what a snapshot lacks."""
     replicas = config.data_parallel_size
     check("data_parallel_size", replicas, "1 for a snapshot", replicas == 1)
-    options = (each.option for each in (*CHANNELS.values(), *ROW_FEATURES.values()) if each.option)
-    for name in ("structured_outputs_mib", *options):
+    options = [channel.option for channel in CHANNELS.values()]
+    options += [feature.option for feature in ROW_FEATURES.values()]
+    for name in ("structured_outputs_mib", *filter(None, options)):
         asked = getattr(config, name)
         check(name, asked, f"{getattr(EngineConfig, name)} for a snapshot", not asked)
