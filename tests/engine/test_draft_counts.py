@@ -1,5 +1,6 @@
 """Counts of drafts, from the tokens of runs to the metrics of a request."""
 
+import dataclasses
 import itertools
 import time
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from jaxpaged.api.outputs import request_output
 from jaxpaged.engine.handle import RequestMetrics, collect
 from jaxpaged.engine.request import Delta, DraftCounts, Request
+from jaxpaged.engine.stats import DraftTotals
 from jaxpaged.engine.texts import Texts
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.step.channels import DRAFTS, Verified
@@ -67,6 +69,47 @@ def test_counts_of_a_request_and_of_its_answers_are_told_together():
     told = request_output(request, None, [collect(deltas)], metrics, None, finished=True)
     assert told.metrics.speculative_decoding == DraftCounts(8, 24, 12)
     assert told.outputs[0].channels[DRAFTS.name].tolist() == [list(each) for each in ADDED + ADDED[:2]]
+
+
+def test_totals_are_sums_by_place_in_a_step_too():
+    totals = DraftTotals.none(5)
+    for values in (ADDED, [], ADDED[:1], [(0, 0, 0)], [(1, 1, 1), (0, 1, 1), (0, 1, 1), (0, 2, 0)]):
+        totals = totals.after(np.array(values, np.uint8).reshape(-1, 3))
+    assert totals == DraftTotals(5, 16, 8, (4, 3, 1, 0, 0))
+
+
+@pytest.mark.slow
+def test_counts_of_requests_and_of_the_engine_are_those_of_their_answers():
+    """Several answers that strings end anywhere: no more is counted than they have."""
+    drafts = {"prompt_lookup_min": 1}
+    with tiny.engine(**tiny.SWAP, scheduling_policy="priority", speculative_config=drafts) as engine:
+        pieces = Pieces([chr(33 + token) for token in range(tiny.CONFIG.vocab_size)])
+        engine.door = dataclasses.replace(engine.door, tokenizer=pieces)
+        engine.tokenizer = pieces
+        asked = [
+            SamplingParams(
+                max_tokens=40,
+                temperature=1.5,
+                seed=seed,
+                allowed_token_ids=[7, 8, 9],
+                stop="".join(pieces.pieces[token] for token in stop),
+                ignore_eos=True,
+            )
+            for seed in range(4)
+            for stop in ([7, 8, 9], [8, 8], [9, 7])
+        ]
+        answers = [engine.submit([7, 8, 9] * 3, params) for params in asked]
+        counts = [(each.result(), each.metrics.speculative_decoding) for each in answers]
+        stats = engine.stats
+    for answer, told in counts:
+        added = answer.channels[DRAFTS.name]
+        assert len(added) == len(answer.token_ids)
+        assert told == answer.drafts == DraftCounts(*added.sum(axis=0).tolist())
+    total = sum((told for _, told in counts), DraftCounts())
+    of_engine = stats.num_drafts, stats.num_draft_tokens, stats.num_accepted_tokens
+    assert DraftCounts(*of_engine) == total
+    assert sum(stats.num_accepted_at) == total.num_accepted_draft_tokens > 0
+    assert stats.num_new_tokens > sum(len(answer.token_ids) for answer, _ in counts), "the device went on"
 
 
 def test_nothing_is_told_of_drafts_where_there_are_none():
