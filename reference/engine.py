@@ -91,7 +91,8 @@ class Engine:
         if request.search is not None:
             need += (request.search.width - 1) * self._need_of_beam(len(request.prompt), most)
         if any(need > np.array(config.pool_sizes) - 1):
-            raise ValueError(f"{request.max_num_tokens=} needs {need} blocks, more than the pool has")
+            needs = " and ".join(map(str, need))
+            raise ValueError(f"{request.max_num_tokens=} needs {needs} blocks, more than the pool has")
         made = [
             Row(
                 row,

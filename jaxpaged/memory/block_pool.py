@@ -55,7 +55,7 @@ class BlockPool:
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """What is added to a number in each class's queue to get the block's id."""
+        """Difference between a block's id and its number in its class's queue, for each class."""
         return tuple(itertools.accumulate((queue.num_blocks - 1 for queue in self.queues[:-1]), initial=0))
 
     @property
