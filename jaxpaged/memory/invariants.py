@@ -111,11 +111,11 @@ def _check_tables(tables: BlockTables) -> None:
                 f"block {block_id} at place {place}",
             )
         held.update(int(block_id) for block_id in line if block_id != NULL_BLOCK)
-        _check_class(tables, which, tables.classes[group] if tables.classes else 0, line)
-    first, *further = (queue.place for queue in tables.pool.queues)
-    places = np.concatenate([first, *(place[1:] for place in further)])
+        _check_class(tables, which, tables.classes[group] if tables.classes else 0, np.asarray(line))
+    places = [queue.place[min(number, 1) :] for number, queue in enumerate(tables.pool.queues)]
+    place_of = np.concatenate(places)
     for used_id in range(1, tables.pool.num_blocks):
-        count = max(FreeQueue.NOT_QUEUED - places[used_id], 0)
+        count = max(FreeQueue.NOT_QUEUED - place_of[used_id], 0)
         _require(
             held[used_id] == count,
             f"block {used_id} has {count} holders, but {held[used_id]} rows name it",

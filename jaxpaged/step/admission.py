@@ -155,6 +155,7 @@ def _reserved(
     to_come = where(rows.forking, _need_of_fork(state, config), to_come)
     num_active = jnp.sum(rows.admitted, dtype=jnp.int32)
     if tables.num_classes == 1:
+        assert not isinstance(config.watermark_blocks, tuple)
         return jnp.sum(to_come) + jnp.where(num_active > 0, config.watermark_blocks + num_active, 0)
     # A class in which a row holds all that it ever will keeps nothing for the row to grow into.
     grows = _most_held(rows.num_tokens + tables.block_size, tables.block_size, config) > most
