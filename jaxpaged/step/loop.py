@@ -55,9 +55,13 @@ def create(
     policy: Static[Policy],
     num_groups: Static[int] = 1,
     first_blocks: Static[tuple[int, ...]] = (),
+    classes: Static[tuple[int, ...]] = (),
+    more_blocks: Static[tuple[int, ...]] = (),
     features: Static[Features] = NO_FEATURES,
 ) -> PerReplica[EngineState]:
     """Create a state without requests, with zeros for K and V of the shapes in `kv_cache`.
+
+    more_blocks: of each further size class; see `create_tables`.
 
     One program makes all arrays; outside of one JAX would compile a program for each shape.
     """
@@ -71,6 +75,8 @@ def create(
         policy=policy,
         num_groups=num_groups,
         first_blocks=first_blocks,
+        classes=classes,
+        more_blocks=more_blocks,
     )
     zeros = jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), kv_cache)
     return create_state(tables, zeros, max_model_len, vocab_size, features=features)
@@ -265,7 +271,7 @@ def report(
         new_scores=None,
         channels={},
         prompt_scores=prompt_scores,
-        num_free_blocks=pool.num_free,
+        num_free_blocks=pool.num_free_in_all,
         num_cached_blocks=block_pool.num_cached(pool),
         counters=state.counters,
         status=state.status,

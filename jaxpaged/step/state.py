@@ -271,11 +271,19 @@ def create_tables(
     policy: Policy = LRU,
     num_groups: int = 1,
     first_blocks: tuple[int, ...] = (),
+    classes: tuple[int, ...] = (),
+    more_blocks: tuple[int, ...] = (),
 ) -> BlockTables:
-    """Create empty tables over a block pool of their own, as an engine schedules them."""
-    cache = prefix_cache.create(num_blocks, block_size) if prefix_caching else None
-    pool = block_pool.create(num_blocks, sized(policy, block_size), prefix_cache=cache)
-    return block_table.create(pool, num_rows, max_blocks_per_seq, block_size, num_groups, first_blocks)
+    """Create empty tables over a block pool of their own, as an engine schedules them.
+
+    num_blocks: of the first size class; `more_blocks`: of each further one, its null block included.
+    """
+    total = block_pool.total_blocks(num_blocks, more_blocks)
+    cache = prefix_cache.create(total, block_size) if prefix_caching else None
+    policy = sized(policy, block_size)
+    pool = block_pool.create(num_blocks, policy, prefix_cache=cache, more_blocks=more_blocks)
+    sizes = num_rows, max_blocks_per_seq, block_size, num_groups
+    return block_table.create(pool, *sizes, first_blocks, classes)
 
 
 def create_state(

@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxpaged.arithmetic import cdiv
 from jaxpaged.config import PREFILL_TILE
 from jaxpaged.memory import block_table, kv_cache
+from jaxpaged.memory.block_pool import in_any
 from jaxpaged.memory.block_table import BlockTables
 from jaxpaged.memory.entries import dealt
 from jaxpaged.memory.kv_cache import KVCache
@@ -339,7 +340,10 @@ def publish(state: EngineState, computes_prompt: Bool[Array, ""], config: StepCo
     if state.tables.pool.prefix_cache is None:
         return state
     rows, block_size = state.rows, state.tables.block_size
-    is_tight = state.tables.pool.num_free < jnp.sum(rows.running) * state.tables.num_groups
+    num_groups: int | Array = state.tables.num_groups
+    if state.tables.num_classes > 1:
+        num_groups = jnp.asarray(config.groups_by_class, jnp.int32)
+    is_tight = in_any(state.tables.pool.num_free < jnp.sum(rows.running) * num_groups)
     # The first group's blocks are the way to all others, and must not leave its window unpublished.
     is_eager = config.reuse_answers or not config.keeps_sequence
     max_blocks = config.max_blocks_touched(block_size)
