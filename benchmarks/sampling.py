@@ -86,7 +86,7 @@ def main(argv: list[str]) -> None:
 
 
 def choose(logits: jax.Array, rows: Rows) -> jax.Array:
-    """Run the part of `step.answer` that concerns logits."""
+    """Run the part of `step.choice` that concerns logits."""
     row = jnp.arange(logits.shape[0], dtype=jnp.int32)
     context = Context(row, rows.prompt_lens, rows.num_tokens, rows.token_ids)
     options = rows.sampling.take(row, row >= 0)

@@ -24,7 +24,7 @@ import numpy as np
 
 from . import model
 from .beam_search import BeamSearch
-from .engine_blocks import Blocks, cdiv, ids, num_common
+from .engine_blocks import Blocks, Needs, cdiv, ids, num_common
 from .engine_state import EngineConfig, Group, NextToken, Phase, Request, Row, Step, draft_for, drafting_of
 from .speculation import Credit
 from .v1.kv_cache_utils import BlockHash
@@ -64,7 +64,7 @@ class Engine:
         self.next_token = next_token
         self.rows: list[Row | None] = [None] * config.num_rows
         self.blocks = Blocks(config)
-        self.pool, self.host_pool = self.blocks.pool, self.blocks.host_pool
+        self.pool, self.host_pool = self.blocks.pools[0], self.blocks.host_pools[0]
         self.past, self.credit = config.new_past(), Credit(config.draft_cost)
         self.last_arrival: int | None = None
 
@@ -87,11 +87,12 @@ class Engine:
         most = request.max_num_tokens - 1  # the last token is never computed
         if cdiv(most, config.block_size) > config.max_blocks_per_seq:
             raise ValueError(f"{request.max_num_tokens=} needs more than {config.max_blocks_per_seq=}")
-        need = self.blocks.most_held(most)
+        need = self.blocks.most_by_class(most)
         if request.search is not None:
             need += (request.search.width - 1) * self._need_of_beam(len(request.prompt), most)
-        if need > config.num_blocks - 1:
-            raise ValueError(f"{request.max_num_tokens=} needs {need} blocks, more than the pool has")
+        if any(need > np.array(config.pool_sizes) - 1):
+            needs = " and ".join(map(str, need))
+            raise ValueError(f"{request.max_num_tokens=} needs {needs} blocks, more than the pool has")
         made = [
             Row(
                 row,
@@ -136,7 +137,7 @@ class Engine:
 
         # Shortage: the last running rows give way until the others have room.
         new, tiles_left = self._plan()
-        while self._num_new_blocks(new) > self.pool.get_num_free_blocks():
+        while any(self._num_new_blocks(new) > self.blocks.num_free):
             self._preempt(self._in_phase(Phase.RUNNING)[-1], step)
             new, tiles_left = self._plan()
 
@@ -200,8 +201,8 @@ class Engine:
             if row.blocks:
                 tables = step.host_block_tables if row.phase is Phase.SWAPPED else step.block_tables
                 tables[row.index] = ids(row.blocks)
-        step.free_block_ids = ids(self.pool.free_block_queue.get_all_free_blocks())
-        step.free_host_block_ids = ids(self.host_pool.free_block_queue.get_all_free_blocks())
+        step.free_block_ids = self.blocks.free_block_ids()
+        step.free_host_block_ids = self.blocks.free_block_ids(on_host=True)
         return step
 
     def _draft(self, new: dict[Row, int]) -> None:
@@ -210,7 +211,7 @@ class Engine:
         """
         draft_for(self._in_phase(Phase.RUNNING), self.config)
         drafted = {row: num + len(row.drafts) for row, num in new.items()}
-        if self._num_new_blocks(drafted) > self.pool.get_num_free_blocks():
+        if any(self._num_new_blocks(drafted) > self.blocks.num_free):
             for row in drafted:
                 row.drafts = []
         else:
@@ -239,9 +240,9 @@ class Engine:
         num_wrong = max(row.computed - (row.num_tokens - 1), 0) if num_drafts else 0
         row.drafting.note(num_drafts, num_drafts - num_wrong, num_new)
         row.computed -= num_wrong
-        for line in row.lines if num_wrong else ():
+        for group, line in enumerate(row.lines if num_wrong else ()):
             left = cdiv(row.computed, self.config.block_size)
-            self.pool.free_blocks(reversed(line[left:]))
+            self.blocks.pool_of(group).free_blocks(reversed(line[left:]))
             del line[left:]
 
     def _plan(self) -> tuple[dict[Row, int], int]:
@@ -263,17 +264,20 @@ class Engine:
                 new[row] = end - row.computed if num_tiles else 0
         return new, tiles_left
 
-    def _num_new_blocks(self, new: dict[Row, int]) -> int:
-        grown = sum(
-            cdiv(row.computed + num_new, self.config.block_size) - len(line)
-            for row, num_new in new.items()
-            for line in row.lines
+    def _num_new_blocks(self, new: dict[Row, int]) -> Needs:
+        grown = self.blocks.of_classes(
+            sum(
+                cdiv(row.computed + num_new, self.config.block_size) - len(row.lines[group])
+                for row, num_new in new.items()
+            )
+            for group in range(len(self.config.reaches))
         )
         return grown + self.blocks.num_copies([row for row, num_new in new.items() if num_new])
 
     def _preempt(self, row: Row, step: Step) -> None:
         swaps = self.config.preemption_mode == "swap" and self.config.num_host_blocks > 0
-        swaps = swaps and len(row.held) <= self.host_pool.get_num_free_blocks()
+        room = [pool.get_num_free_blocks() for pool in self.blocks.host_pools]
+        swaps = swaps and all(self.blocks.num_held(row) <= room)
         if row.group is not None:
             for each in sorted(row.group.rows, key=lambda each: each.index):
                 self.blocks.free(each)
@@ -281,7 +285,7 @@ class Engine:
                 step.preempted[each.index] = "recompute"
             return
         if swaps:
-            step.copies_out += self.blocks.move(row, self.pool, self.host_pool)
+            step.copies_out += self.blocks.move(row, to_host=True)
             row.phase = Phase.SWAPPED
         else:
             self.blocks.free(row)
@@ -302,7 +306,7 @@ class Engine:
         if leader is not None:
             is_done = leader.computed + new[leader] == leader.prompt_len
             need = self._need_of_fork(row) + self._reserved(running)
-            if not is_done or need > self.pool.get_num_free_blocks():
+            if not is_done or any(need > self.blocks.num_free):
                 return False
             row.phase, row.forks_from = Phase.RUNNING, leader
             step.admitted[row.index] = 0
@@ -319,23 +323,21 @@ class Engine:
 
         # Room for all tokens that it and the running ones have. Of the hits, those within reach stay.
         num_hit_tokens = len(names) * self.config.block_size
-        hits_held = [
-            block
+        held = [
+            sum(block.ref_cnt > 0 for block in self.blocks.read(line, reach, num_hit_tokens))
             for line, reach in zip(hits, self.config.reaches, strict=True)
-            for block in self.blocks.read(line, reach, num_hit_tokens)
         ]
-        need = self.blocks.most_held(row.num_tokens) - len(hits_held)
+        need = self.blocks.most_by_class(row.num_tokens) - self.blocks.of_classes(held)
         need += (row.width - 1) * self._need_of_beam(row.prompt_len, row.num_tokens)
-        need += sum(block.ref_cnt == 0 for block in hits_held)
         need += self._reserved(running)
-        if need > self.pool.get_num_free_blocks():
+        if any(need > self.blocks.num_free):
             return False
 
         if row.phase is Phase.SWAPPED:
-            step.copies_in += self.blocks.move(row, self.host_pool, self.pool)
+            step.copies_in += self.blocks.move(row, to_host=False)
         else:
-            for its in hits:
-                self.pool.touch(its)
+            for group, its in enumerate(hits):
+                self.blocks.pool_of(group).touch(its)
             row.names, row.lines, row.computed = names, hits, num_hit_tokens
             self.blocks.slide(row)
         if row.group is not None:
@@ -354,28 +356,31 @@ class Engine:
                 return other
         return None
 
-    def _need_of_fork(self, row: Row) -> int:
+    def _need_of_fork(self, row: Row) -> Needs:
         """Return how many blocks are needed to copy those that are partly filled with the prompt."""
-        return len(self.config.reaches) if row.prompt_len % self.config.block_size else 0
+        is_partly = row.prompt_len % self.config.block_size != 0
+        return self.blocks.of_classes(int(is_partly) for _ in self.config.reaches)
 
-    def _reserved(self, running: list[Row]) -> int:
+    def _reserved(self, running: list[Row]) -> Needs:
         """Free blocks that are not for the next request: for what the running ones have, and to grow into."""
+        nothing = np.zeros(len(self.blocks.pools), int)
         if not running:
-            return 0
+            return nothing
         forking = [row for row in running if row.forks_from is not None]
         following = [row for row in running if row.phase is Phase.FOLLOWING]
         others = [row for row in running if row.forks_from is None and row not in following]
-        need = sum(map(self._need_of_fork, forking)) + self.blocks.num_copies(others)
-        need += sum(self._need_of_beam(row.prompt_len, row.num_tokens) for row in following)
-        need += sum(max(self.blocks.most_held(row.num_tokens) - len(row.held), 0) for row in others)
-        return need + self.config.watermark_blocks + len(running)
+        need = sum(map(self._need_of_fork, forking), nothing) + self.blocks.num_copies(others)
+        need += sum((self._need_of_beam(row.prompt_len, row.num_tokens) for row in following), nothing)
+        for row in others:
+            need += np.maximum(self.blocks.most_by_class(row.num_tokens) - self.blocks.num_held(row), 0)
+        return need + np.array(self.config.watermark_blocks) + self.blocks.num_growing(running)
 
-    def _need_of_beam(self, prompt_len: int, num_tokens: int) -> int:
+    def _need_of_beam(self, prompt_len: int, num_tokens: int) -> Needs:
         """Return how many blocks a beam of so many tokens needs beside its head's.
 
         They are all but those that its prompt fills. With a window those may be gone when it forks.
         """
-        return self.blocks.most_held(num_tokens) - self.blocks.sure_to_be_kept(prompt_len)
+        return self.blocks.most_by_class(num_tokens) - self.blocks.sure_to_be_kept(prompt_len)
 
     def _is_worth_waiting(self, row: Row, num_hits: int) -> bool:
         """Return whether a running row's prompt will let this one find at least a tile more than its hits."""
@@ -428,8 +433,8 @@ class Engine:
         way in the next step and is computed again. If even the first group has a window, its blocks must be
         published before they leave it: they are the way to all others.
         """
-        most = len(self._in_phase(Phase.RUNNING)) * len(self.config.reaches)
-        is_tight = self.pool.get_num_free_blocks() < most
+        num_groups = self.blocks.of_classes(1 for _ in self.config.reaches)
+        is_tight = any(self.blocks.num_free < len(self._in_phase(Phase.RUNNING)) * num_groups)
         has_window = not self.config.reaches[0].is_full
         return not (self.config.reuse_answers or has_window or is_tight)
 

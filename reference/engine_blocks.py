@@ -1,19 +1,26 @@
 """Blocks and cache of `reference.engine`: what a row takes, shares, writes, finds and gives back."""
 
 import collections
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
 
 from .engine_state import EngineConfig, Phase, Reach, Row, Step
 from .v1.block_pool import BlockPool
 from .v1.kv_cache_utils import BlockHash, KVCacheBlock
 from .v1.kv_cache_utils import Request as V1Request
 
+Needs = np.ndarray[Any, np.dtype[np.int64]]  # numbers of blocks, one for each size class
+
 
 class Blocks:
     """A block pool of V1, beside it a pool on the host, which caches no content, and the cache of both.
 
-    Groups of layers have lines of blocks of their own, all from the one pool. A row takes, shares and gives
-    back line by line. The first group names content; what another group has of it is found by the same name.
+    Groups of layers have lines of blocks of their own, all from the one pool; or, where blocks have several
+    sizes, from the pool of their size class. Needs are then arrays of one number for each class. A row takes,
+    shares and gives back line by line. The first group names content; what another group has of it is found
+    by the same name.
 
     Content is named exactly: a full block's name stands for its parent's name (the salt, if it is the first)
     and its tokens, and dies with the last block that has it. A name is never used again, so that the children
@@ -25,85 +32,144 @@ class Blocks:
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
-        self.pool, self.host_pool = (
-            BlockPool(num_blocks, caching, config.block_size, free_profile=config.free_profile)
-            for num_blocks, caching in (
-                (config.num_blocks, config.prefix_caching),
-                (max(config.num_host_blocks, 1), False),
-            )
-        )
+        self.pools = self._new_pools(config.pool_sizes, config.prefix_caching)
+        host_sizes = max(config.num_host_blocks, 1), *config.more_host_blocks
+        self.host_pools = self._new_pools((*host_sizes, *[1] * (len(self.pools) - len(host_sizes))), False)
         # By block, of either pool, and offset.
         self.cache: dict[tuple[KVCacheBlock, int], tuple[int, ...]] = {}
         # By parent or salt, and tokens.
         self.names: dict[tuple[BlockHash | int, tuple[int, ...]], BlockHash] = {}
         self.num_names = 0
 
+    def _new_pools(self, sizes: Sequence[int], caching: bool) -> list[BlockPool]:
+        """Return a pool for each size class, whose blocks' numbers go on where those of the last one end."""
+        pools: list[BlockPool] = []
+        offset = 0
+        for size in sizes:
+            pools.append(
+                BlockPool(size, caching, self.config.block_size, free_profile=self.config.free_profile)
+            )
+            for block in pools[-1].blocks[1:]:
+                block.block_id += offset
+            offset += size - 1
+        return pools
+
+    def pool_of(self, group: int, on_host: bool = False) -> BlockPool:
+        return (self.host_pools if on_host else self.pools)[self.config.class_of[group]]
+
+    def of_classes(self, of_groups: Iterable[int]) -> Needs:
+        """Return the sum of the groups' numbers for each size class."""
+        sums = np.zeros(len(self.pools), int)
+        np.add.at(sums, list(self.config.class_of), list(of_groups))
+        return sums
+
+    def num_held(self, row: Row) -> Needs:
+        return self.of_classes(sum(not block.is_null for block in line) for line in row.lines)
+
+    @property
+    def num_free(self) -> Needs:
+        return np.array([pool.get_num_free_blocks() for pool in self.pools])
+
+    def free_block_ids(self, on_host: bool = False) -> list[int]:
+        """Return the free blocks in the order in which they will be taken, class by class."""
+        pools = self.host_pools if on_host else self.pools
+        return [i for pool in pools for i in ids(pool.free_block_queue.get_all_free_blocks())]
+
     def grow(self, row: Row, num_new: int, step: Step) -> None:
         """Take the blocks that the row's next tokens need; a shared one is copied before it is written to."""
-        for line in row.lines:
+        for group, line in enumerate(row.lines):
+            pool = self.pool_of(group)
             if num_new and row.computed % self.config.block_size and line[-1].ref_cnt > 1:
-                shared, [own] = line[-1], self.pool.get_new_blocks(1)
+                shared, [own] = line[-1], pool.get_new_blocks(1)
                 self._copy(shared, own)
-                self.pool.free_blocks([shared])
+                pool.free_blocks([shared])
                 line[-1] = own
                 step.copies.append((shared.block_id, own.block_id))
             num_blocks = cdiv(row.computed + num_new, self.config.block_size) - len(line)
-            line += self.pool.get_new_blocks(num_blocks)
+            line += pool.get_new_blocks(num_blocks)
 
     def fork(self, row: Row, leader: Row) -> None:
         """Let a row hold another one's blocks too, but for those that its own next token does not see."""
-        self.pool.touch(leader.held)
+        for group, line in enumerate(leader.lines):
+            self.pool_of(group).touch([block for block in line if not block.is_null])
         row.lines = [[*line] for line in leader.lines]
         row.names, row.computed = [*leader.names], leader.computed
         self.slide(row)
 
-    def move(self, row: Row, source: BlockPool, target: BlockPool) -> list[tuple[int, int]]:
-        """Take new blocks of the other pool, copy, and free the old ones. What others hold they keep."""
-        held = row.held
-        twins = dict(zip(held, target.get_new_blocks(len(held)), strict=True))
-        for block, twin in twins.items():
-            self._copy(block, twin)
-        for line in row.lines:
-            source.free_blocks(reversed(line))
-        row.lines = [[twins.get(block, target.null_block) for block in line] for line in row.lines]
-        return [(block.block_id, twin.block_id) for block, twin in twins.items()]
+    def move(self, row: Row, *, to_host: bool) -> list[tuple[int, int]]:
+        """Take new blocks of the other pools, copy, and free the old ones. What others hold they keep."""
+        lines, copies = [], []
+        for group, line in enumerate(row.lines):
+            held, target = [block for block in line if not block.is_null], self.pool_of(group, to_host)
+            twins = dict(zip(held, target.get_new_blocks(len(held)), strict=True))
+            for block, twin in twins.items():
+                self._copy(block, twin)
+            lines.append([twins.get(block, target.null_block) for block in line])
+            copies += [(block.block_id, twin.block_id) for block, twin in twins.items()]
+        for group, line in enumerate(row.lines):
+            self.pool_of(group, not to_host).free_blocks(reversed(line))
+        row.lines = lines
+        return copies
 
     def free(self, row: Row) -> None:
         """Free all blocks, the last first, so that the beginning, which others may share, is evicted last."""
-        pool = self.host_pool if row.phase is Phase.SWAPPED else self.pool
-        for line in row.lines:
-            pool.free_blocks(reversed(line))
+        for group, line in enumerate(row.lines):
+            self.pool_of(group, row.phase is Phase.SWAPPED).free_blocks(reversed(line))
         row.lines, row.names, row.computed = self.no_blocks, [], 0
 
     def slide(self, row: Row) -> None:
         """Free the blocks that no coming token reads."""
-        for line, reach in zip(row.lines, self.config.reaches, strict=True):
-            skipped = reach.skipped(row.computed, self.config.block_size)[: len(line)]
-            self.pool.free_blocks(line[index] for index in reversed(skipped))
+        for group, (line, reach) in enumerate(zip(row.lines, self.config.reaches, strict=True)):
+            skipped, pool = (
+                reach.skipped(row.computed, self.config.block_size)[: len(line)],
+                self.pool_of(group),
+            )
+            pool.free_blocks(line[index] for index in reversed(skipped))
             for index in skipped:
-                line[index] = self.pool.null_block
+                line[index] = pool.null_block
 
-    def num_copies(self, writers: list[Row]) -> int:
+    def num_copies(self, writers: list[Row]) -> Needs:
         """Return how many blocks are copied when rows write into shared ones; the last holder keeps it."""
-        blocks = collections.Counter(
-            line[-1] for row in writers if row.computed % self.config.block_size for line in row.lines
-        )
-        return sum(min(num_writers, block.ref_cnt - 1) for block, num_writers in blocks.items())
+        writers = [row for row in writers if row.computed % self.config.block_size]
+        of_groups = []
+        for group in range(len(self.config.reaches)):
+            blocks = collections.Counter(row.lines[group][-1] for row in writers)
+            of_groups.append(sum(min(num, block.ref_cnt - 1) for block, num in blocks.items()))
+        return self.of_classes(of_groups)
 
     def most_held(self, num_tokens: int) -> int:
         """Return how many blocks a row may hold at once, until it has computed so many tokens."""
-        config, total = self.config, 0
+        return int(sum(self.most_by_class(num_tokens)))
+
+    def most_by_class(self, num_tokens: int) -> Needs:
+        """Return the numbers of `most_held` for each size class."""
+        config, of_groups = self.config, []
         for reach in config.reaches:
             most = reach.most_kept(config.num_tiles * config.tile_len)
             num_blocks, first = (cdiv(n, config.block_size) for n in (num_tokens, reach.first_tokens))
-            total += (
+            of_groups.append(
                 num_blocks if most is None else min(num_blocks, cdiv(most, config.block_size) + 1 + first)
             )
-        return total
+        return self.of_classes(of_groups)
 
-    def sure_to_be_kept(self, num_tokens: int) -> int:
+    def num_growing(self, running: Sequence[Row]) -> Needs:
+        """Return how many of these rows may come to hold another block, of each size class.
+
+        In a pool for all sizes every row counts as one that may.
+        """
+        if len(self.pools) == 1:
+            return np.array([len(running)])
+        grows = np.zeros(len(self.pools), int)
+        for row in running:
+            later = self.most_by_class(row.num_tokens + self.config.block_size)
+            grows += later > self.most_by_class(row.num_tokens)
+        return grows
+
+    def sure_to_be_kept(self, num_tokens: int) -> Needs:
         """Return how many full blocks of so many tokens never go out of reach."""
-        return num_tokens // self.config.block_size * sum(reach.is_full for reach in self.config.reaches)
+        return self.of_classes(
+            num_tokens // self.config.block_size * reach.is_full for reach in self.config.reaches
+        )
 
     def read(self, line: list[KVCacheBlock], reach: Reach, computed: int) -> list[KVCacheBlock]:
         """Return the blocks of a line that the token after so many, or one behind it, attends to."""
@@ -156,7 +222,7 @@ class Blocks:
     ) -> tuple[BlockHash, KVCacheBlock] | None:
         """Return the name of this content and the block that got it first, if any block still has it."""
         name = self.names.get((parent, content))
-        blocks = None if name is None else self.pool.get_cached_block(name, [0])
+        blocks = None if name is None else self.pool_of(0).get_cached_block(name, [0])
         return (name, blocks[0]) if name is not None and blocks is not None else None
 
     def lookup(self, row: Row) -> tuple[list[BlockHash], list[list[KVCacheBlock]]]:
@@ -188,7 +254,8 @@ class Blocks:
         computed = len(names) * self.config.block_size
         skipped = self.config.reaches[group].skipped(computed, self.config.block_size)
         for index, name in enumerate(names):
-            found = [self.pool.null_block] if index in skipped else self.pool.get_cached_block(name, [group])
+            pool = self.pool_of(group)
+            found = [pool.null_block] if index in skipped else pool.get_cached_block(name, [group])
             if found is None:
                 return None
             line += found
@@ -211,7 +278,7 @@ class Blocks:
         while first < end and row.blocks[first].block_hash is not None:
             first += 1  # beams of one search share it, and another one was first
         for group, line in enumerate(row.lines):
-            self.pool.cache_full_blocks(named, line, first, end, self.config.block_size, group)
+            self.pool_of(group).cache_full_blocks(named, line, first, end, self.config.block_size, group)
 
 
 def cdiv(a: int, b: int) -> int:

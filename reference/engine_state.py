@@ -62,7 +62,11 @@ class EngineConfig:
     max_blocks_per_seq: int  # blocks in a row's line
     num_host_blocks: int = 0  # 0: there is no host pool
     reaches: tuple[Reach, ...] = (Reach(),)  # of each group of layers
-    watermark_blocks: int = 0  # left free when a request joins others
+    watermark_blocks: int | tuple[int, ...] = 0  # left free when a request joins others; of each class
+    # Size class of each group's blocks, each with a pool; the pools of classes behind the first.
+    classes: tuple[int, ...] = ()
+    more_blocks: tuple[int, ...] = ()
+    more_host_blocks: tuple[int, ...] = ()
     prefix_caching: bool = True
     free_profile: Literal["classic", "split"] = "classic"  # where freed blocks go, in both pools
     reuse_answers: bool = False  # whether a later prompt may hit blocks with an answer's tokens
@@ -70,6 +74,15 @@ class EngineConfig:
     lookup: AnyLookup | None = None  # how tokens are drafted; None: they are not
     most_drafting: int | None = None  # rows that run while drafts are made; None: any number
     draft_cost: DraftCost | None = None  # what may be lost by drafts follows from it; None: all
+
+    @property
+    def class_of(self) -> tuple[int, ...]:
+        return self.classes or (0,) * len(self.reaches)
+
+    @property
+    def pool_sizes(self) -> tuple[int, ...]:
+        """Blocks of each class, the null block included."""
+        return self.num_blocks, *self.more_blocks
 
     def new_past(self) -> Past:
         """Return room for past answers, where drafts are looked up in them."""

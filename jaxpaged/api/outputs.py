@@ -10,7 +10,7 @@ import numpy as np
 from jaxpaged.engine.handle import RequestMetrics, sum_of_drafts
 from jaxpaged.engine.request import Delta, Request, Score
 from jaxpaged.lora import LoRARequest
-from jaxpaged.step.channels import CHANNELS, SamplingMask
+from jaxpaged.step.channels import CHANNELS, Per, SamplingMask
 from jaxpaged.step.state import FinishReason
 from jaxpaged.text.vocabulary import Names, Vocabulary, vocabulary_of
 from jaxpaged.vllm_names.methods import missing
@@ -102,6 +102,8 @@ class RequestOutput:
     lora_request: LoRARequest | None = None  # the adapter it was answered with
     # Log-probabilities of `SamplingParams.prompt_logprob_token_ids`, float32 [lines, ids]; -inf for -1.
     prompt_token_id_logprobs: np.ndarray | None = dataclasses.field(default=None, compare=False)
+    # Values of channels (`step.channels`) by place of the prompt that have no field here, by name.
+    channels: Mapping[str, Any] = dataclasses.field(default_factory=dict, compare=False)
 
     def __getattr__(self, name: str) -> Any:
         """Raise `AttributeError`, with what to take in the place of a field of vLLM's."""
@@ -143,9 +145,7 @@ def request_output(
         metrics=_of_all(metrics),
         num_cached_tokens=max((a.num_hit_tokens for a in answers if a.index == 0), default=0),
         lora_request=request.adapter.request if request.adapter else None,
-        prompt_token_id_logprobs=next(
-            (its for a in answers if (its := a.candidate_logprobs) is not None), None
-        ),
+        **_places(answers),
     )
 
 
@@ -203,8 +203,25 @@ def _completion(answer: Delta, names: Names | None) -> CompletionOutput:
 
 def _values(answer: Delta) -> dict[str, Any]:
     """Return the fields of `CompletionOutput` that channels fill in."""
-    values = {name: CHANNELS[name].output(each) for name, each in answer.channels.items()}
+    values = {
+        name: CHANNELS[name].output(each)
+        for name, each in answer.channels.items()
+        if CHANNELS[name].per is not Per.PLACE
+    }
     fields = {field.name for field in dataclasses.fields(CompletionOutput)}
+    others = {name: each for name, each in values.items() if name not in fields}
+    return {name: each for name, each in values.items() if name in fields} | {"channels": others}
+
+
+def _places(answers: Sequence[Delta]) -> dict[str, Any]:
+    """Return the fields of `RequestOutput` that channels by place of the prompt fill in."""
+    values = {
+        name: CHANNELS[name].output(each)
+        for answer in reversed(answers)
+        for name, each in answer.channels.items()
+        if CHANNELS[name].per is Per.PLACE
+    }
+    fields = {field.name for field in dataclasses.fields(RequestOutput)}
     others = {name: each for name, each in values.items() if name not in fields}
     return {name: each for name, each in values.items() if name in fields} | {"channels": others}
 

@@ -1,12 +1,7 @@
 """Candidates: tokens that a request gives to be scored behind places of its prompt."""
 
-from collections.abc import Iterable, Mapping
-
-import numpy as np
-
 from jaxpaged.checks import InputError, check, checked_int
 from jaxpaged.config import EngineConfig
-from jaxpaged.engine.request import Request
 from jaxpaged.sampling_params import SamplingParams
 
 
@@ -37,32 +32,3 @@ def check_told(params: SamplingParams, prompt_len: int, vocab_size: int, config:
     check(f"number of ids in a line of {name}", ids.shape[1], rule, ids.shape[1] <= most)
     rule = f"-1 or a token id, an int in [0, {vocab_size})"
     checked_int(f"{name}: token", int(ids.max()), rule, -1, vocab_size - 1)
-
-
-def candidates_of(requests: Iterable[tuple[int, Request]], most: int) -> np.ndarray:
-    """Return what is written into rows for their requests: [2 + most, places].
-
-    Each place has its row, its number, and its tokens.
-    """
-    written = [np.zeros((2 + most, 0), np.int32)]
-    for row, request in requests:
-        ids = request.params.prompt_logprob_token_ids
-        if ids is not None:
-            lines = np.full((2 + most, len(ids)), -1, np.int32)
-            lines[0] = row
-            lines[1] = (request.params.prompt_logprob_start or 0) + np.arange(len(ids))
-            lines[2 : 2 + ids.shape[1]] = ids.T
-            written.append(lines)
-    return np.concatenate(written, axis=1)
-
-
-def told_candidates(params: SamplingParams, tiles: Mapping[int, np.ndarray]) -> np.ndarray | None:
-    """Return the log-probabilities of a request's candidates, float32 [lines, ids]; None if it has none.
-
-    tiles: those of each tile's places, by its first place.
-    """
-    ids = params.prompt_logprob_token_ids
-    if ids is None:
-        return None
-    found = np.concatenate([its for _, its in sorted(tiles.items())])
-    return found[params.prompt_logprob_start or 0 :, : ids.shape[1]]

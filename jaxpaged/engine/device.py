@@ -46,7 +46,7 @@ CALLS = SharedCalls(
     "abort",
     "place",
     "write_tokens",
-    "write_candidates",
+    "write_given",
     "write_automaton",
     "write_masks",
     "put_adapter",
@@ -180,10 +180,10 @@ class Device:
         self._set_rows(token_ids=token_ids)
 
     @CALLS.shared
-    def write_candidates(self, chunk: np.ndarray) -> None:
-        """Write tokens to be scored, each under its row and number."""
-        candidates = loop.write_candidates(self._state.rows.candidates, chunk, mesh=self.mesh)
-        self._set_rows(candidates=candidates)
+    def write_given(self, channel: str, chunk: np.ndarray) -> None:
+        """Write what requests give for places of their prompts, each under its row and number."""
+        given = self._state.rows.given
+        self._set_rows(given=given | {channel: loop.write_given(given[channel], chunk, mesh=self.mesh)})
 
     @CALLS.shared
     def read_values(self, channel: str, rows: np.ndarray) -> jax.Array:

@@ -320,20 +320,7 @@ class Door:
             raise InputError(f"{name} must have a token to choose {where}: {' and '.join(bars)}")
 
     def _check_blocks(self, request: Request) -> None:
-        # An answer's last token is never written to the cache.
-        block_size, prompt_len = self.config.block_size, len(request.prompt_token_ids)
-        need = self.step_config.blocks_of(request.max_num_tokens - 1, block_size)
-        what = f"max_tokens={request.params.max_tokens}"
-        if request.beams is not None:  # which share the blocks that the prompt fills, if they keep them
-            shared = self.step_config.blocks_shared(prompt_len, block_size)
-            need += (request.beams.beam_width - 1) * (need - shared)
-            what += f" and beam_width={request.beams.beam_width}"
-        if need > self.cache_size.num_blocks - 1:
-            raise InputError(
-                f"the prompt of {prompt_len} tokens with {what} needs {need} blocks "
-                f"of {block_size} tokens, but num_blocks={self.cache_size.num_blocks} leaves "
-                f"{self.cache_size.num_blocks - 1} for use"
-            )
+        check_blocks(request, self.step_config, self.cache_size)
 
     def _check_tokens(self, params: SamplingParams) -> None:
         last = self.model_config.vocab_size - 1
@@ -373,3 +360,25 @@ def _bad_words(tokenizer: Any, words: tuple[str, ...]) -> tuple[tuple[int, ...],
         if spaced and len(spaced) == len(bare) and spaced[0] != bare[0]:
             found.append(spaced)
     return tuple(found)
+
+
+def check_blocks(request: Request, step_config: StepConfig, cache_size: CacheSize) -> None:
+    """Raise `InputError` if the blocks of some size class would not do for a request that ran alone."""
+    # An answer's last token is never written to the cache.
+    block_size, prompt_len = cache_size.block_size, len(request.prompt_token_ids)
+    needs = step_config.blocks_by_class(request.max_num_tokens - 1, block_size)
+    shares = step_config.shared_by_class(prompt_len, block_size)
+    what = f"max_tokens={request.params.max_tokens}"
+    width = 1
+    if request.beams is not None:  # which share the blocks that the prompt fills, if they keep them
+        width = request.beams.beam_width
+        what += f" and beam_width={width}"
+    sizes = cache_size.num_blocks, *cache_size.more_blocks
+    for size_class, (alone, shared, size) in enumerate(zip(needs, shares, sizes, strict=True)):
+        need = alone + (width - 1) * (alone - shared)
+        if need > size - 1:
+            of_class = f" of size class {size_class}" if len(sizes) > 1 else ""
+            raise InputError(
+                f"the prompt of {prompt_len} tokens with {what} needs {need} blocks{of_class} "
+                f"of {block_size} tokens, but num_blocks={size} leaves {size - 1} for use"
+            )

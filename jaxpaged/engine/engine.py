@@ -82,7 +82,8 @@ class Engine:
 
     @property
     def stats(self) -> Stats:
-        return self._driver.stats
+        """Statistics as of the last report; drafts are counted for the tokens that answers have."""
+        return dataclasses.replace(self._driver.stats, **vars(self._worker.drafts))
 
     @property
     def stopped(self) -> EngineDeadError | None:

@@ -167,10 +167,8 @@ def collect(deltas: Sequence[Delta]) -> Delta:
         token_ids=[token for delta in deltas for token in delta.token_ids],
         scores=None if last.scores is None else [score for delta in deltas for score in delta.scores or ()],
         prompt_scores=next((d.prompt_scores for d in deltas if d.prompt_scores is not None), None),
-        candidate_logprobs=next((each for d in deltas if (each := d.candidate_logprobs) is not None), None),
         num_hit_tokens=max(delta.num_hit_tokens for delta in deltas),
         text=None if last.text is None else "".join(delta.text or "" for delta in deltas),
         weight_versions=tuple(version for delta in deltas for version in delta.weight_versions),
-        drafts=sum_of_drafts([delta.drafts for delta in deltas]),
         channels=channels.joined([delta.channels for delta in deltas]),
     )

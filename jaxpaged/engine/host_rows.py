@@ -9,8 +9,7 @@ import numpy as np
 from absl import logging
 
 from jaxpaged.engine.by_host import Follower, Line
-from jaxpaged.engine.candidates import told_candidates
-from jaxpaged.engine.request import Beam, Delta, DraftCounts, Request, Score, device_request_id
+from jaxpaged.engine.request import Beam, Delta, Request, Score, device_request_id
 from jaxpaged.sampling import Scores
 from jaxpaged.step.channels import CHANNELS
 from jaxpaged.step.config import MAX_STEPS
@@ -34,7 +33,8 @@ class HostRow:
     is_aborted: bool = False
     # By the first position of a tile.
     prompt_scores: dict[int, list[Score]] = dataclasses.field(default_factory=dict)
-    candidates: dict[int, np.ndarray] = dataclasses.field(default_factory=dict)  # their scores, likewise
+    # Values of channels by place of the prompt: by channel, and by the first position of a tile.
+    places: dict[str, dict[int, np.ndarray]] = dataclasses.field(default_factory=dict)
     scores: list[Score] = dataclasses.field(default_factory=list)  # of the answer, in a beam search
     follower: Follower | None = None  # of a grammar that the host follows
     problem: str | None = None  # why the host ended it, if that was no abort
@@ -73,11 +73,10 @@ class HostRow:
             )
             if new is not None:
                 found[name] = new
+        if num_new and not self.answer:
+            for name, tiles in self.places.items():
+                found[name] = CHANNELS[name].told(self.request.params, tiles)
         return found
-
-    def scores_of_candidates(self) -> np.ndarray | None:
-        """Return the scores of the prompt's candidates, likewise."""
-        return None if self.answer else told_candidates(self.request.params, self.candidates)
 
 
 def _no_values(channel: str, row: int) -> np.ndarray:
@@ -94,7 +93,6 @@ COLUMNS = np.dtype(
         ("wants_prompt_scores", np.bool_),  # and of its prompt
         ("is_beam", np.bool_),  # or holds what has ended of a beam search
         ("has_run", np.bool_),
-        ("drafts", np.int32, 3),  # `DraftRows.counts` when last reported
         # Number of the stay in the row. A request that leaves its row and comes back has the same id,
         # but it is another stay.
         ("stay", np.int64),
@@ -223,14 +221,14 @@ class HostRows:
     def take(self, row: int, request: Request, answer: list[int]) -> None:
         """Give a free row to a request, of whose answer so much is known."""
         grammar = request.grammar
-        is_beam, has_run, no_drafts = request.beams is not None, False, (0, 0, 0)
+        is_beam, has_run = request.beams is not None, False
         follower = None if grammar is None else grammar.follower(request.grammar_opens, is_beam=is_beam)
         entry = self._rows[row] = HostRow(request, answer, follower=follower)
         self._num_stays += 1
         num_tokens = len(request.prompt_token_ids) + len(answer)
         wants = request.params.logprobs is not None, request.params.tells_prompt
         self._columns[row] = (
-            *(entry.device_request_id, num_tokens, Phase.WAITING, *wants, is_beam, has_run, no_drafts),
+            *(entry.device_request_id, num_tokens, Phase.WAITING, *wants, is_beam, has_run),
             *(self._num_stays, follower is not None, request.is_read_whole and not request.params.stop),
         )
 
@@ -265,15 +263,11 @@ class HostRows:
         changed = reported & ((num_new != 0) | (report.finish_reason != 0))
         columns["phase"][reported] = report.phase[reported]
         columns["num_tokens"][reported] = report.num_tokens[reported]
-        drafts = None
-        if report.draft_counts is not None:
-            drafts = report.draft_counts - columns["drafts"]
-            columns["drafts"][reported] = report.draft_counts[reported]
         begins = reported & ~columns["has_run"] & ((report.phase == Phase.RUNNING) | (num_new != 0))
         columns["has_run"] |= begins
         first_run = [entry.request.request_id for row in np.flatnonzero(begins) if (entry := self._rows[row])]
         rows = np.flatnonzero(changed & ~columns["is_beam"])
-        deltas = self._deltas(report, rows, num_new, weight_version, drafts, values_of)
+        deltas = self._deltas(report, rows, num_new, weight_version, values_of)
         if columns["is_beam"].any():
             rows = np.flatnonzero(changed & columns["is_beam"])
             deltas += self._follow_beams(report, rows, num_new, weight_version)
@@ -287,13 +281,11 @@ class HostRows:
         rows: np.ndarray,
         num_new: Any,
         weight_version: int,
-        drafts: Any,
         values_of: ValuesOf,
     ) -> list[Delta]:
         """Return the newest `num_new` tokens of these rows, as deltas.
 
-        The report has the last MAX_STEPS tokens of each row, oldest first. `drafts` are the counts of each
-        row's drafts since the last report, int32 [rows, 3].
+        The report has the last MAX_STEPS tokens of each row, oldest first.
         """
         ends = np.minimum(report.num_tokens, MAX_STEPS)
         arrays = ends, num_new, report.new_token_ids, report.num_hit_tokens, report.finish_reason
@@ -314,10 +306,8 @@ class HostRows:
                     finish_reason=entry.reason(reason),
                     stop_reason=its_tokens[-1] if its_own else None,
                     prompt_scores=entry.scores_of_prompt() if its_tokens else None,
-                    candidate_logprobs=entry.scores_of_candidates() if its_tokens else None,
                     index=request.index,
                     weight_versions=(weight_version,) * len(its_tokens),
-                    drafts=None if drafts is None else DraftCounts(*drafts[row].tolist()),
                     channels=entry.values(report, row, n, values_of),
                 )
             )
@@ -367,8 +357,9 @@ class HostRows:
             at = tile, slice(len(request.prompt_token_ids) - 1 - start)
             if request.params.prompt_logprobs is not None:
                 entry.prompt_scores[start] = scores_of(prompts.scores, at, request.params.prompt_logprobs)
-            if request.params.prompt_logprob_token_ids is not None and prompts.candidates is not None:
-                entry.candidates[start] = np.array(prompts.candidates[at])
+            for name, values in prompts.values.items():
+                if CHANNELS[name].given(request.params) is not None:
+                    entry.places.setdefault(name, {})[start] = np.array(values[at])
 
 
 def _log_end(entry: HostRow, problem: str) -> None:

@@ -44,9 +44,9 @@ def occupancy(state: EngineState, requests: Mapping[int, Request], num_queued: i
     """
     tables, rows = state.tables, state.rows
     cache = tables.pool.prefix_cache
-    place, slot, block_tables, seq_lens, phases, num_tokens = jax.device_get(
+    places, slot, block_tables, seq_lens, phases, num_tokens = jax.device_get(
         (
-            tables.pool.free_queue.place,
+            [queue.place for queue in tables.pool.queues],
             None if cache is None else cache.slot,
             tables.block_tables,
             tables.seq_lens,
@@ -54,6 +54,8 @@ def occupancy(state: EngineState, requests: Mapping[int, Request], num_queued: i
             rows.num_tokens,
         )
     )
+    first, *further = places
+    place = np.concatenate([first, *(its[..., 1:] for its in further)], axis=-1)
     holders = (FreeQueue.NOT_QUEUED - place).clip(0)
     holders[..., NULL_BLOCK] = 0
     num_blocks, num_rows = place.shape[-1], phases.shape[-1]

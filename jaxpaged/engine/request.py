@@ -10,6 +10,7 @@ from jaxpaged.engine.adapters import Adapter
 from jaxpaged.engine.arena import Grammar
 from jaxpaged.sampling_params import BeamSearchParams, SamplingParams
 from jaxpaged.sampling_state import Edit
+from jaxpaged.step.channels import DRAFTS
 from jaxpaged.step.state import FinishReason
 
 
@@ -112,13 +113,6 @@ class DraftCounts:
         pairs = zip(dataclasses.astuple(self), dataclasses.astuple(more), strict=True)
         return DraftCounts(*(ours + its for ours, its in pairs))
 
-    def share(self, num_tokens: int, of: int) -> "DraftCounts":
-        """Return the share of the first `num_tokens` of `of` tokens, for which these are the counts.
-
-        Steps and right drafts together are never more than the tokens.
-        """
-        return DraftCounts(*(each * num_tokens // of for each in dataclasses.astuple(self)))
-
     @property
     def draft_acceptance_rate(self) -> float:
         """Share of the drafts that were right; 0 without drafts."""
@@ -143,8 +137,6 @@ class Delta:
     stop_reason: int | str | None = None
     # Scores of the prompt's tokens, None for the first; with the answer's first token, where asked for.
     prompt_scores: list[Score | None] | None = None
-    # Those of the prompt's candidates, float32 [lines, ids], likewise.
-    candidate_logprobs: np.ndarray | None = dataclasses.field(default=None, compare=False)
     # Whole characters of these tokens and of those held back before. None from an engine without a tokenizer,
     # where no text was wanted, and in the sink of a request without stop strings.
     text: str | None = None
@@ -153,16 +145,20 @@ class Delta:
     weight_versions: tuple[int, ...] = ()  # for each of these tokens, of the weights that sampled it
     num_fetched_tokens: Mapping[str, int] | None = None  # prompt tokens that came from each tier, once
     # Values of channels (`step.channels`) by name: for each of these tokens; of a channel by position for the
-    # tokens that were computed for these, in the first delta the prompt's, too.
+    # tokens that were computed for these, in the first delta the prompt's, too; of one by place in the first.
     channels: Mapping[str, Any] = dataclasses.field(default_factory=dict, compare=False)
-    # Of the steps that gave these tokens; None: nothing is drafted. No part of the answer.
-    drafts: DraftCounts | None = dataclasses.field(default=None, compare=False)
 
     @classmethod
     def aborted(cls, request: Request) -> "Delta":
         """Return the last delta of a request that never had a row."""
         scores: list[Score] | None = None if request.params.logprobs is None else []
         return cls(request.request_id, [], scores, 0, FinishReason.ABORT, index=request.index)
+
+    @property
+    def drafts(self) -> DraftCounts | None:
+        """Counts of the drafts for these tokens; None where nothing is drafted, and in beam searches."""
+        counts = self.channels.get(DRAFTS.name)
+        return None if counts is None else DraftCounts(*counts.sum(axis=0).tolist())
 
     @property
     def logprobs(self) -> list[float] | None:

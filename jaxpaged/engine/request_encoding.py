@@ -11,6 +11,7 @@ from jaxpaged.config import EngineConfig
 from jaxpaged.engine.request import Request, device_request_id
 from jaxpaged.sampling_params import seed_bits
 from jaxpaged.sampling_state import LogitRules, RowOptions, SamplingState
+from jaxpaged.step import row_features
 from jaxpaged.step.state import Phase
 
 
@@ -30,9 +31,7 @@ def row_values(request: Request, config: EngineConfig, vocab_size: int, num_toke
         edits=request.edits,
     )
     width = request.beams.beam_width if request.beams else 0
-    trace = params.trace_decode_token_ids
-    replays = {"replay_lens": 0 if trace is None else prompt_len + len(trace)}
-    return (replays if config.enable_trace_replay else {}) | {
+    return {
         "phase": Phase.HELD if request.index >= width > 0 else Phase.WAITING,
         "arrival": device_request_id(request.request_id),
         "priority": request.priority,
@@ -51,6 +50,7 @@ def row_values(request: Request, config: EngineConfig, vocab_size: int, num_toke
             "cum_logprob": 0 if request.index == 0 else -np.inf,
             "rank": request.index % width if width else 0,
         },
+        "features": row_features.encoded(row_features.switched_on(config), request, num_tokens),
     }
 
 
@@ -65,20 +65,23 @@ def _seed(request: Request, config: EngineConfig) -> int:
 def filled[T](template: T, lines: Sequence[Mapping[str, Any]]) -> T:
     """Return a record of NumPy arrays with the values of some lines in place of the first of a template.
 
-    template: a dataclass of arrays [num_lines, ...], or of such dataclasses; `empty_rows` gives one.
-    lines: values by field, a mapping of them where the field is a dataclass. Values shorter than an array's
+    template: a dataclass or a mapping of arrays [num_lines, ...], or of such; `empty_rows` gives one.
+    lines: values by field, a mapping of them where the field is no array. Values shorter than an array's
         line leave the rest of it as it is.
     """
     changed: dict[str, Any] = {}
+    fields = template if isinstance(template, Mapping) else vars(template)
     for name in lines[0] if lines else ():
         values = [line[name] for line in lines]
         if isinstance(values[0], dict):
-            changed[name] = filled(getattr(template, name), values)
+            changed[name] = filled(fields[name], values)
             continue
-        changed[name] = array = getattr(template, name).copy()
+        changed[name] = array = fields[name].copy()
         if array.ndim == 1:
             array[: len(values)] = values
             continue
         for line, value in enumerate(values):
             array[line, : len(value)] = value
+    if isinstance(template, Mapping):
+        return {**template, **changed}  # type: ignore[return-value]  # as the template
     return dataclasses.replace(template, **changed)  # type: ignore[type-var]  # a dataclass

@@ -1,11 +1,11 @@
 """Filler of rows: gives requests that wait free rows, and takes rows back for more urgent ones."""
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from jaxpaged.engine.candidates import candidates_of
 from jaxpaged.engine.device import Device
 from jaxpaged.engine.host_rows import HostRow, HostRows
 from jaxpaged.engine.partial_rollouts import with_replayed
@@ -14,6 +14,7 @@ from jaxpaged.engine.request import Request
 from jaxpaged.engine.request_encoding import filled, row_values
 from jaxpaged.engine.request_queue import Queued, RequestQueue
 from jaxpaged.engine.services.service import InUse, Service
+from jaxpaged.step.channels import CHANNELS
 from jaxpaged.step.state import empty_rows
 
 # Requests submitted in one dispatch, and tokens written in one.
@@ -132,9 +133,10 @@ class RowFiller:
                 values |= service.row_values(queued)
             lines.append(values)
         self._in_chunks(np.concatenate(tokens, axis=1), self._device.write_tokens)
-        if most := self._config.max_prompt_logprob_token_ids:
-            candidates = candidates_of(((row, queued.request) for row, _, queued in batch), most)
-            self._in_chunks(candidates, self._device.write_candidates)
+        asked = [(row, queued.request.params) for row, _, queued in batch]
+        for name, template in self._empty_lines.given.items():
+            written = CHANNELS[name].lines(asked, template.shape[2:])
+            self._in_chunks(written, functools.partial(self._device.write_given, name))
         self._device.place(filled(self._empty_lines, lines), self._replicas.local(rows))
 
     def _in_chunks(self, tokens: np.ndarray, write: Callable[[np.ndarray], None]) -> None:

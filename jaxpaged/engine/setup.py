@@ -27,7 +27,7 @@ from jaxpaged.models.load_as import LoadAs
 from jaxpaged.models.shards import Shard, Shards
 from jaxpaged.parallel.mesh import mesh_of
 from jaxpaged.speculation import BY_MODEL, DRAFT_MODEL
-from jaxpaged.step import channels
+from jaxpaged.step import channels, row_features
 from jaxpaged.step.config import DraftCost, StepConfig
 from jaxpaged.step.features import Features
 from pallas_kernels import layouts, native, support
@@ -248,8 +248,7 @@ class Setup:
             arena_words=config.arena_words,
             max_drafts=config.most_drafts,
             past_tokens=self.past_tokens,
-            replays=config.enable_trace_replay,
-            candidates=config.max_prompt_logprob_token_ids,
+            row_features=row_features.switched_on(config),
             channels=channels.switched_on(config, self.model_config),
         )
 

@@ -7,6 +7,7 @@ from jaxpaged.config import EngineConfig
 from jaxpaged.engine.request_queue import Queued
 from jaxpaged.step.channels import CHANNELS
 from jaxpaged.step.config import StepConfig
+from jaxpaged.step.row_features import ROW_FEATURES
 from jaxpaged.step.state import EngineState
 
 
@@ -24,10 +25,8 @@ def check_snapshot(config: EngineConfig) -> None:
     """Raise `InputError` for an engine with what a snapshot lacks."""
     replicas = config.data_parallel_size
     check("data_parallel_size", replicas, "1 for a snapshot", replicas == 1)
-    drafts = config.speculative_config
-    check("speculative_config", drafts, "None for a snapshot", drafts is None)
-    sizes = "structured_outputs_mib", "max_prompt_logprob_token_ids"
-    flags = "enable_trace_replay", *(channel.option for channel in CHANNELS.values() if channel.option)
-    for name in (*sizes, *flags):
+    options = [channel.option for channel in CHANNELS.values()]
+    options += [feature.option for feature in ROW_FEATURES.values()]
+    for name in ("structured_outputs_mib", *filter(None, options)):
         asked = getattr(config, name)
-        check(name, asked, f"{0 if name in sizes else False} for a snapshot", not asked)
+        check(name, asked, f"{getattr(EngineConfig, name)} for a snapshot", not asked)

@@ -76,3 +76,35 @@ class Stats:
             ("spec_decode_num_accepted_tokens", "Drafts that were right.", self.num_accepted_tokens),
         ]
         return prefix_cache + drafts if with_drafts else prefix_cache
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftTotals:
+    """Counts of the drafts for tokens of answers, since the engine was made; by the names of `Stats`."""
+
+    num_drafts: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    num_accepted_at: tuple[int, ...]
+
+    @classmethod
+    def none(cls, most_drafts: int) -> "DraftTotals":
+        """Return the counts of nothing, where a step has at most so many drafts of an answer."""
+        return cls(0, 0, 0, (0,) * most_drafts)
+
+    def after(self, values: np.ndarray) -> "DraftTotals":
+        """Return the counts after more tokens of an answer, by what each adds: the channel `DRAFTS`, uint8
+        [tokens, 3]. They begin with a step's first token.
+        """
+        steps, drafts, right = values.sum(axis=0).tolist()
+        if not drafts:
+            return self
+        token = np.arange(len(values))
+        place = token - np.maximum.accumulate(np.where(values[:, 0] > 0, token, 0))
+        at = np.bincount(place[values[:, 2] > 0], minlength=len(self.num_accepted_at)).tolist()
+        return DraftTotals(
+            num_drafts=self.num_drafts + steps,
+            num_draft_tokens=self.num_draft_tokens + drafts,
+            num_accepted_tokens=self.num_accepted_tokens + right,
+            num_accepted_at=tuple(a + b for a, b in zip(self.num_accepted_at, at, strict=True)),
+        )

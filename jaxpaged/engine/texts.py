@@ -104,11 +104,8 @@ class Texts:
 
     def _ended(self, delta: Delta, num_tokens: int, stop: str, end: int, text: str) -> Delta:
         self._text = text
-        # The device went on until the host saw the string: a report has the counts of its run as a whole.
-        drafts = delta.drafts and delta.drafts.share(num_tokens, len(delta.token_ids))
         return dataclasses.replace(
             delta,
-            drafts=drafts,
             token_ids=delta.token_ids[:num_tokens],
             scores=None if delta.scores is None else delta.scores[:num_tokens],
             weight_versions=delta.weight_versions[:num_tokens],

@@ -12,7 +12,9 @@ from absl import logging
 from jaxpaged.engine.driver import Driver
 from jaxpaged.engine.handle import EngineDeadError, Handle, or_raise
 from jaxpaged.engine.request import Delta, Request
+from jaxpaged.engine.stats import DraftTotals
 from jaxpaged.engine.texts import TextError
+from jaxpaged.step.channels import DRAFTS
 
 
 class Worker:
@@ -31,6 +33,7 @@ class Worker:
         self._questions: list[Callable[[], None]] = []  # of `ask`
         self._stopped: EngineDeadError | None = None
         self.is_paused = self.is_asleep = False
+        self.drafts = DraftTotals.none(driver.config.most_drafts)  # of what was delivered
         self._drained: Future[None] | None = None  # who waits for the end of all that is in flight
         self._thread = threading.Thread(target=self._serve, name="jaxpaged-engine", daemon=True)
         self._thread.start()
@@ -241,6 +244,8 @@ class Worker:
             if handle is not None:
                 item = handle.told(delta)
                 told.append((handle, item))
+                if isinstance(item, Delta) and DRAFTS.name in item.channels:
+                    self.drafts = self.drafts.after(item.channels[DRAFTS.name])
                 if isinstance(item, TextError) or item.finish_reason:
                     ended.append(delta.request_id)
                     if not delta.finish_reason:

@@ -123,6 +123,12 @@ def describe_format(
     )
 
 
+def check_classes(state: EngineState) -> None:
+    """Raise `InputError` if the state's blocks have several sizes: K and V of these are not handed over."""
+    num_classes = state.tables.num_classes
+    check("size classes of blocks", num_classes, "1 to be handed over", num_classes == 1)
+
+
 def ask(
     state: EngineState,
     prompt: np.ndarray,
@@ -131,6 +137,7 @@ def ask(
     mesh: Mesh | None = None,
 ) -> Asked:
     """Look for the longest cached beginning of a prompt, in full blocks. Waits for nothing."""
+    check_classes(state)
     token_ids = in_blocks(state, prompt)
     line = padded(state, token_ids), np.int32(len(token_ids)), np.int32(salt)
     return Asked(token_ids, programs.locate_blocks(state.tables.pool, *line, specs=specs, mesh=mesh))
@@ -272,6 +279,7 @@ def reserve(
     its = np.zeros((len(present), most), bool)
     its[:, : len(token_ids)] = present
     line = padded(state, token_ids), np.int32(len(token_ids)), np.int32(salt), its
+    check_classes(state)
     adopted, until_then, info = programs.adopt_blocks(state.tables.pool, *line, mesh=mesh)
     destinations, status = jax.device_get((info.destinations, info.status))
     if status in (Status.OUT_OF_BLOCKS, Status.UNCACHEABLE):

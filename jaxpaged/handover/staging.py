@@ -16,6 +16,7 @@ from jaxpaged.handover import programs
 from jaxpaged.handover.exchange import (
     block_bytes,
     by_block,
+    check_classes,
     in_blocks,
     padded,
     shapes_of,
@@ -93,6 +94,7 @@ def arrived(
 
     present: bool [num_groups, num_blocks]. K and V of the given state are donated. Waits for nothing.
     """
+    check_classes(state)
     its = np.zeros((len(present), state.tables.max_blocks_per_seq), bool)
     its[:, : present.shape[1]] = present
     pool, kv_cache, done = programs.arrive_blocks(
@@ -122,6 +124,7 @@ def leaving(
     mesh: Mesh | None = None,
 ) -> Leaving:
     """Begin to read those blocks of a chain that the cache has, and to copy them. Waits for nothing."""
+    check_classes(state)
     its = state.tables.pool, state.kv_cache, *line.arguments, places
     is_there, arrays = programs.depart_blocks(*its, specs=specs, mesh=mesh)
     for array in (is_there, *arrays.values()):

@@ -44,10 +44,11 @@ def create(
     block_size: int,
     num_groups: int = 1,
     first_blocks: tuple[int, ...] = (),
+    classes: tuple[int, ...] = (),
 ) -> BlockTables:
     """Create empty tables over `pool`, with a line for each group of layers in every row.
 
-    first_blocks: see `BlockTables`.
+    first_blocks, classes: see `BlockTables`.
     """
     sizes = {"max_seqs": max_seqs, "max_blocks_per_seq": max_blocks_per_seq, "block_size": block_size}
     sizes["num_groups"] = num_groups
@@ -56,6 +57,9 @@ def create(
     rule = f"empty, or num_groups={num_groups} numbers that are not negative"
     is_one_each = len(first_blocks) == num_groups and min(first_blocks) >= 0
     check("first_blocks", first_blocks, rule, not first_blocks or is_one_each)
+    rule = f"the size class of each of num_groups={num_groups} groups, from 0 to {pool.num_classes - 1}"
+    is_each = len(classes) == num_groups and sorted({*classes}) == [*range(pool.num_classes)]
+    check("classes", classes, rule, is_each if classes else pool.num_classes == 1)
     cache = pool.prefix_cache
     if cache is not None and cache.block_size != block_size:
         raise ValueError(f"{cache.block_size=} must equal {block_size=}")
@@ -68,6 +72,7 @@ def create(
         block_size=block_size,
         num_groups=num_groups,
         first_blocks=first_blocks,
+        classes=classes if pool.num_classes > 1 else (),
     )
 
 
@@ -77,9 +82,9 @@ def append(
     """Make places for `num_new_tokens[r] >= 0` more tokens in each row r, that r alone may write to.
 
     A last block that is partly filled and that others hold too is replaced by a new one, and is to be copied
-    there. Blocks are taken row by row, in a row line by line; in a line the copy's comes first (or last:
-    `Policy.copies_last`). `max_new_blocks` (static) bounds their number over all rows. Costs O(num_lines +
-    max_new_blocks), whatever the pool and the tables are.
+    there. Blocks are taken row by row, in a row line by line, from the size class of each; in a line the
+    copy's comes first (or last: `Policy.copies_last`). `max_new_blocks` (static) bounds their number over all
+    rows. Costs O(num_lines + max_new_blocks), whatever the pool and the tables are.
     Status: OUT_OF_BLOCKS, TABLE_FULL (a row would outgrow its line), TOO_MANY_BLOCKS.
     """
     pool = tables.pool
@@ -89,8 +94,12 @@ def append(
 
     last_ids = last_blocks(tables)
     num_new, copies = new_blocks(tables, last_ids, num_new_tokens)
+    classes = None
+    if tables.num_classes > 1:
+        line, _, _ = number_through(num_new, max_new_blocks)
+        classes = tables.class_of_lines[line]
     pool, allocated = block_pool.allocate(
-        pool, jnp.where(table_full, 0, jnp.sum(num_new, dtype=jnp.int32)), max_new_blocks
+        pool, jnp.where(table_full, 0, jnp.sum(num_new, dtype=jnp.int32)), max_new_blocks, classes
     )
     status = allocated.status | flag(table_full, Status.TABLE_FULL)
     ok = status == Status.OK

@@ -37,7 +37,7 @@ def must_copy(
     Line by line each lets go of its block; when nobody else is left, the last of them may keep it.
     """
     writes = tables.each_line(writes_into_last(tables, num_new_tokens)) & (last_ids != NULL_BLOCK)
-    num_holders = FreeQueue.NOT_QUEUED - tables.pool.free_queue.place[last_ids]
+    num_holders = FreeQueue.NOT_QUEUED - tables.pool.place(last_ids)
 
     def count_writers() -> Bool[Array, " num_lines"]:
         index = jnp.arange(last_ids.shape[0], dtype=jnp.int32)

@@ -3,6 +3,8 @@
 All groups take blocks from one pool. A block has room for as many layers as the widest group has, and belongs
 to one group at a time: layer j of any group is layer j of the cache's arrays. So nothing is divided
 beforehand, and a model of one kind of layer is the case of one group.
+
+Groups whose blocks have very different sizes are of different size classes, which the pool keeps apart.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxpaged.arithmetic import cdiv
+from jaxpaged.checks import check
 from jaxpaged.memory import cache_specs
 from jaxpaged.memory.cache_specs import FULL, CacheSpec
 
@@ -27,6 +30,24 @@ class Grouping:
     specs: tuple[CacheSpec, ...]  # of each group
     groups: tuple[tuple[int, ...], ...]
     weights: tuple[int, ...] = ()  # places that each layer takes in a block; empty: one each
+    classes: tuple[int, ...] = ()  # size class of each group's blocks; empty: all are of one
+
+    def __post_init__(self) -> None:
+        """Check the classes. Raises `InputError`."""
+        rule = f"empty, or {self.num_groups} numbers, among them all from 0 to the highest"
+        numbers = {*self.classes}
+        is_each = len(self.classes) == self.num_groups and numbers == {*range(len(numbers))}
+        check("classes", self.classes, rule, not self.classes or is_each)
+
+    @property
+    def num_classes(self) -> int:
+        """Size classes of the groups' blocks."""
+        return 1 + max(self.classes, default=0)
+
+    def groups_of_class(self, size_class: int) -> tuple[int, ...]:
+        """Return the numbers of the groups whose blocks are of this class."""
+        classes = self.classes or (0,) * self.num_groups
+        return tuple(group for group, its in enumerate(classes) if its == size_class)
 
     @property
     def num_groups(self) -> int:
@@ -84,14 +105,16 @@ class Grouping:
     def words(self) -> dict[str, Any]:
         """Return the grouping as JSON has it. Raises `InputError` for a specification from outside."""
         specs = [cache_specs.words(spec) for spec in self.specs]
-        return {"specs": specs, "groups": self.groups, **({"weights": self.weights} if self.weights else {})}
+        words = {"specs": specs, "groups": self.groups}
+        more = {"weights": self.weights, "classes": self.classes}
+        return words | {name: value for name, value in more.items() if value}
 
     @classmethod
     def of_words(cls, words: Mapping[str, Any]) -> "Grouping":
         """Return what `words` wrote."""
         specs = tuple(cache_specs.of_words(spec) for spec in words["specs"])
         groups = tuple(tuple(layers) for layers in words["groups"])
-        return cls(specs, groups, tuple(words.get("weights", ())))
+        return cls(specs, groups, tuple(words.get("weights", ())), tuple(words.get("classes", ())))
 
 
 def one_group(spec: CacheSpec = FULL, num_layers: int = 0, weights: Sequence[int] = ()) -> Grouping:

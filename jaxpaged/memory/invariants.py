@@ -33,8 +33,9 @@ def check_invariants(state: BlockTables | BlockPool) -> None:
 
 
 def free_block_ids(pool: BlockPool) -> list[int]:
-    """Return the free blocks, in the order in which they will be given out."""
-    return _queued_ids(jax.device_get(pool.free_queue))
+    """Return the free blocks in the order in which they will be given out; size class by size class."""
+    queues = zip(jax.device_get(pool.queues), pool.offsets, strict=True)
+    return [number + offset for queue, offset in queues for number in _queued_ids(queue)]
 
 
 def _require(condition: object, sentence: str) -> None:
@@ -52,14 +53,19 @@ def _queued_ids(queue: FreeQueue) -> list[int]:
 
 
 def _check_pool(pool: BlockPool) -> None:
-    queue, num_blocks = pool.free_queue, pool.num_blocks
+    for queue, offset in zip(pool.queues, pool.offsets, strict=True):
+        _check_queue(queue, offset)
+
+
+def _check_queue(queue: FreeQueue, offset: int) -> None:
+    """Check the queue of a size class, whose blocks have ids beyond `offset`."""
     head, span, num_free = queue.counters
     _require(0 <= span <= queue.capacity, f"the queue spans {span} of {queue.capacity} places")
     _require(0 <= head < max(1, queue.capacity), f"the queue's head is {head}, of {queue.capacity} places")
     free = _queued_ids(queue)
     if isinstance(queue, RankedQueue):
         for kind, winner in enumerate(queue.winners[-1]):
-            first = next((block_id for block_id in free if queue.kind[block_id] == kind), NULL_BLOCK)
+            first = next((number for number in free if queue.kind[number] == kind), NULL_BLOCK)
             _require(winner == first, f"of kind {kind} block {first} is the first, but {winner} has won")
     _require(len(free) == num_free, f"the queue holds {free}, num_free is {num_free}")
     _require(len(set(free)) == len(free), f"a block is in the queue twice: {free}")
@@ -67,10 +73,11 @@ def _check_pool(pool: BlockPool) -> None:
     holders = FreeQueue.NOT_QUEUED - queue.place[NULL_BLOCK]
     _require(holders == 0, f"the null block has {holders} holders")
     free_set = set(free)
-    for block_id in range(1, num_blocks):
-        place = queue.place[block_id]
+    for number in range(1, queue.num_blocks):
+        block_id = number + offset
+        place = queue.place[number]
         holders = FreeQueue.NOT_QUEUED - place
-        is_free = block_id in free_set
+        is_free = number in free_set
         if place < 0:
             _require(
                 not is_free and holders > 0,
@@ -81,7 +88,7 @@ def _check_pool(pool: BlockPool) -> None:
             if isinstance(queue, RankedQueue):
                 continue
             found = queue.ring[place]
-            _require(found == block_id, f"block {block_id} should be at place {place}, where {found} is")
+            _require(found == number, f"block {block_id} should be at place {place}, where {found} is")
 
 
 def _check_tables(tables: BlockTables) -> None:
@@ -104,11 +111,24 @@ def _check_tables(tables: BlockTables) -> None:
                 f"block {block_id} at place {place}",
             )
         held.update(int(block_id) for block_id in line if block_id != NULL_BLOCK)
+        _check_class(tables, which, tables.classes[group] if tables.classes else 0, np.asarray(line))
+    places = [queue.place[min(number, 1) :] for number, queue in enumerate(tables.pool.queues)]
+    place_of = np.concatenate(places)
     for used_id in range(1, tables.pool.num_blocks):
-        count = max(FreeQueue.NOT_QUEUED - tables.pool.free_queue.place[used_id], 0)
+        count = max(FreeQueue.NOT_QUEUED - place_of[used_id], 0)
         _require(
             held[used_id] == count,
             f"block {used_id} has {count} holders, but {held[used_id]} rows name it",
+        )
+
+
+def _check_class(tables: BlockTables, which: str, size_class: int, line: np.ndarray) -> None:
+    """Check that all blocks of a line are of this size class."""
+    first = tables.pool.offsets[size_class] + 1
+    end = first + tables.pool.queues[size_class].num_blocks - 1
+    for block_id in line[line != NULL_BLOCK].tolist():
+        _require(
+            first <= block_id < end, f"{which} names block {block_id}, which is not of class {size_class}"
         )
 
 

@@ -45,11 +45,12 @@ class Budget:
 class CacheSize:
     """The size of a cache, and the reason for it."""
 
-    num_blocks: int  # the null block included
+    num_blocks: int  # of the first size class, the null block included
     bytes_per_block: int
     block_size: int  # tokens
     why: str  # reason for the number of blocks, in words; it refers to the budget if there is one
     budget: Budget | None = None  # memory from which the numbers follow
+    more_blocks: tuple[int, ...] = ()  # of each further size class, the null block included
 
     @property
     def reason(self) -> str:

@@ -36,6 +36,8 @@ def swap_out(
     source, target = device, host
     if source.block_tables.shape != target.block_tables.shape:
         raise ValueError(f"{source.block_tables.shape=} must equal {target.block_tables.shape=}")
+    if source.classes != target.classes:
+        raise ValueError(f"{source.classes=} must equal {target.classes=}")
     if source.block_size != target.block_size:
         raise ValueError(f"{source.block_size=} must equal {target.block_size=}")
     size = source.block_tables.size if max_blocks is None else max_blocks
@@ -52,7 +54,10 @@ def swap_out(
     first = index if source.pool.policy.unshares_in_swap else first_equal(ids, mask=used)
     moves = used & (first == index)
 
-    pool, allocated = block_pool.allocate(target.pool, jnp.sum(moves, dtype=jnp.int32), size)
+    classes = None
+    if source.num_classes > 1:
+        classes = block_pool.packed(source.class_of_lines[row], moves)
+    pool, allocated = block_pool.allocate(target.pool, jnp.sum(moves, dtype=jnp.int32), size, classes)
     status = allocated.status | flag(in_use, Status.ROW_IN_USE) | flag(too_many, Status.TOO_MANY_BLOCKS)
     done = status == Status.OK
     new_ids = allocated.block_ids[(jnp.cumsum(moves, dtype=jnp.int32) - 1)[first]]

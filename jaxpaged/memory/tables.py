@@ -16,6 +16,8 @@ from jaxpaged.memory.prefix_cache import Chain
 class BlockTables:
     """Tables of rows. A row has one line of blocks for each group of layers, all from one pool.
 
+    A line takes its blocks from its group's size class (see `block_pool`).
+
     Line `r * num_groups + g` is that of row r and group g. It names `cdiv(seq_lens[r], block_size)` blocks,
     first to last.
     """
@@ -30,6 +32,8 @@ class BlockTables:
     num_groups: int = field(default=1, metadata={"static": True})  # groups of layers
     # Blocks at the beginning of each group's lines that stay in reach; empty: none do.
     first_blocks: tuple[int, ...] = field(default=(), metadata={"static": True})
+    # Size class of each group's blocks; empty: there is one class.
+    classes: tuple[int, ...] = field(default=(), metadata={"static": True})
 
     @property
     def max_seqs(self) -> int:
@@ -54,9 +58,19 @@ class BlockTables:
         return cdiv(self.seq_lens, self.block_size)
 
     @property
-    def num_held(self) -> Int[Array, " max_seqs"]:
-        """Blocks that each row holds, in all its lines."""
-        return self.per_row(self.each_line(self.num_blocks) - self.num_skipped)
+    def num_classes(self) -> int:
+        """Size classes of the blocks."""
+        return 1 + max(self.classes, default=0)
+
+    @property
+    def class_of_lines(self) -> Int[Array, " num_lines"]:
+        """Size class of each line's blocks."""
+        return jnp.tile(jnp.asarray(self.classes or (0,) * self.num_groups, jnp.int32), self.max_seqs)
+
+    @property
+    def num_held(self) -> Int[Array, "max_seqs *num_classes"]:
+        """Blocks that each row holds, in all its lines; with several size classes those of each."""
+        return self.by_class(self.each_line(self.num_blocks) - self.num_skipped)
 
     @property
     def num_first(self) -> Int[Array, " num_lines"]:
@@ -84,6 +98,24 @@ class BlockTables:
         if self.num_groups == 1:
             return of_lines
         return jnp.sum(of_lines.reshape(-1, self.num_groups), axis=1, dtype=jnp.int32)
+
+    def by_class(self, of_lines: Array) -> Array:
+        """Return the sum of numbers, or of flags, over each row's lines: [max_seqs].
+
+        With several size classes one sum for each class: [max_seqs, num_classes].
+        """
+        if self.num_classes == 1:
+            return self.per_row(of_lines)
+        of_groups = of_lines.reshape(-1, self.num_groups)
+        sums = [
+            sum(of_groups[:, group] for group, its in enumerate(self.classes) if its == each)
+            for each in range(self.num_classes)
+        ]
+        return jnp.stack(sums, axis=1)
+
+    def total(self, of_lines: Array) -> Int[Array, "*num_classes"]:
+        """Return the sum of numbers over all lines; with several size classes one sum for each class."""
+        return jnp.sum(of_lines) if self.num_classes == 1 else jnp.sum(self.by_class(of_lines), axis=0)
 
     def lines_of(self, rows: Int[Array, " n"]) -> Int[Array, " n_groups"]:
         """Return the lines of rows, one row after the other."""

@@ -80,13 +80,15 @@ def adopt(
     num_blocks: Int[Array, ""],
     salt: Int[Array, ""],
     present: Bool[Array, "num_groups max_blocks"],
+    classes: Sequence[int] = (),
 ) -> tuple[BlockPool, AdoptInfo]:
     """Make a chain findable, in free blocks that nobody holds: all of it or nothing.
 
-    `present` says which blocks of each group's line are brought; of the first group all are. The pool becomes
-    what a request would leave that had found what is there of them, computed the rest, and finished: the
-    blocks that are there stay, the others are taken as the policy says, group by group, and all are given
-    back as a row's are. Blocks in use are not touched. Write K and V before anything is looked up again.
+    `present` says which blocks of each group's line are brought; of the first group all are. `classes`
+    (static) is the size class of each group's blocks; empty: there is one. The pool becomes what a request
+    would leave that had found what is there of them, computed the rest, and finished: the blocks that are
+    there stay, the others are taken as the policy says, group by group, and all are given back as a row's
+    are. Blocks in use are not touched. Write K and V before anything is looked up again.
     Costs O(num_groups x max_blocks), whatever the pool is. Status: OUT_OF_BLOCKS, TOO_MANY_BLOCKS (of a chain
     longer than `max_blocks`), UNCACHEABLE.
     """
@@ -101,7 +103,13 @@ def adopt(
 
     # Found blocks are held while others are allocated, so that allocation does not take them.
     after, _ = block_pool.touch(pool, found.reshape(-1), (found != NULL_BLOCK).reshape(-1))
-    after, taken = block_pool.allocate(after, jnp.sum(is_new, dtype=jnp.int32), is_new.size)
+    of_entries = None
+    if pool.num_classes > 1:
+        if len(classes) != num_groups:
+            raise ValueError(f"{classes=} must have the size class of each of {num_groups} groups")
+        of_entries = jnp.repeat(jnp.asarray(classes, jnp.int32), max_blocks)
+        of_entries = block_pool.packed(of_entries, is_new.reshape(-1))
+    after, taken = block_pool.allocate(after, jnp.sum(is_new, dtype=jnp.int32), is_new.size, of_entries)
     place = jnp.cumsum(is_new.reshape(-1), dtype=jnp.int32).reshape(is_new.shape) - 1
     new_ids = jnp.where(is_new, taken.block_ids.at[place].get(mode="clip"), NULL_BLOCK)
     after = _publish(after, hit, new_ids, is_new, token_ids)
@@ -129,6 +137,7 @@ def arrive(
     present: Bool[Array, "num_groups max_blocks"],
     places: Int[Array, " n"],
     arrays: dict[str, Num[Array, "n ..."]],
+    classes: Sequence[int] = (),
 ) -> tuple[BlockPool, KVCache, Bool[Array, ""]]:
     """Adopt a chain and write the K and V of its new blocks: all of it or nothing.
 
@@ -136,7 +145,7 @@ def arrive(
     place in the line; negative for none. Nothing happens where a new block is not among them, as when one
     that was there has left since. Returns also whether the chain is there.
     """
-    adopted, info = adopt(pool, token_ids, num_blocks, salt, present)
+    adopted, info = adopt(pool, token_ids, num_blocks, salt, present, classes)
     destinations = info.destinations.reshape(-1)
     ids = jnp.where(places >= 0, destinations.at[places].get(mode="clip"), NULL_BLOCK)
     is_whole = jnp.sum(ids != NULL_BLOCK) == jnp.sum(destinations != NULL_BLOCK)

@@ -13,6 +13,7 @@ up again. `raise_held_bound` raises the bound after each step by what the step d
 submitting new ones forgets it.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -24,6 +25,7 @@ from jaxtyping import Array, Bool, Int
 from jaxpaged.arithmetic import cdiv
 from jaxpaged.config import PREFILL_TILE
 from jaxpaged.memory import block_table, copy_on_write, group_content, kv_cache, prefix_cache, swap
+from jaxpaged.memory.block_pool import in_every
 from jaxpaged.memory.block_table import BlockTables
 from jaxpaged.memory.cache_specs import CacheSpec
 from jaxpaged.memory.entries import CHUNK, in_chunks
@@ -60,7 +62,7 @@ def admit(
         row = _first_waiting(state.rows)
         free = state.tables.pool.num_free - _reserved(state, last_ids, config)
         leader, follows = _leader_in_prompt(state, row)
-        forks = follows & (_need_of_fork(state)[row] <= free)
+        forks = follows & in_every(_need_of_fork(state, config)[row] <= free)
         found = _look_for_room(state, row, free, ~follows, config)
         # The rest does not take the state: a `cond` that the cache passes through may copy it on a GPU.
         started = lax.cond(found.fits, lambda: _start(state, row, found.hit, config), lambda: state)
@@ -98,7 +100,7 @@ def may_admit(
 
     def has_room() -> Bool[Array, ""]:
         first = _first_waiting(rows)
-        has_block = _reserved(state, last_ids, config) <= tables.pool.num_free
+        has_block = in_every(_reserved(state, last_ids, config) <= tables.pool.num_free)
         leader, follows = _leader_in_prompt(state, first)
         is_done = tables.seq_lens[leader] + plan.num_new_tokens[leader] == rows.prompt_lens[leader]
         can_start = jnp.where(follows, is_done, jnp.sum(plan.num_tiles) < config.num_tiles)
@@ -123,32 +125,65 @@ def _leader_in_prompt(state: EngineState, row: Int[Array, ""]) -> tuple[Int[Arra
     return jnp.argmax(leads).astype(jnp.int32), is_new & (rows.leader[row] != 0) & jnp.any(leads)
 
 
-def _reserved(state: EngineState, last_ids: Int[Array, " lines"], config: StepConfig) -> Int[Array, ""]:
+def _stacked(of_classes: Sequence[int | Array], like: Array) -> Int[Array, "*n"]:
+    """Return numbers of size classes along a last axis, each of one shape; those of a single class as they
+    are.
+    """
+    if len(of_classes) == 1:
+        return jnp.asarray(of_classes[0])
+    return jnp.stack([jnp.broadcast_to(jnp.asarray(each), like.shape) for each in of_classes], axis=-1)
+
+
+def _most_held(num_tokens: Int[Array, "*rows"], block_size: int, config: StepConfig) -> Int[Array, "*n"]:
+    """Return how many blocks rows of so many tokens hold at most; with several size classes of each."""
+    return _stacked(config.blocks_by_class(num_tokens, block_size), num_tokens)
+
+
+def _reserved(
+    state: EngineState, last_ids: Int[Array, " lines"], config: StepConfig
+) -> Int[Array, "*num_classes"]:
     """Return how many free blocks the next request may not take: the running rows have or will have them."""
     rows, tables = state.rows, state.tables
-    to_come = jnp.maximum(config.blocks_of(rows.num_tokens, tables.block_size) - tables.num_held, 0)
-    to_come += tables.per_row(copy_on_write.must_copy(tables, last_ids, rows.running.astype(jnp.int32)))
-    to_come = jnp.where(rows.following, _need_of_beam(state, config), jnp.where(rows.running, to_come, 0))
-    to_come = jnp.where(rows.forking, _need_of_fork(state), to_come)
+
+    def where(mask: Bool[Array, " rows"], value: Array, other: int | Array) -> Array:
+        return jnp.where(mask if value.ndim == 1 else mask[:, None], value, other)
+
+    most = _most_held(rows.num_tokens, tables.block_size, config)
+    to_come = jnp.maximum(most - tables.num_held, 0)
+    to_come += tables.by_class(copy_on_write.must_copy(tables, last_ids, rows.running.astype(jnp.int32)))
+    to_come = where(rows.following, _need_of_beam(state, config), where(rows.running, to_come, 0))
+    to_come = where(rows.forking, _need_of_fork(state, config), to_come)
     num_active = jnp.sum(rows.admitted, dtype=jnp.int32)
-    return jnp.sum(to_come) + jnp.where(num_active > 0, config.watermark_blocks + num_active, 0)
+    if tables.num_classes == 1:
+        assert not isinstance(config.watermark_blocks, tuple)
+        return jnp.sum(to_come) + jnp.where(num_active > 0, config.watermark_blocks + num_active, 0)
+    # A class in which a row holds all that it ever will keeps nothing for the row to grow into.
+    grows = _most_held(rows.num_tokens + tables.block_size, tables.block_size, config) > most
+    num_growing = jnp.sum(grows & rows.admitted[:, None], axis=0, dtype=jnp.int32)
+    watermark = jnp.asarray(config.watermark_blocks, jnp.int32)
+    return jnp.sum(to_come, axis=0) + jnp.where(num_active > 0, watermark + num_growing, 0)
 
 
-def _need_of_fork(state: EngineState) -> Int[Array, " rows"]:
+def _need_of_fork(state: EngineState, config: StepConfig) -> Int[Array, "rows *num_classes"]:
     """Return how many blocks a fork copies: one a group where the prompt's last block is partly filled."""
     is_partly = (state.rows.prompt_lens % state.tables.block_size != 0).astype(jnp.int32)
+    if state.tables.num_classes > 1:
+        return is_partly[:, None] * jnp.asarray(config.groups_by_class, jnp.int32)
     return is_partly if state.tables.num_groups == 1 else is_partly * state.tables.num_groups
 
 
-def _need_of_beam(state: EngineState, config: StepConfig) -> Int[Array, " rows"]:
+def _need_of_beam(state: EngineState, config: StepConfig) -> Int[Array, "rows *num_classes"]:
     """Return the blocks of a beam's known tokens that it does not share with its head: all but those that
     the prompt fills.
 
     In groups with a window none counts as shared, for those may be gone when the beam forks.
     """
     rows, block_size = state.rows, state.tables.block_size
-    shared = config.blocks_shared(rows.prompt_lens, block_size)
-    return config.blocks_of(rows.num_tokens, block_size) - shared
+    if state.tables.num_classes == 1:
+        shared = config.blocks_shared(rows.prompt_lens, block_size)
+    else:
+        shared = _stacked(config.shared_by_class(rows.prompt_lens, block_size), rows.prompt_lens)
+    return _most_held(rows.num_tokens, block_size, config) - shared
 
 
 class _Lookup(NamedTuple):
@@ -161,7 +196,7 @@ class _Lookup(NamedTuple):
 def _look_for_room(
     state: EngineState,
     row: Int[Array, ""],
-    free: Int[Array, ""],
+    free: Int[Array, "*num_classes"],
     may_start: Bool[Array, ""],
     config: StepConfig,
 ) -> _Lookup:
@@ -171,15 +206,16 @@ def _look_for_room(
     """
     rows, tables = state.rows, state.tables
     # Blocks that must be free, or held by others and shared.
-    need = config.blocks_of(rows.num_tokens[row], tables.block_size)
+    need = _most_held(rows.num_tokens[row], tables.block_size, config)
     need += jnp.maximum(rows.beams.width[row] - 1, 0) * _need_of_beam(state, config)[row]
     rejected_row, most_held = state.last_rejected
-    may_fit = may_start & ((row != rejected_row) | (need - most_held <= free))
+    may_fit = may_start & ((row != rejected_row) | in_every(need - most_held <= free))
 
     def look_up() -> _Lookup:
         hit, defers = _look_up(state, row, config)
         num_held, num_shared = _held_by_others(tables, hit, config)
-        return _Lookup(jnp.bool_(True), (need - num_shared <= free) & ~defers, hit, num_held)
+        fits = in_every(need - num_shared <= free) & ~defers
+        return _Lookup(jnp.bool_(True), fits, hit, num_held)
 
     shapes = jax.eval_shape(look_up)
     nothing = jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), shapes)
@@ -265,18 +301,25 @@ def cache_keys(
     return jnp.where(positions < rows.prompt_lens[row], token, -1 - token)
 
 
-def _held_by_others(tables: BlockTables, hit: Hit, config: StepConfig) -> Int[Array, "2"]:
+def _held_by_others(
+    tables: BlockTables, hit: Hit, config: StepConfig
+) -> tuple[Int[Array, ""], Int[Array, "*num_classes"]]:
     """Return how many blocks of a hit are not free, and how many of these a row that begins with the hit
-    can read.
+    can read; with several size classes of each.
     """
     if hit.block_ids.shape[-1] == 0:
-        return jnp.zeros(2, jnp.int32)
+        nothing = jnp.zeros(2, jnp.int32)
+        return nothing[0], nothing[1] if tables.num_classes == 1 else jnp.zeros(tables.num_classes, jnp.int32)
     lines = [hit.block_ids] if hit.block_ids.ndim == 1 else hit.block_ids
     held = [
         _held_in_group(tables, block_ids, hit.chain.num_blocks, spec)
         for block_ids, spec in zip(lines, config.grouping.specs, strict=True)
     ]
-    return sum(held[1:], start=held[0])
+    num_held, num_shared = sum(held[1:], start=held[0])
+    if tables.num_classes > 1:
+        groups = map(config.grouping.groups_of_class, range(tables.num_classes))
+        num_shared = jnp.stack([sum(held[group][1] for group in its) for its in groups])
+    return num_held, num_shared
 
 
 def _held_in_group(
@@ -306,7 +349,7 @@ def raise_held_bound(state: EngineState, before: BlockTables, num_returned: Int[
     num_returned: blocks that the step took and gave back; they have lost their content all the same.
     """
     tables, (row, held) = state.tables, state.last_rejected
-    taken = before.pool.num_free - tables.pool.num_free + num_returned
+    taken = before.pool.num_free_in_all - tables.pool.num_free_in_all + num_returned
     published = jnp.sum(tables.chains.num_blocks - before.chains.num_blocks)
     bound = held + taken + published
     if tables.num_groups > 1:

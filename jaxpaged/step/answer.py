@@ -1,47 +1,30 @@
 """Answer of a step: sampled tokens, appended to the rows that are due."""
 
 import functools
-from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int
 
-from jaxpaged.contracts.samplers import Sampler, SamplingOptions
 from jaxpaged.sampling import (
-    Context,
     Scores,
-    edited,
     is_among,
-    likeliest,
     no_scores,
-    sample,
     score,
     told,
 )
-from jaxpaged.sampling_state import SamplingState
 from jaxpaged.status import Status
-from jaxpaged.step import automata, channels, speculation
-from jaxpaged.step.channels import Choice, Edit, Values
+from jaxpaged.step import automata, channels, row_features, speculation
+from jaxpaged.step.channels import Values, Verified
+from jaxpaged.step.choice import Slots, allowed, choose
 from jaxpaged.step.config import MAX_STEPS, StepConfig
 from jaxpaged.step.model import Hidden, Model
 from jaxpaged.step.pieces import in_pieces
 from jaxpaged.step.plan import DecodeSlots
 from jaxpaged.step.speculation import Drafts
 from jaxpaged.step.state import EngineState, FinishReason, Phase
-
-
-class Slots(NamedTuple):
-    """Decode slots whose tokens are chosen together."""
-
-    logits: Float[Array, "slots vocab"]
-    row: Int[Array, " slots"]
-    is_due: Bool[Array, " slots"]
-    position: Int[Array, " slots"]  # of the token that is chosen
-    place: Int[Array, " slots"]  # line of the grammars' states
 
 
 def answer(
@@ -79,7 +62,7 @@ def answer(
             return jnp.zeros_like(index), token_ids[jnp.minimum(slots.of_row, token_ids.shape[0] - 1)]
         return speculation.accepted(token_ids, rows, slots, drafts, most)
 
-    def choose(width: int) -> Chosen:
+    def choose_in(width: int) -> Chosen:
         """Choose a token in each of the first `width` slots; no other is in use."""
         row, is_due = row_of_slot[:width], slot_is_due[:width]
         position = rows.num_tokens[row]
@@ -87,37 +70,17 @@ def answer(
             position += slots.offset[:width]
         place = row if states is None else jnp.arange(width, dtype=jnp.int32)
 
-        def choice(its: Slots) -> tuple[Float[Array, "slots vocab"], SamplingState, Edit]:
-            """Return the slots' logits with what their grammars leave, their options and their rules."""
-            logits, row, is_due, position, place = its
-            options = rows.sampling.take(row, is_due)
-            context = Context(row, rows.prompt_lens[row], position, rows.token_ids)
-            follows = None
-            if state.arena is not None and its_grammars is not None:
-                logits, follows = automata.masked(logits, state.arena, its_grammars, place, is_due)
-
-            def edit(logits: Float[Array, "rows vocab"]) -> Float[Array, "rows vocab"]:
-                changed = edited(logits, rows.rules, options.has_rules, context)
-                return changed if follows is None else automata.not_empty(changed, logits, follows)
-
-            return logits, options, edit
-
         def choose_some(its: Slots) -> tuple[Int[Array, " slots"], Values]:
             """Choose tokens, and make the values of those channels that have one for each choice."""
-            logits, options, edit = choice(its)
-            if sampler is None:
-                token_ids = sample(logits, options, its.position, edit)
-            else:
-                token_ids = sampled_by(sampler, logits, options, its.position, edit)
-            if rows.replay_lens is not None:
-                given = rows.token_ids.at[its.row, its.position].get(mode="clip")
-                token_ids = jnp.where(its.position < rows.replay_lens[its.row], given, token_ids)
-            made = Choice(logits, options, edit, token_ids, its.position)
-            return token_ids, channels.of_choice(state.channels, made)
+            options = rows.sampling.take(its.row, its.is_due)
+            made = choose(its, options, rows, its_grammars, state.arena, sampler)
+            made = row_features.of_choice(rows, its.row, made)
+            return made.token_ids, channels.of_choice(state.channels, made)
 
         def score_some(chosen: tuple[Slots, Int[Array, " slots"]]) -> Scores:
             its, token_ids = chosen
-            logits, options, edit = choice(its)
+            options = rows.sampling.take(its.row, its.is_due)
+            logits, edit = allowed(its, options, rows, its_grammars, state.arena)
             temperature = rows.beams.temperature[its.row]
             if config.logprobs_mode == "raw_logprobs":
                 return score(logits, token_ids, options.num_logprobs, temperature)
@@ -143,6 +106,10 @@ def answer(
 
         noted = lax.cond(jnp.any(wants), note_scores, lambda: (scores, no_news))
         values = state.channels
+        if drafts is not None and slots.offset is not None:
+            draft = rows.token_ids.at[row, position].get(mode="clip")
+            verified = Verified(token_ids, draft, slots.offset[:width], drafts.num[row])
+            new_values |= channels.of_drafts(state.channels, verified)
         if new_values:
             values = channels.noted(values, new_values, (jnp.where(is_told, row, max_seqs), position))
         is_unknown = jnp.bool_(False) if sampler is None else jnp.any(is_told & (token_ids < 0))
@@ -154,10 +121,10 @@ def answer(
         # Slots are taken from the first on. One narrower choice is enough: each takes seconds to compile.
         few = config.decode_widths[0]
         which = jnp.where(jnp.any(slot_is_due[few:]), 2, jnp.any(slot_is_due).astype(jnp.int32))
-        ways = lambda: nothing, functools.partial(choose, few), functools.partial(choose, num_slots)
+        ways = lambda: nothing, functools.partial(choose_in, few), functools.partial(choose_in, num_slots)
         chosen = lax.switch(which, ways)
     else:
-        chosen = lax.cond(jnp.any(due), functools.partial(choose, num_slots), lambda: nothing)
+        chosen = lax.cond(jnp.any(due), functools.partial(choose_in, num_slots), lambda: nothing)
     is_unknown, (num_accepted, token_ids), scores, new, values = chosen
     if sampler is not None:
         state = replace(state, status=state.status | jnp.where(is_unknown, Status.UNKNOWN_TOKEN, 0))
@@ -183,27 +150,3 @@ def answer(
         grammars=grammars,
     )
     return replace(state, rows=rows, scores=scores, channels=values), new, num_accepted
-
-
-def sampled_by(
-    sampler: Sampler,
-    logits: Float[Array, "rows vocab"],
-    options: SamplingState,
-    positions: Int[Array, " rows"],
-    edit: Callable[[Float[Array, "rows vocab"]], Float[Array, "rows vocab"]],
-) -> Int[Array, " rows"]:
-    """Choose one token a row as `sampling.sample` does, with a sampler from outside for rows that sample.
-
-    Returns: tokens; -1 for one that is not in the vocabulary.
-    """
-    changed = lax.cond(jnp.any(options.has_rules), edit, lambda logits: logits, logits)
-    greedy = likeliest(changed)
-    asked = SamplingOptions(*(getattr(options, name) for name in SamplingOptions._fields))
-    samples = (options.temperature > 0) & jnp.isfinite(jnp.max(changed, axis=1))
-
-    def draw() -> Int[Array, " rows"]:
-        drawn = sampler(changed, asked, positions)
-        is_known = (drawn >= 0) & (drawn < logits.shape[1])
-        return jnp.where(samples, jnp.where(is_known, drawn, -1), greedy)
-
-    return lax.cond(jnp.any(samples), draw, lambda: greedy)

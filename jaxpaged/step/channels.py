@@ -7,6 +7,7 @@ the fields of `CompletionOutput`. A channel that is off adds no array.
 
 import enum
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -14,12 +15,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt8
 
 from jaxpaged.arithmetic import cdiv
 from jaxpaged.checks import check
 from jaxpaged.models.config import ModelConfig
-from jaxpaged.sampling import in_bits, support
+from jaxpaged.sampling import in_bits, score_candidates, support
 from jaxpaged.sampling_state import SamplingState
 from jaxpaged.step.config import MAX_STEPS
 
@@ -32,6 +33,7 @@ class Per(enum.Enum):
 
     TOKEN = enum.auto()  # each token of an answer, from its choice; kept for the last MAX_STEPS tokens
     POSITION = enum.auto()  # each token of prompt and answer but the newest, from its pass; all are kept
+    PLACE = enum.auto()  # each place of a prompt that its request gives something for; kept by the host
 
 
 class Choice(NamedTuple):
@@ -42,24 +44,55 @@ class Choice(NamedTuple):
     edit: Edit  # applies the rows' rules to logits
     token_ids: Int[Array, " slots"]
     position: Int[Array, " slots"]  # of the tokens
+    of_rows: Callable[[str], Any]  # returns the values of a row feature, by its name, in each slot's row
+
+
+class Verified(NamedTuple):
+    """Tokens of a step's decode slots, and the drafts that they were compared with."""
+
+    token_ids: Int[Array, " slots"]
+    drafts: Int[Array, " slots"]  # draft for the place of each token, if there is one
+    place: Int[Array, " slots"]  # of the token among those that the step gives its row
+    num_drafts: Int[Array, " slots"]  # of its row in this step
+
+
+class Given(NamedTuple):
+    """Values that a request gives for consecutive places of its prompt."""
+
+    first: int  # place of the first
+    values: np.ndarray  # int32 [places, *shape]; each length at most that of the channel's shape
 
 
 def _first(params: Any) -> int:
     return 0
 
 
+def _none_given(params: Any) -> Given | None:
+    return None
+
+
 @dataclass(frozen=True)
 class Channel:
     """A value of each token, [*shape], which a user may get beside the token."""
 
-    name: str  # key of the values everywhere, and the field of `CompletionOutput` if it has one of that name
+    # Key of the values everywhere, and the field of `CompletionOutput` if it has one of that name; PLACE: of
+    # `RequestOutput`.
+    name: str
     option: str  # engine option that switches it on; "": none does
     per: Per
-    like: Callable[[ModelConfig], jax.ShapeDtypeStruct]  # shape and dtype of a token's value
+    # Shape and dtype of a token's value, by the model's config and the engine's. PLACE: always float32.
+    like: Callable[[ModelConfig, Any], jax.ShapeDtypeStruct]
     # TOKEN: makes the values [slots, *shape] when tokens have been chosen.
     of_choice: Callable[[Choice], Array] | None = None
+    # TOKEN: makes them, likewise, when the chosen tokens have been compared with the drafts.
+    of_drafts: Callable[[Verified], Array] | None = None
     # POSITION: field of `KVCache` in which the model leaves the values of a pass, [num_tokens, *shape].
     pass_field: str = ""
+    # PLACE: what a request's `SamplingParams` give, None for nothing. They must have `tells_prompt` then.
+    given: Callable[[Any], Given | None] = field(default=_none_given)
+    # PLACE: makes the values, float32 [places, *shape], of the logits of the tokens behind some places, and
+    # of what is given there, int32 [places, *shape]: -1 for nothing.
+    of_prompt: Callable[[Float[Array, "places vocab"], Array], Array] | None = None
     # What users get for the values of some tokens, a NumPy array [n, *shape]: a tuple or an array of n.
     read: Callable[[np.ndarray], Any] = field(default=np.array)
     output: Callable[[Any], Any] = field(default=lambda value: value)  # what `CompletionOutput` has for it
@@ -83,6 +116,35 @@ class Channel:
         if self.per is Per.TOKEN:
             return kept[row, position % MAX_STEPS]
         return kept.at[row, position].get(mode="clip")
+
+    def told(self, params: Any, tiles: Mapping[int, np.ndarray]) -> Any:
+        """Return what users get for the places of a prompt; None if the request gives nothing for any.
+
+        tiles: values of the places of each tile, float32 [num_places, *shape], by its first place.
+        """
+        if (given := self.given(params)) is None:
+            return None
+        values = np.concatenate([each for _, each in sorted(tiles.items())])
+        places = slice(given.first, given.first + len(given.values))
+        return self.read(values[places, *map(slice, given.values.shape[1:])])
+
+    def lines(
+        self, rows: Sequence[tuple[int, Any]], shape: tuple[int, ...]
+    ) -> Int[np.ndarray, "row_place_and_values n"]:
+        """Return what is written into rows for what their requests give: a column for each place, with its
+        row, its number and the values.
+
+        rows: rows with the `SamplingParams` of their requests. shape: of the channel's values.
+        """
+        size = math.prod(shape)
+        written = [np.zeros((2 + size, 0), np.int32)]
+        for row, params in rows:
+            if (given := self.given(params)) is not None:
+                values = np.full((len(given.values), *shape), -1, np.int32)
+                values[:, *map(slice, given.values.shape[1:])] = given.values
+                place = given.first + np.arange(len(values), dtype=np.int32)
+                written.append(np.stack([np.full_like(place, row), place, *values.reshape(-1, size).T]))
+        return np.concatenate(written, axis=1)
 
     def new_values(
         self,
@@ -114,6 +176,10 @@ class Channel:
             return np.concatenate(parts)
         return tuple(itertools.chain(*parts))
 
+    def without_last(self, values: Any, num: int) -> Any:
+        """Return the values of a delta without those of its last `num` tokens."""
+        return values if self.per is Per.PLACE else values[: len(values) - num]
+
 
 @dataclass(frozen=True)
 class SamplingMask:
@@ -128,20 +194,41 @@ def _sets(words: np.ndarray) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(np.flatnonzero(bits).tolist()) for bits in np.unpackbits(octets, 1, bitorder="little"))
 
 
-def _experts(config: ModelConfig) -> jax.ShapeDtypeStruct:
+def _experts(model: ModelConfig, config: Any) -> jax.ShapeDtypeStruct:
     """Return the shape and dtype of a token's experts: [layers, experts]."""
-    experts, rule = config.experts, "False for a model without experts"
+    experts, rule = model.experts, "False for a model without experts"
     check("enable_return_routed_experts", True, rule, experts is not None)
     assert experts is not None
     dtype = jnp.uint8 if experts.num_experts <= 256 else jnp.uint16
-    return jax.ShapeDtypeStruct((config.num_layers, experts.num_chosen), dtype)
+    return jax.ShapeDtypeStruct((model.num_layers, experts.num_chosen), dtype)
+
+
+def _candidates(params: Any) -> Given | None:
+    """Return the tokens to be scored behind places of a prompt."""
+    ids = params.prompt_logprob_token_ids
+    return None if ids is None else Given(params.prompt_logprob_start or 0, ids)
+
+
+def _draft_counts(verified: Verified) -> UInt8[Array, "slots 3"]:
+    """Return what each token adds to its answer's counts: steps with drafts, drafts, and right ones.
+
+    A step counts with its first token, and a right draft with its token. A wrong draft makes those behind it
+    void; they count with the token in its place. So the first tokens of an answer have the counts of what
+    made them, wherever it ends. All tokens of a step together have all its drafts, but for an answer that
+    ends with a right one: those behind it were not compared with anything.
+    """
+    has_draft = verified.place < verified.num_drafts
+    is_right = has_draft & (verified.token_ids == verified.drafts)
+    left = jnp.maximum(verified.num_drafts - verified.place, 0)
+    counts = has_draft & (verified.place == 0), jnp.where(is_right, 1, left), is_right
+    return jnp.stack([count.astype(jnp.uint8) for count in counts], axis=1)
 
 
 MASKS = Channel(
     "sampling_mask",
     "return_sampling_mask",
     Per.TOKEN,
-    like=lambda config: jax.ShapeDtypeStruct((cdiv(config.vocab_size, 32),), jnp.uint32),
+    like=lambda model, config: jax.ShapeDtypeStruct((cdiv(model.vocab_size, 32),), jnp.uint32),
     of_choice=lambda choice: in_bits(support(choice.logits, choice.options, choice.edit)),
     read=_sets,
     output=lambda sets: SamplingMask([*map(list, sets)]),
@@ -154,7 +241,22 @@ EXPERTS = Channel(
     pass_field="routed",
     first=lambda params: params.routed_experts_prompt_start,
 )
-CHANNELS = {channel.name: channel for channel in (MASKS, EXPERTS)}
+DRAFTS = Channel(
+    "drafts",
+    "speculative_config",
+    Per.TOKEN,
+    like=lambda model, config: jax.ShapeDtypeStruct((3,), jnp.uint8),
+    of_drafts=_draft_counts,
+)
+CANDIDATES = Channel(
+    "prompt_token_id_logprobs",
+    "max_prompt_logprob_token_ids",
+    Per.PLACE,
+    like=lambda model, config: jax.ShapeDtypeStruct((config.max_prompt_logprob_token_ids,), jnp.float32),
+    given=_candidates,
+    of_prompt=score_candidates,
+)
+CHANNELS = {channel.name: channel for channel in (MASKS, EXPERTS, DRAFTS, CANDIDATES)}
 
 
 def switched_on(config: Any, model_config: ModelConfig) -> tuple[tuple[str, jax.ShapeDtypeStruct], ...]:
@@ -163,7 +265,7 @@ def switched_on(config: Any, model_config: ModelConfig) -> tuple[tuple[str, jax.
     Raises `InputError` for a model that has no such values.
     """
     return tuple(
-        (channel.name, channel.like(model_config))
+        (channel.name, channel.like(model_config, config))
         for channel in CHANNELS.values()
         if not channel.option or getattr(config, channel.option)
     )
@@ -175,12 +277,33 @@ def of_choice(kept: Values, choice: Choice) -> Values:
     return {name: make(choice) for name, make in makes.items() if make is not None}
 
 
+def of_drafts(kept: Values, verified: Verified) -> Values:
+    """Return the values of tokens that have been compared with drafts, of all channels that have some."""
+    makes = {name: CHANNELS[name].of_drafts for name in kept}
+    return {name: make(verified) for name, make in makes.items() if make is not None}
+
+
 def noted(kept: Values, new: Values, at: tuple[Int[Array, " slots"], Int[Array, " slots"]]) -> Values:
     """Return the values after a choice. `at`: row, beyond all rows to drop it, and position of each token."""
     row, position = at
     return kept | {
         name: kept[name].at[row, position % MAX_STEPS].set(values, mode="drop")
         for name, values in new.items()
+    }
+
+
+def of_places(
+    given: Values, logits: Float[Array, "places vocab"], row: Int[Array, ""], place: Int[Array, " places"]
+) -> Values:
+    """Return the values of places of a row's prompt, by the logits of the tokens behind them.
+
+    given: what the rows' requests give, [rows, max_model_len, *shape] of each channel.
+    """
+    makes = {name: CHANNELS[name].of_prompt for name in given}
+    return {
+        name: make(logits, given[name].at[row, place].get(mode="clip"))
+        for name, make in makes.items()
+        if make is not None
     }
 
 
@@ -221,4 +344,4 @@ def joined(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def without_last(values: Mapping[str, Any], num: int) -> dict[str, Any]:
     """Return the values of a delta without those of its last `num` tokens."""
-    return {name: each[: len(each) - num] for name, each in values.items()}
+    return {name: CHANNELS[name].without_last(each, num) for name, each in values.items()}

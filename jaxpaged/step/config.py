@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxpaged.arithmetic import cdiv
+from jaxpaged.checks import check
 from jaxpaged.config import PREFILL_TILE, LogprobsMode
 from jaxpaged.contracts.attentions import Attention
 from jaxpaged.contracts.samplers import Sampler
@@ -88,7 +89,9 @@ class StepConfig:
     tiles_per_pass: int  # tiles in one forward pass; a step may make several passes
     attention: TiledImplementation | Attention
     sampler: Sampler | None = None  # None: ours
-    watermark_blocks: int | Array = 0  # blocks that stay free when a request is admitted beside running ones
+    # Blocks that stay free when a request is admitted beside running ones; with several size classes a number
+    # for each.
+    watermark_blocks: int | tuple[int, ...] | Array = 0
     grouping: Grouping = field(default_factory=one_group)  # layers that share a block table
     reuse_answers: bool = False  # whether a prompt may hit blocks that were computed as an answer
     decode_widths: tuple[int, ...] = ()  # rows of narrower decode passes, rising; the widest has max_num_seqs
@@ -99,8 +102,13 @@ class StepConfig:
     logprobs_mode: LogprobsMode = "raw_logprobs"  # see `EngineConfig.logprobs_mode`
 
     def __post_init__(self) -> None:
-        """Accept a list of widths, as JSON makes it."""
+        """Accept lists, as JSON makes them."""
         object.__setattr__(self, "decode_widths", tuple(self.decode_widths))
+        if isinstance(self.watermark_blocks, list | tuple):
+            marks, num_classes = tuple(self.watermark_blocks), self.grouping.num_classes
+            rule = f"a number, or one for each of {num_classes} size classes"
+            check("watermark_blocks", marks, rule, len(marks) == num_classes > 1)
+            object.__setattr__(self, "watermark_blocks", marks)
 
     @property
     def keeps_sequence(self) -> bool:
@@ -109,10 +117,21 @@ class StepConfig:
 
     def blocks_of[T: (int, Array)](self, num_tokens: T, block_size: int) -> T:
         """Return how many blocks a row of `num_tokens` tokens holds at most at any time, in all groups."""
-        total, *others = [self._blocks_of(spec, num_tokens, block_size) for spec in self.grouping.specs]
+        total, *others = self.blocks_by_class(num_tokens, block_size)
         for more in others:
             total = total + more
         return total
+
+    def blocks_by_class[T: (int, Array)](self, num_tokens: T, block_size: int) -> tuple[T, ...]:
+        """Return the bound of `blocks_of` for each size class."""
+        sums = []
+        for size_class in range(self.grouping.num_classes):
+            specs = [self.grouping.specs[group] for group in self.grouping.groups_of_class(size_class)]
+            total, *others = [self._blocks_of(spec, num_tokens, block_size) for spec in specs]
+            for more in others:
+                total = total + more
+            sums.append(total)
+        return tuple(sums)
 
     def _blocks_of[T: (int, Array)](self, spec: CacheSpec, num_tokens: T, block_size: int) -> T:
         """Return the bound for one group; vLLM 0.33 caps the admission of a whole prompt in the same way."""
@@ -127,11 +146,34 @@ class StepConfig:
 
         In a group with a window none is sure: blocks may have left it.
         """
-        num_groups = sum(spec.most_kept(1) is None for spec in self.grouping.specs)
+        total, *others = self.shared_by_class(num_tokens, block_size)
+        for more in others:
+            total = total + more
+        return total
+
+    def shared_by_class[T: (int, Array)](self, num_tokens: T, block_size: int) -> tuple[T | int, ...]:
+        """Return the number of `blocks_shared` for each size class."""
+        specs = self.grouping.specs
+        return tuple(
+            self._shared(
+                sum(specs[group].most_kept(1) is None for group in self.grouping.groups_of_class(each)),
+                num_tokens,
+                block_size,
+            )
+            for each in range(self.grouping.num_classes)
+        )
+
+    def _shared[T: (int, Array)](self, num_groups: int, num_tokens: T, block_size: int) -> T | int:
+        """Return the full blocks of so many tokens in so many groups."""
         if num_groups == 0:
             return 0
         of_one = num_tokens // block_size
         return of_one if num_groups == 1 else of_one * num_groups
+
+    @property
+    def groups_by_class(self) -> tuple[int, ...]:
+        """Number of groups of each size class."""
+        return tuple(len(self.grouping.groups_of_class(each)) for each in range(self.grouping.num_classes))
 
     def max_blocks_touched(self, block_size: int) -> int:
         """Return how many blocks a step can begin or fill over all rows in one group: one for each row that

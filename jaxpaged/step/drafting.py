@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int
 
 from jaxpaged.arithmetic import cdiv
 from jaxpaged.config import PREFILL_TILE
@@ -21,16 +21,14 @@ from jaxpaged.memory import kv_cache
 from jaxpaged.memory.block_pool import NULL_BLOCK
 from jaxpaged.memory.entries import dealt, number_through
 from jaxpaged.memory.kv_cache import KVCache
-from jaxpaged.sampling import Context, edited, sample
-from jaxpaged.sampling_state import SamplingState
 from jaxpaged.step import automata, draft_pass
-from jaxpaged.step.answer import sampled_by
 from jaxpaged.step.automata import GrammarRows
+from jaxpaged.step.choice import Slots, choose
 from jaxpaged.step.config import StepConfig
 from jaxpaged.step.model import Model
 from jaxpaged.step.plan import DecodeSlots, Tiles, wide_tiles
 from jaxpaged.step.speculation import MOST_BEHIND, Drafts
-from jaxpaged.step.state import EngineState, Rows
+from jaxpaged.step.state import EngineState
 
 
 @jax.tree_util.register_dataclass
@@ -85,7 +83,7 @@ def write_drafts(
         runs = is_own & computes[row]
         start = jnp.where(runs, position[row], 0)
         tiles = Tiles(row, start, start, jnp.where(runs, start + 1, 0), tile_len=1)
-        its_rows = replace(rows, token_ids=done.token_ids, grammars=done.grammars)
+        its_rows = replace(rows, token_ids=done.token_ids)
         hidden, features, cache = draft_pass.compute(
             model, its_rows, state.tables, done.kv_cache, tiles, config
         )
@@ -93,8 +91,9 @@ def write_drafts(
         if features is not None:
             cache = draft_pass.hand_on(cache, state.tables, features, tiles, drafts_now[row])
         behind, logits = 1 + ahead, draft_pass.logits(model, hidden)
-        its_token = choose(state, its_rows, logits, row, start + behind, options, runs, config)
-        token = its_token[jnp.minimum(slots.of_row, row.shape[0] - 1)]
+        due = Slots(logits, row, runs, start + behind, row)
+        chosen = choose(due, options, its_rows, done.grammars, state.arena, config.sampler).token_ids
+        token = chosen[jnp.minimum(slots.of_row, row.shape[0] - 1)]
         at = jnp.where(drafts_now, jnp.arange(max_seqs), max_seqs), position + behind
         grammars = done.grammars
         if state.arena is not None and grammars is not None:
@@ -160,28 +159,3 @@ def catch_up(
         return reached, cache
 
     return lax.while_loop(goes_on, one_pass, (followed, state.kv_cache))
-
-
-def choose(
-    state: EngineState,
-    rows: Rows,
-    logits: Float[Array, "slots vocab"],
-    row: Int[Array, " slots"],
-    position: Int[Array, " slots"],
-    options: SamplingState,
-    is_due: Bool[Array, " slots"],
-    config: StepConfig,
-) -> Int[Array, " slots"]:
-    """Return the token at `position` of each slot's row that these logits give, as `answer` chooses one."""
-    follows = None
-    if state.arena is not None and rows.grammars is not None:
-        logits, follows = automata.masked(logits, state.arena, rows.grammars, row, is_due)
-    context = Context(row, rows.prompt_lens[row], position, rows.token_ids)
-
-    def edit(logits: Float[Array, "rows vocab"]) -> Float[Array, "rows vocab"]:
-        changed = edited(logits, rows.rules, options.has_rules, context)
-        return changed if follows is None else automata.not_empty(changed, logits, follows)
-
-    if config.sampler is None:
-        return sample(logits, options, position, edit)
-    return sampled_by(config.sampler, logits, options, position, edit)

@@ -14,7 +14,8 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from jaxpaged.step.automata import no_grammars
-from jaxpaged.step.channels import CHANNELS
+from jaxpaged.step.channels import CHANNELS, Per
+from jaxpaged.step.row_features import ROW_FEATURES
 
 
 @jax.tree_util.register_dataclass
@@ -56,8 +57,7 @@ class Features:
     arena_words: int = 0  # 32-bit words for automata of structured outputs; 0: requests have none
     max_drafts: int = 0  # drafts of a row in one step; 0: nothing is drafted
     past_tokens: int = 0  # tokens of past answers that drafts are looked up in
-    replays: bool = False  # requests may have answers that are given
-    candidates: int = 0  # maximum of tokens to be scored behind each position of a prompt
+    row_features: tuple[str, ...] = ()  # names of those that are on; see `step.row_features`
     # Name of each channel (`step.channels`) that is on, with shape and dtype of a token's value.
     channels: tuple[tuple[str, jax.ShapeDtypeStruct], ...] = ()
 
@@ -72,8 +72,12 @@ class Features:
             "lora": zeros() if self.lora else None,
             "grammars": no_grammars(num_rows) if self.arena_words else None,
             "drafting": drafting if self.max_drafts else None,
-            "replay_lens": zeros() if self.replays else None,
-            "candidates": zeros(max_model_len, self.candidates) if self.candidates else None,
+            "features": {name: ROW_FEATURES[name].empty(num_rows) for name in self.row_features},
+            "given": {
+                name: zeros(max_model_len, *like.shape)
+                for name, like in self.channels
+                if CHANNELS[name].per is Per.PLACE
+            },
         }
 
     def state_fields(self, num_rows: int, max_model_len: int) -> dict[str, Any]:
@@ -81,7 +85,9 @@ class Features:
         return {
             "arena": jnp.zeros(self.arena_words, jnp.uint32) if self.arena_words else None,
             "channels": {
-                name: CHANNELS[name].empty(like, num_rows, max_model_len) for name, like in self.channels
+                name: CHANNELS[name].empty(like, num_rows, max_model_len)
+                for name, like in self.channels
+                if CHANNELS[name].per is not Per.PLACE
             },
             "past": no_past(self.past_tokens) if self.past_tokens else None,
             "credit": jnp.int32(0) if self.max_drafts else None,

@@ -55,9 +55,13 @@ def create(
     policy: Static[Policy],
     num_groups: Static[int] = 1,
     first_blocks: Static[tuple[int, ...]] = (),
+    classes: Static[tuple[int, ...]] = (),
+    more_blocks: Static[tuple[int, ...]] = (),
     features: Static[Features] = NO_FEATURES,
 ) -> PerReplica[EngineState]:
     """Create a state without requests, with zeros for K and V of the shapes in `kv_cache`.
+
+    more_blocks: of each further size class; see `create_tables`.
 
     One program makes all arrays; outside of one JAX would compile a program for each shape.
     """
@@ -71,6 +75,8 @@ def create(
         policy=policy,
         num_groups=num_groups,
         first_blocks=first_blocks,
+        classes=classes,
+        more_blocks=more_blocks,
     )
     zeros = jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), kv_cache)
     return create_state(tables, zeros, max_model_len, vocab_size, features=features)
@@ -261,12 +267,11 @@ def report(
         origin=origin,
         cum_logprob=rows.beams.cum_logprob,
         beam_rank=rows.beams.rank,
-        draft_counts=None if rows.drafting is None else rows.drafting.counts,
         new_token_ids=_newest_tokens(rows),
         new_scores=None,
         channels={},
         prompt_scores=prompt_scores,
-        num_free_blocks=pool.num_free,
+        num_free_blocks=pool.num_free_in_all,
         num_cached_blocks=block_pool.num_cached(pool),
         counters=state.counters,
         status=state.status,
@@ -303,18 +308,18 @@ def write_tokens(
     return token_ids.at[row, position].set(token, mode="drop")
 
 
-@program(donate="candidates", results=lambda specs: ON_EACH)
-def write_candidates(
-    candidates: PerReplica[Int[Array, "rows max_model_len num_candidates"]],
-    given: PerReplica[Int[Array, "row_and_place_and_ids n"]],
-) -> PerReplica[Int[Array, "rows max_model_len num_candidates"]]:
-    """Write tokens to be scored into rows, and return those of all rows.
+@program(donate="given", results=lambda specs: ON_EACH)
+def write_given(
+    given: PerReplica[Int[Array, "rows max_model_len ..."]],
+    lines: PerReplica[Int[Array, "row_place_and_values n"]],
+) -> PerReplica[Int[Array, "rows max_model_len ..."]]:
+    """Write what requests give for places of their prompts into rows, and return that of all rows.
 
-    given: for each place its row (one beyond all rows: the place is dropped), its number, and its tokens.
+    lines: for each place its row (one beyond all rows: the place is dropped), its number, and its values.
 
     The old ones are donated.
     """
-    return candidates.at[given[0], given[1]].set(given[2:].T, mode="drop")
+    return given.at[lines[0], lines[1]].set(lines[2:].T.reshape(-1, *given.shape[2:]), mode="drop")
 
 
 @program(donate="arena", results=lambda specs: ON_EACH)

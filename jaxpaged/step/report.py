@@ -41,7 +41,6 @@ class Report:
     origin: Int[Array, " rows"] = field(metadata=ROW_NUMBERS)
     cum_logprob: Float[Array, " rows"] = field(metadata=ROWS)  # of running and ended beams
     beam_rank: Int[Array, " rows"] = field(metadata=ROWS)
-    draft_counts: Int[Array, "rows 3"] | None = field(metadata=ROWS)  # `DraftRows.counts`; None: no drafts
     new_token_ids: Int[Array, "rows max_steps"] = field(metadata=ROWS)  # the row's last tokens, newest last
     new_scores: Scores | None = field(metadata=ROWS)  # their scores (`recent.scores`), if wanted
     # Values of the row's last tokens that have them, by channel: [rows, MAX_STEPS, ...], see `step.channels`.

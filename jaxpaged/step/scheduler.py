@@ -22,6 +22,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Int
 
 from jaxpaged.memory import block_table, copy_on_write, kv_cache, swap
+from jaxpaged.memory.block_pool import in_any, in_every
 from jaxpaged.step.admission import admit, may_admit
 from jaxpaged.step.config import StepConfig
 from jaxpaged.step.plan import Plan, plan
@@ -66,7 +67,7 @@ def schedule(state: EngineState, config: StepConfig) -> tuple[EngineState, Decis
         after = replace(after, rows=replace(after.rows, phase=phase))
         return after, Decision(planned, admitted, num_hits, preempted, swapped, leader_row)
 
-    changes = _blocks_short(state, last_ids, quiet.plan) > 0
+    changes = in_any(_blocks_short(state, last_ids, quiet.plan) > 0)
     changes |= may_admit(state, last_ids, quiet.plan, config) | jnp.any(_beams_fork(state, quiet.plan))
     return lax.cond(changes, replan, lambda: (state, quiet))
 
@@ -102,10 +103,12 @@ def abort(state: EngineState, arrivals: Int[Array, " n"]) -> EngineState:
     return replace(state, host=replace(state.host, tables=host_tables), status=state.status | freed.status)
 
 
-def _blocks_short(state: EngineState, last_ids: Int[Array, " lines"], plan: Plan) -> Int[Array, ""]:
-    """Return how many blocks the plan needs beyond those that are free."""
+def _blocks_short(
+    state: EngineState, last_ids: Int[Array, " lines"], plan: Plan
+) -> Int[Array, "*num_classes"]:
+    """Return how many blocks the plan needs beyond those that are free; with several size classes of each."""
     needed, _ = copy_on_write.new_blocks(state.tables, last_ids, plan.num_new_tokens)
-    return jnp.sum(needed) - state.tables.pool.num_free
+    return state.tables.total(needed) - state.tables.pool.num_free
 
 
 def _preempt(
@@ -119,7 +122,8 @@ def _preempt(
 
     def short(carry: Carry) -> Bool[Array, ""]:
         state = carry[0]
-        return jnp.any(state.rows.running) & (_blocks_short(state, last_ids, plan(state, config)) > 0)
+        runs = jnp.any(state.rows.running)
+        return runs & in_any(_blocks_short(state, last_ids, plan(state, config)) > 0)
 
     def preempt_last(carry: Carry) -> Carry:
         state, preempted, swapped = carry
@@ -142,9 +146,14 @@ def _swap_out(
 ) -> tuple[EngineState, Bool[Array, " rows"]]:
     """Move the masked row's blocks to the host if there is room, and return which row was moved."""
     # This is not in a `cond`, which would copy the cache on a GPU.
-    fits = jnp.sum(jnp.where(rows, state.tables.num_held, 0)) <= host.tables.pool.num_free
-    most = state.tables.max_blocks_per_row
-    tables, host_tables, info = swap.swap_out(state.tables, host.tables, rows & fits, max_blocks=most)
+    tables = state.tables
+    if tables.num_classes == 1:
+        fits = jnp.sum(jnp.where(rows, tables.num_held, 0)) <= host.tables.pool.num_free
+    else:
+        held = jnp.sum(jnp.where(rows[:, None], tables.num_held, 0), axis=0)
+        fits = in_every(held <= host.tables.pool.num_free)
+    most = tables.max_blocks_per_row
+    tables, host_tables, info = swap.swap_out(tables, host.tables, rows & fits, max_blocks=most)
     host_cache = kv_cache.copy_blocks(state.kv_cache, host.kv_cache, info.sources, info.destinations)
     state = replace(
         state, tables=tables, host=HostPool(host_tables, host_cache), status=state.status | info.status

@@ -23,6 +23,7 @@ from jaxtyping import Array, Bool, Int, UInt32
 from jaxpaged.arithmetic import cdiv
 from jaxpaged.config import PREFILL_TILE
 from jaxpaged.memory import block_table, copy_on_write
+from jaxpaged.memory.block_pool import in_every
 from jaxpaged.memory.entries import dealt, number_through
 from jaxpaged.sampling import is_among
 from jaxpaged.step import automata
@@ -115,7 +116,7 @@ def draft(
     # All drafts or none: blocks are rarely short, and then better kept for others.
     last_ids = copy_on_write.last_blocks(state.tables)
     needed, _ = copy_on_write.new_blocks(state.tables, last_ids, plan.num_new_tokens + num)
-    num = jnp.where(jnp.sum(needed) <= state.tables.pool.num_free, num, 0)
+    num = jnp.where(in_every(state.tables.total(needed) <= state.tables.pool.num_free), num, 0)
 
     place = jnp.arange(lookup.most, dtype=jnp.int32)
     position = jnp.where(place < num[:, None], rows.num_tokens[:, None] + place, rows.token_ids.shape[1])
@@ -225,7 +226,7 @@ def settle(
 
     due: rows that have got a token. Returns the state, and how many blocks were given back.
     """
-    before = state.tables.pool.num_free
+    before = state.tables.pool.num_free_in_all
     state = state.on_tables(block_table.truncate, drafts.num - num_accepted)
     rows = state.rows
     assert rows.drafting is not None
@@ -247,7 +248,7 @@ def settle(
     )
     place = jnp.arange(lookup.most, dtype=jnp.int32)
     state = state.count_places(jnp.sum(num_accepted[:, None] > place, axis=0, dtype=jnp.int32))
-    return state, state.tables.pool.num_free - before
+    return state, state.tables.pool.num_free_in_all - before
 
 
 def after(

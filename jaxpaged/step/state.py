@@ -85,10 +85,9 @@ class Rows:
     beams: Beams
     grammars: GrammarRows | None  # None: there is no arena, and requests have no automata
     drafting: DraftRows | None  # None: nothing is drafted
-    # Length up to which `token_ids` has the answer already, to be replayed; 0: nowhere. None: nothing is.
-    replay_lens: Int[Array, " rows"] | None
-    # Tokens to be scored behind each place of the prompt; -1: none. None: nobody asks.
-    candidates: Int[Array, "rows max_model_len num_candidates"] | None
+    features: dict[str, Any]  # values of row features that are on, by name; see `step.row_features`
+    # What requests give for places of their prompts, by channel: int32 [rows, max_model_len, *shape].
+    given: dict[str, Array]
 
     @property
     def free(self) -> Bool[Array, " rows"]:
@@ -272,11 +271,19 @@ def create_tables(
     policy: Policy = LRU,
     num_groups: int = 1,
     first_blocks: tuple[int, ...] = (),
+    classes: tuple[int, ...] = (),
+    more_blocks: tuple[int, ...] = (),
 ) -> BlockTables:
-    """Create empty tables over a block pool of their own, as an engine schedules them."""
-    cache = prefix_cache.create(num_blocks, block_size) if prefix_caching else None
-    pool = block_pool.create(num_blocks, sized(policy, block_size), prefix_cache=cache)
-    return block_table.create(pool, num_rows, max_blocks_per_seq, block_size, num_groups, first_blocks)
+    """Create empty tables over a block pool of their own, as an engine schedules them.
+
+    num_blocks: of the first size class; `more_blocks`: of each further one, its null block included.
+    """
+    total = block_pool.total_blocks(num_blocks, more_blocks)
+    cache = prefix_cache.create(total, block_size) if prefix_caching else None
+    policy = sized(policy, block_size)
+    pool = block_pool.create(num_blocks, policy, prefix_cache=cache, more_blocks=more_blocks)
+    sizes = num_rows, max_blocks_per_seq, block_size, num_groups
+    return block_table.create(pool, *sizes, first_blocks, classes)
 
 
 def create_state(

@@ -1,7 +1,7 @@
 """One step: schedule, take blocks, run the model, sample, append, publish, free. Pure."""
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
@@ -11,13 +11,24 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxpaged.arithmetic import cdiv
 from jaxpaged.config import PREFILL_TILE
 from jaxpaged.memory import block_table, kv_cache
+from jaxpaged.memory.block_pool import in_any
 from jaxpaged.memory.block_table import BlockTables
 from jaxpaged.memory.entries import dealt
 from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.models.attention import PassBatch
-from jaxpaged.sampling import Scores, no_scores, score, score_candidates
+from jaxpaged.sampling import Scores, no_scores, score
 from jaxpaged.status import Status
-from jaxpaged.step import admission, beams, channels, draft_pass, drafting, past, scheduler, speculation
+from jaxpaged.step import (
+    admission,
+    beams,
+    channels,
+    draft_pass,
+    drafting,
+    past,
+    row_features,
+    scheduler,
+    speculation,
+)
 from jaxpaged.step.answer import answer
 from jaxpaged.step.channels import Values
 from jaxpaged.step.config import ByModel, StepConfig
@@ -35,19 +46,20 @@ class PromptScores:
     row: Int[Array, " num_tiles"]  # row of each tile; past all rows for a tile without scores
     start: Int[Array, " num_tiles"]  # the tile's first position
     scores: Scores  # [num_tiles, tile_len]; of places before the prompt's last
-    # Log-probabilities of the row's candidates there; None: nobody asks.
-    candidates: Float[Array, "num_tiles tile_len num_candidates"] | None = None
+    values: Values = field(default_factory=dict)  # of channels by place, [num_tiles, tile_len, *shape]
 
 
 def no_prompt_scores(config: StepConfig, rows: Rows) -> PromptScores:
-    """Return empty scores, of the shape that a step fills in."""
+    """Return empty scores, of the shape that a step fills in. `rows` may be those of all replicas."""
     num_tiles = cdiv(config.num_tiles, config.tiles_per_pass) * config.tiles_per_pass
     beyond_all = jnp.full(num_tiles, rows.phase.shape[-1], jnp.int32)
-    nothing = PromptScores(beyond_all, jnp.zeros_like(beyond_all), no_scores(num_tiles, PREFILL_TILE))
-    if rows.candidates is None:
-        return nothing
-    shape = num_tiles, PREFILL_TILE, rows.candidates.shape[-1]
-    return replace(nothing, candidates=jnp.zeros(shape, jnp.float32))
+    shapes = {name: given.shape[rows.phase.ndim + 1 :] for name, given in rows.given.items()}
+    return PromptScores(
+        beyond_all,
+        jnp.zeros_like(beyond_all),
+        no_scores(num_tiles, PREFILL_TILE),
+        {name: jnp.zeros((num_tiles, PREFILL_TILE, *shape), jnp.float32) for name, shape in shapes.items()},
+    )
 
 
 def step(model: Model, state: EngineState, config: StepConfig) -> tuple[EngineState, Decision]:
@@ -74,6 +86,7 @@ def advance(
         state, plan, slots, drafts = speculation.draft(state, plan, slots, config)
         decision = replace(decision, plan=plan)
     ran = plan.num_new_tokens > 0
+    state = replace(state, rows=row_features.before_pass(state.rows, ran))
     max_blocks = config.max_blocks_touched(state.tables.block_size)
     state = append(state, plan, max_blocks)
     if drafts is not None and isinstance(config.lookup, ByModel):
@@ -86,7 +99,11 @@ def advance(
     if drafts is not None:
         num_cached -= drafts.num
     due = (ran | forks) & (num_cached == state.rows.num_tokens)
+    num_before = state.rows.num_tokens
     state, new, num_accepted = answer(model, state, hidden, slots, due, drafts, config)
+    if state.rows.features:
+        rows = row_features.after_choice(state.rows, state.rows.num_tokens - num_before)
+        state = replace(state, rows=rows)
     num_new, num_returned = jnp.sum(due), jnp.int32(0)
     if drafts is not None and config.lookup is not None:
         state, num_returned = speculation.settle(state, num_accepted, drafts, due, config.lookup)
@@ -249,12 +266,12 @@ def score_prompts(
         logits = model.logits(out[k])
         new = score(logits, behind, num_top)
         scores = jax.tree.map(lambda all_, its: all_.at[first + k].set(its), prompt_scores.scores, new)
-        candidates = prompt_scores.candidates
-        if candidates is not None and rows.candidates is not None:
-            its = score_candidates(logits, rows.candidates.at[row, position].get(mode="clip"))
-            candidates = candidates.at[first + k].set(its)
+        values = {
+            name: prompt_scores.values[name].at[first + k].set(its)
+            for name, its in channels.of_places(rows.given, logits, row, position).items()
+        }
         rows_, starts = prompt_scores.row.at[first + k].set(row), prompt_scores.start.at[first + k].set(start)
-        return PromptScores(rows_, starts, scores, candidates)
+        return PromptScores(rows_, starts, scores, values)
 
     return lax.fori_loop(0, jnp.sum(wants), score_tile, prompt_scores)
 
@@ -323,7 +340,10 @@ def publish(state: EngineState, computes_prompt: Bool[Array, ""], config: StepCo
     if state.tables.pool.prefix_cache is None:
         return state
     rows, block_size = state.rows, state.tables.block_size
-    is_tight = state.tables.pool.num_free < jnp.sum(rows.running) * state.tables.num_groups
+    num_groups: int | Array = state.tables.num_groups
+    if state.tables.num_classes > 1:
+        num_groups = jnp.asarray(config.groups_by_class, jnp.int32)
+    is_tight = in_any(state.tables.pool.num_free < jnp.sum(rows.running) * num_groups)
     # The first group's blocks are the way to all others, and must not leave its window unpublished.
     is_eager = config.reuse_answers or not config.keeps_sequence
     max_blocks = config.max_blocks_touched(block_size)

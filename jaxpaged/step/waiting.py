@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
 
+from jaxpaged.memory import block_pool
 from jaxpaged.memory.block_pool import NULL_BLOCK
 from jaxpaged.memory.entries import in_chunks
 from jaxpaged.memory.prefix_cache import Hit
@@ -20,8 +21,7 @@ def note_waiting(state: EngineState, config: StepConfig) -> EngineState:
     Each block gets the number of rows less the requests before the first one that finds it. Nothing is taken.
     """
     pool, rows = state.tables.pool, state.rows
-    note = pool.policy.note_waiting
-    if note is None or pool.prefix_cache is None:
+    if pool.policy.note_waiting is None or pool.prefix_cache is None:
         return state
     num_rows, num_blocks = state.tables.max_seqs, pool.num_blocks
 
@@ -35,7 +35,7 @@ def note_waiting(state: EngineState, config: StepConfig) -> EngineState:
         return lax.cond(rows.waiting[row], look_up, lambda: wanted)
 
     wanted = lax.fori_loop(0, num_rows, mark, jnp.zeros(num_blocks, jnp.int32))
-    pool = replace(pool, free_queue=note(pool.free_queue, wanted))
+    pool = block_pool.note_waiting(pool, wanted)
     return replace(state, tables=replace(state.tables, pool=pool))
 
 

@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from jaxpaged.engine.handle import collect
-from jaxpaged.engine.request import Delta, DraftCounts, Score
+from jaxpaged.engine.request import Delta, Score
 from jaxpaged.engine.texts import Texts
 from jaxpaged.models import loading
 from jaxpaged.sampling_params import SamplingParams
@@ -86,22 +86,6 @@ def test_a_stop_string_is_seen_in_bytes_that_wait_for_the_next_token():
     tokenizer.convert_ids_to_tokens = lambda ids: [{1: "<0x0A>"}.get(i, "x") for i in ids]
     answer = collect(streamed(tokenizer, SamplingParams(stop="\n"), 3, [1, 2]))
     assert (answer.token_ids, answer.text, answer.stop_reason) == ([0, 1], "a", "\n")
-
-
-@pytest.mark.parametrize("counts", [(4, 28, 12), (16, 16, 0), (1, 31, 15), (0, 0, 0), None])
-def test_counts_of_drafts_end_where_the_answer_does(counts):
-    """A report has the counts of a whole run, of 16 tokens here, which goes on behind a stop string."""
-    drafts = None if counts is None else DraftCounts(*counts)
-    for end in range(1, 17):
-        texts = Texts(Pieces(["a"] * (end - 1) + ["b"] * (17 - end)), SamplingParams(stop="b"))
-        cut = texts(Delta(1, [*range(16)], None, 0, drafts=drafts))
-        assert len(cut.token_ids) == end
-        if counts is None:
-            assert cut.drafts is None
-            continue
-        assert cut.drafts.num_spec_steps + cut.drafts.num_accepted_draft_tokens <= end
-        assert cut.drafts.num_accepted_draft_tokens <= cut.drafts.num_draft_tokens
-        assert (cut.drafts == drafts) == (end == 16 or not any(counts))
 
 
 def test_a_character_of_several_tokens_is_no_stop_string_before_it_is_whole():

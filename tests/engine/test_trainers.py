@@ -9,6 +9,7 @@ from jaxpaged.api.outputs import request_output
 from jaxpaged.checks import InputError
 from jaxpaged.engine.handle import RequestMetrics
 from jaxpaged.sampling_params import SamplingParams
+from jaxpaged.step.channels import CANDIDATES
 from reference import sampler as reference
 from tests import tiny
 
@@ -125,16 +126,17 @@ def test_candidates_behind_a_prompt_s_places_are_scored(driver):
         queued = tiny.submit(driver, PROMPTS * 2, [*params, plain, plain, plain])
         found = tiny.drain(driver)
         for number, prompt, its, start in zip(queued, PROMPTS, ids, starts, strict=False):
-            told = found[number].candidate_logprobs
+            told = found[number].channels[CANDIDATES.name]
             assert (told.dtype, told.shape) == (np.float32, its.shape)
             want = reference.candidate_logprobs(
                 tiny.reference_logits(tuple(prompt)), its.tolist(), start or 0
             )
             np.testing.assert_allclose(told, want, atol=1e-3)
         scores = found[queued[0]].prompt_scores[1:]
-        assert found[queued[0]].candidate_logprobs[:, 2].tolist() == [score.logprob for score in scores]
+        of_third = found[queued[0]].channels[CANDIDATES.name][:, 2]
+        assert of_third.tolist() == [score.logprob for score in scores]
         assert [found[i].prompt_scores for i in queued[1:]] == [None] * 5
-        assert [found[i].candidate_logprobs for i in queued[3:]] == [None] * 3
+        assert [found[i].channels.get(CANDIDATES.name) for i in queued[3:]] == [None] * 3
         answers = [found[i].token_ids for i in queued]
         assert answers[:3] == answers[3:]
     assert driver.stats.num_preemptions > preempted
@@ -147,7 +149,7 @@ def test_candidates_behind_a_prompt_s_places_are_scored(driver):
         None,
         finished=True,
     )
-    assert output.prompt_token_id_logprobs is told.candidate_logprobs
+    assert output.prompt_token_id_logprobs is told.channels[CANDIDATES.name]
     assert np.isneginf(output.prompt_token_id_logprobs[1, 2:]).all()
     tiny.assert_nothing_is_held(driver)
 

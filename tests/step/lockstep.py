@@ -74,7 +74,10 @@ class Setting:
     num_tiles: int = 3
     num_host_blocks: int = 0
     specs: tuple[CacheSpec, ...] = (FULL,)  # of the groups of layers
-    watermark_blocks: int = 0
+    classes: tuple[int, ...] = ()  # size class of each group
+    more_blocks: tuple[int, ...] = ()  # of the classes behind the first
+    more_host_blocks: tuple[int, ...] = ()
+    watermark_blocks: int | tuple[int, ...] = 0
     prefix_caching: bool = True
     policy: Policy = LRU
     reuse_answers: bool = False
@@ -99,15 +102,21 @@ class Setting:
     @property
     def longest(self) -> int:
         """Tokens of the longest request that comes through the door."""
-        config = self.config
-        fits = (n for n in range(MAX_MODEL_LEN) if config.blocks_of(n, self.block_size) < self.num_blocks)
-        return max(fits) + 1
+        return max(n for n in range(MAX_MODEL_LEN) if self.has_room_for(1, 0, n + 1)) + 1
+
+    @property
+    def pool_sizes(self) -> tuple[int, ...]:
+        """Blocks of each size class."""
+        return self.num_blocks, *self.more_blocks
 
     def has_room_for(self, width: int, prompt_len: int, num_tokens: int) -> bool:
         """Return whether a beam search is admitted by the door."""
-        need = self.config.blocks_of(num_tokens - 1, self.block_size)
-        shared = self.config.blocks_shared(prompt_len, self.block_size)
-        return need + (width - 1) * (need - shared) < self.num_blocks
+        needs = self.config.blocks_by_class(num_tokens - 1, self.block_size)
+        shares = self.config.shared_by_class(prompt_len, self.block_size)
+        return all(
+            need + (width - 1) * (need - shared) < size
+            for need, shared, size in zip(needs, shares, self.pool_sizes, strict=True)
+        )
 
     @property
     def config(self) -> StepConfig:
@@ -117,7 +126,9 @@ class Setting:
             tiles_per_pass=min(2, self.num_tiles),
             attention="xla",
             watermark_blocks=self.watermark_blocks,
-            grouping=Grouping(self.specs, tuple((layer,) for layer in range(len(self.specs)))).of_step,
+            grouping=Grouping(
+                self.specs, tuple((layer,) for layer in range(len(self.specs))), classes=self.classes
+            ).of_step,
             reuse_answers=self.reuse_answers,
             rows_at_once=3 if self.most_drafts else None,
             lookup=ByModel(self.most_drafts, self.most_prompt)
@@ -156,6 +167,9 @@ class Setting:
                 max_blocks_per_seq=cdiv(MAX_MODEL_LEN, self.block_size),
                 num_host_blocks=self.num_host_blocks,
                 reaches=self.reaches,
+                classes=self.classes,
+                more_blocks=self.more_blocks,
+                more_host_blocks=self.more_host_blocks,
                 watermark_blocks=self.watermark_blocks,
                 prefix_caching=self.prefix_caching,
                 free_profile=FREE_PROFILES[self.policy.name],
@@ -180,7 +194,7 @@ class Setting:
         return Features(arena_words=words, max_drafts=self.most_drafts, past_tokens=self.past_tokens)
 
     def state(self) -> EngineState:
-        def tables(num_blocks: int, *, cached: bool) -> BlockTables:
+        def tables(num_blocks: int, more_blocks: tuple[int, ...], *, cached: bool) -> BlockTables:
             max_blocks_per_seq = cdiv(MAX_MODEL_LEN, self.block_size)
             return create_tables(
                 num_blocks,
@@ -191,6 +205,8 @@ class Setting:
                 policy=self.policy,
                 num_groups=len(self.specs),
                 first_blocks=self.config.grouping.first_blocks(self.block_size),
+                classes=self.classes,
+                more_blocks=more_blocks,
             )
 
         def arrays(num_blocks: int) -> KVCache:
@@ -203,10 +219,11 @@ class Setting:
 
         host = None
         if self.num_host_blocks:
-            host = HostPool(tables(self.num_host_blocks, cached=False), arrays(self.num_host_blocks))
-        device = tables(self.num_blocks, cached=self.prefix_caching)
+            on_host = tables(self.num_host_blocks, self.more_host_blocks, cached=False)
+            host = HostPool(on_host, arrays(on_host.pool.num_blocks))
+        device = tables(self.num_blocks, self.more_blocks, cached=self.prefix_caching)
         sizes = MAX_MODEL_LEN, VOCAB_ROOM
-        state = create_state(device, arrays(self.num_blocks), *sizes, host, self.features)
+        state = create_state(device, arrays(device.pool.num_blocks), *sizes, host, self.features)
         state = dataclasses.replace(state, arena=arena(NUM_ROWS)) if self.has_arena else state
         # Bound to its device, as what a step gives back is: else the second step would be another program.
         return jax.tree.map(lambda x: jax.device_put(x, x.sharding), state)
@@ -263,7 +280,8 @@ class LockStep:
             self.happen(Event())
             self.step()
         self.check_invariants()
-        assert int(self.state.tables.pool.num_free) == self.setting.num_blocks - 1
+        pool = self.state.tables.pool
+        assert int(pool.num_free_in_all) == pool.num_blocks - 1
 
     def happen(self, event: Event) -> None:
         self.queue += event.requests
@@ -293,7 +311,9 @@ class LockStep:
     def evict_free(self) -> None:
         """Forget the content of all free blocks."""
         free = free_block_ids(self.state.tables.pool)
-        self.oracle.pool.evict_blocks(free)
+        for pool in self.oracle.blocks.pools:
+            its = [place for place, block in enumerate(pool.blocks) if block.block_id in free]
+            pool.evict_blocks(its)
         pool = self.state.tables.pool
         pool, _ = block_pool.evict(pool, jnp.arange(pool.num_blocks), pool.ref_count == 0)
         self.state = dataclasses.replace(self.state, tables=dataclasses.replace(self.state.tables, pool=pool))
@@ -382,7 +402,8 @@ class LockStep:
         if self.setting.by_model and not self.setting.by_head:
             self.seen["marked"] += check_followed(self.state, self.oracle.rows)
         assert free_block_ids(self.state.tables.pool) == want.free_block_ids
-        assert self.findable() == [b.block_id for b in self.oracle.pool.blocks if b.block_hash is not None]
+        pools = self.oracle.blocks.pools
+        assert self.findable() == [b.block_id for p in pools for b in p.blocks if b.block_hash is not None]
         if self.num_steps % 8 == 0:  # it takes longer than the step
             self.check_invariants()
         self.check_rejected()

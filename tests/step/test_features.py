@@ -12,6 +12,7 @@ from jaxpaged.engine.setup import Setup
 from jaxpaged.memory import kv_cache
 from jaxpaged.step.channels import CHANNELS
 from jaxpaged.step.features import NO_FEATURES, Features
+from jaxpaged.step.row_features import ROW_FEATURES
 from jaxpaged.step.state import EngineState, create_state, create_tables
 from tests import tiny
 
@@ -20,8 +21,7 @@ ON: dict[str, Any] = {
     "arena_words": 64,
     "max_drafts": 3,
     "past_tokens": 8,
-    "replays": True,
-    "candidates": 2,
+    "row_features": tuple(ROW_FEATURES),
     "channels": tuple((name, jax.ShapeDtypeStruct((2, 1), jnp.uint8)) for name in CHANNELS),
 }
 

@@ -63,6 +63,27 @@ SETTINGS = [
         specs=(FULL, ChunkedLocal(8), SlidingWindow(5)),
         num_host_blocks=1 + 12,
     ),
+    Setting(  # where the second class alone is short
+        "two classes",
+        num_blocks=1 + 60,
+        num_tiles=1,
+        specs=(FULL, SlidingWindow(5), FULL),
+        classes=(0, 1, 1),
+        more_blocks=(1 + 34,),
+        num_host_blocks=1 + 24,
+        more_host_blocks=(1 + 16,),
+        watermark_blocks=(0, 1),
+        policy=LRU_SPLIT,
+    ),
+    Setting(
+        "two classes, the first short",
+        num_blocks=1 + 26,
+        num_tiles=1,
+        specs=(FULL, ChunkedLocal(8), SlidingWindow(5)),
+        classes=(0, 1, 0),
+        more_blocks=(1 + 40,),
+        most_drafts=2,
+    ),
     Setting("two groups", num_blocks=1 + 40, specs=(FULL, SlidingWindow(21)), policy=LRU_SPLIT),
     Setting(
         "sinks kept",
@@ -184,6 +205,33 @@ def test_a_rejected_row_is_looked_up_again_when_a_group_closes_a_gap():
     assert waits.phase is Phase.RUNNING
     assert lock.seen["hits"] == 11
     lock.run([])
+
+
+SHORT = Setting(
+    "the second class short",
+    num_blocks=1 + 60,
+    num_tiles=1,
+    specs=(FULL, FULL),
+    classes=(0, 1),
+    more_blocks=(1 + 16,),
+    watermark_blocks=(0, 1),
+    prefix_caching=False,
+)
+
+
+@pytest.mark.slow
+def test_rows_wait_for_a_size_class_that_alone_is_short_and_all_end():
+    """The first class has room for all: the second decides who waits and who is preempted."""
+    lock = LockStep(SHORT)
+    assert SHORT.longest == 16 * SHORT.block_size + 1
+    lock.happen(Event(tuple(request(arrival, 17, 40) for arrival in (1, 2, 3))))
+    while lock.unfinished and not lock.seen["preempted"]:
+        lock.step()
+        assert any(row and row.phase is Phase.WAITING for row in lock.oracle.rows)
+        first, second = map(int, lock.state.tables.pool.num_free)
+        assert first >= 30 > second
+    lock.run([])
+    assert lock.seen["preempted"]
 
 
 def request(arrival: int, prompt_len: int, max_num_tokens: int, priority: int = 0) -> Request:

@@ -95,7 +95,8 @@ def _runs(block_ids: np.ndarray) -> str:
 def _free_blocks(state: EngineState) -> str:
     pools = {name: tables.pool for name, tables in tables_of(state).items()}
     return "".join(
-        f"; {p.free_queue.num_free} of {p.num_blocks - 1} {name}blocks free" for name, p in pools.items()
+        f"; {sum(q.num_free for q in p.queues)} of {p.num_blocks - 1} {name}blocks free"
+        for name, p in pools.items()
     )
 
 

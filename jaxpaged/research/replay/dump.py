@@ -87,6 +87,8 @@ def dump(
         "prefix_cache.hash_block: no other can be written down",
         cache is None or cache.hash_fn is prefix_cache.hash_block,
     )
+    num_classes = state.tables.num_classes
+    check("size classes of blocks", num_classes, "1 to be written down", num_classes == 1)
     requests = [event.request for event in events if event.request is not None]
     header = {
         "version": VERSION,
