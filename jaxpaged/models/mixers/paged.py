@@ -1,7 +1,7 @@
 """Mixers over paged blocks: the tiles of a pass, one after the other where they are of one sequence."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,39 @@ def tables_of(cache: KVCache, number: int, batch: PassBatch) -> Int[Array, "num_
     return cache.state_places(tables, number)
 
 
+class _Real(NamedTuple):
+    """The real tokens of each tile: neighbours, with padding in front of them and behind.
+
+    A tile begins at a multiple of its length. Where a sequence's beginning is in the cache already, tokens in
+    front are padding.
+    """
+
+    shift: Int[Array, " num_tiles"]  # places of padding in front
+    starts: Int[Array, " num_tiles"]  # position of the first
+    lengths: Int[Array, " num_tiles"]
+
+    def to_front(self, x: Float[Array, "num_tiles tile_len ..."]) -> Float[Array, "num_tiles tile_len ..."]:
+        """Return tiles that begin with their first real token; what is behind the last means nothing."""
+        return self._moved(x, self.shift)
+
+    def back(self, x: Float[Array, "num_tiles tile_len ..."]) -> Float[Array, "num_tiles tile_len ..."]:
+        """Return tiles as they were before `to_front`; padding means nothing."""
+        return self._moved(x, -self.shift)
+
+    def _moved(self, x: Array, by: Int[Array, " num_tiles"]) -> Array:
+        tile_len = x.shape[1]
+        if tile_len == 1:
+            return x
+        places = jnp.clip(jnp.arange(tile_len) + by[:, None], 0, tile_len - 1)
+        return jnp.take_along_axis(x, places.reshape(*places.shape, *[1] * (x.ndim - 2)), axis=1)
+
+
+def _real(batch: PassBatch) -> _Real:
+    is_real = ~batch.is_padding.reshape(batch.query_starts.shape[0], -1)
+    shift = jnp.argmax(is_real, axis=1).astype(jnp.int32)
+    return _Real(shift, batch.query_starts + shift, jnp.sum(is_real, axis=1, dtype=jnp.int32))
+
+
 def over_tiles(
     compute: Compute,
     blocks: Any,
@@ -38,10 +71,10 @@ def over_tiles(
     Tiles of prompts are computed one by one. Tiles of one token are computed together, in as many rounds as
     a sequence has tiles: one, but for drafts.
     """
-    starts = batch.query_starts
+    real = _real(batch)
+    starts, lengths = real.starts, real.lengths
     num_tiles, tile_len = starts.shape[0], batch.tile_len
-    lengths = jnp.clip(batch.seq_lens - starts, 0, tile_len)
-    by_tile = jax.tree.map(lambda x: x.reshape(num_tiles, tile_len, *x.shape[1:]), tokens)
+    by_tile = jax.tree.map(lambda x: real.to_front(x.reshape(num_tiles, tile_len, *x.shape[1:])), tokens)
     if tile_len > 1:
 
         def one(blocks: Any, tile: tuple[Any, ...]) -> tuple[Any, Array]:
@@ -59,7 +92,7 @@ def over_tiles(
         order = jnp.argsort(starts, stable=True)
         tiles = jax.tree.map(lambda x: x[order], (tables, starts, lengths, *by_tile))
         blocks, out = lax.scan(one, blocks, tiles)
-        out = jnp.zeros_like(out).at[order].set(out)
+        out = real.back(jnp.zeros_like(out).at[order].set(out))
         return out.reshape(num_tiles * tile_len, *out.shape[2:]), blocks
 
     is_used = lengths > 0
@@ -98,11 +131,10 @@ def convolve(
     batch: PassBatch,
 ) -> tuple[Float[Array, "num_tokens num_channels"], Float[Array, "num_places block_size num_channels"]]:
     """Convolve each channel with the tokens before, and return it in float32, and the rows with x in them."""
-    num_tiles = batch.query_starts.shape[0]
-    lengths = jnp.clip(batch.seq_lens - batch.query_starts, 0, batch.tile_len)
-    tiles = x.reshape(num_tiles, batch.tile_len, -1)
-    out, rows = states.convolve(rows, tiles, weight, bias, tables, batch.query_starts, lengths)
-    return out.reshape(x.shape), rows
+    real = _real(batch)
+    tiles = real.to_front(x.reshape(real.starts.shape[0], batch.tile_len, -1))
+    out, rows = states.convolve(rows, tiles, weight, bias, tables, real.starts, real.lengths)
+    return real.back(out).reshape(x.shape), rows
 
 
 def state_blocks(arrays: dict[str, Array], *, has_delta_rule: bool) -> states.StateBlocks:
