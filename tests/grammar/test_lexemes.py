@@ -310,7 +310,7 @@ def test_optional_properties_beside_any_value_are_divided_exactly():
 
 def test_properties_that_are_too_few_are_no_text():
     """The last property alone is fewer than `minProperties`, where nothing can follow it."""
-    few = {f"{name}": {"const": 1} for name in "abc"}
+    few = {name: {"const": 1} for name in "abc"}
     thing = {"type": "object", "properties": few, "minProperties": 2, "additionalProperties": False}
     schema = {"type": "array", "items": {"anyOf": [thing, {"type": "array", "items": {"$ref": "#"}}]}}
     made = Language(Constraint({"json": schema}, Limits()).source(), VOCABULARY)
