@@ -21,6 +21,8 @@ _API = "jaxpaged.api"
 _HELPERS = "jaxpaged.api.vllm_helpers"
 _OUTPUTS = "jaxpaged.api.outputs"
 _POOLING_OUTPUTS = "jaxpaged.pooling.outputs"
+_ENCODING = "jaxpaged.pooling.encoding"
+_SERVER = "jaxpaged.api.vllm_server"
 _READER = "jaxpaged.api.metrics_reader"
 _TEMPLATES = {"load_chat_template": _HELPERS}
 
@@ -32,7 +34,8 @@ def _at(location: str, *names: str) -> dict[str, str]:
 
 # vLLM's modules, without the package's name: each name, and where it is defined, "module" or "module:name".
 VLLM_PATHS: dict[str, dict[str, str]] = {
-    "config": _at(_HELPERS, "PoolerConfig", "ProfilerConfig"),
+    "config": _at(_HELPERS, "KVTransferConfig", "PoolerConfig", "ProfilerConfig"),
+    "config.kv_transfer": _at(_HELPERS, "KVTransferConfig"),
     "config.pooler": _at(_HELPERS, "PoolerConfig"),
     "config.profiler": _at(_HELPERS, "ProfilerConfig"),
     "distributed": _at(_HELPERS, "cleanup_dist_env_and_memory"),
@@ -42,7 +45,13 @@ VLLM_PATHS: dict[str, dict[str, str]] = {
     "engine.llm_engine": _at(f"{_API}.llm_engine", "LLMEngine"),
     "engine.protocol": {"EngineClient": f"{_API}.async_llm:AsyncLLM"},
     "entrypoints.chat_utils": _TEMPLATES,
+    "entrypoints.launchers.launcher": _at(_SERVER, "serve_http"),
+    "entrypoints.pooling.utils": _at(
+        _ENCODING, "MetadataItem", "build_metadata_items", "decode_pooling_output"
+    ),
+    "entrypoints.serve.utils.api_utils": _at(_SERVER, "with_cancellation"),
     "entrypoints.llm": _at(f"{_API}.llm", "LLM"),
+    "envs": _at(_SERVER, "VLLM_HTTP_TIMEOUT_KEEP_ALIVE"),
     "inputs.data": _at("jaxpaged.inputs", "PromptType", "TextPrompt", "TokensPrompt"),
     "inputs.llm": _at("jaxpaged.inputs", "PromptType", "TextPrompt", "TokensPrompt"),
     "logger": _at(_HELPERS, "init_logger"),
@@ -68,6 +77,7 @@ VLLM_PATHS: dict[str, dict[str, str]] = {
     "utils.argparse_utils": _at(f"{_API}.argument_parser", "FlexibleArgumentParser"),
     "utils.network_utils": _at(_HELPERS, "get_ip", "get_open_port", "get_open_ports_list"),
     "utils.print_utils": _at(_HELPERS, "print_embeddings"),
+    "utils.serial_utils": _at(_ENCODING, "EMBED_DTYPES", "ENDIANNESS", "binary2tensor"),
     "utils.system_utils": _at(_HELPERS, "set_ulimit"),
     "v1.core.kv_cache_utils": _at(_HELPERS, "ExternalBlockHash"),
     "v1.engine.async_llm": _at(f"{_API}.async_llm", "AsyncLLM"),
@@ -113,6 +123,7 @@ REFUSED_PATHS: dict[str, str] = {
     "models": _DESCRIBED,
     "parser": "parsers are chosen by name; use --tool-call-parser and --reasoning-parser",
     "plugins": "parts from outside are named by options; see docs/research/contracts.md",
+    "pooling_params.LateChunkingParams": "a text has one vector; use LLM.encode with 'token_embed'",
     "profiler": "traces are JAX's; use jax.profiler",
     "ray": "replicas on Ray are in jaxpaged.batch.ray",
     "reasoning": "parsers are chosen by name; use --reasoning-parser",
@@ -181,7 +192,8 @@ def names_of(path: str) -> Callable[[str], Any]:
     def look_up_name(name: str) -> Any:
         if name in names:
             return look_up(names[name], name)
-        if name in known_names()["modules"].get(path, ()):
+        is_variable = path == "envs" and name.startswith("VLLM_")
+        if is_variable or name in known_names()["modules"].get(path, ()):
             full = f"{path}.{name}".lstrip(".")
             raise ImportError(refusal(full) or f"vLLM's {full} is not served")
         module = ".".join(filter(None, (__package__, path)))
