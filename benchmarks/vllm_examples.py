@@ -169,6 +169,7 @@ for _ in range(60):
 """,
         until="BlockStored",
     ),
+    "generate/multimodal/openai_chat_completion_client_for_multimodal.py": Script(server=()),
     "generate/qwen_1m_offline.py": Script(
         names=(
             ("1048576", "1024"),

@@ -86,16 +86,16 @@ VLLM_PATHS: dict[str, dict[str, str]] = {
     "v1.metrics.reader": _at(_READER, "Counter", "Gauge", "Histogram", "Metric", "Vector"),
     "version": {"__version__": "jaxpaged", "__version_tuple__": "jaxpaged"},
 }
-_MEDIA = "it is about images, sound and video, and requests are of text"
-_JAX = "kernels and compilation are JAX's"
+_MEDIA = "it is about images, sound and video, and requests are of text; use prompts of text"
+_JAX = "kernels and compilation are JAX's; use attention= for a kernel (docs/research/attention.md)"
 _DESCRIBED = "models are described, not written as modules; use jaxpaged.models (docs/guides/models.md)"
 _COMPILED = "a request's code cannot run in the compiled step; use sampler= (docs/research/contracts.md)"
-_INSIDE = "it is the inside of vLLM's engine; here that is one compiled program"
+_INSIDE = "it is the inside of vLLM's engine, here one compiled program; use LLM, AsyncLLM or LLMEngine"
 # vLLM's modules that are not served, with all below them, and names of modules that are: "module" or
 # "module:name". What each is, and what to take instead.
 REFUSED_PATHS: dict[str, str] = {
     "ModelRegistry": _DESCRIBED,
-    "initialize_ray_cluster": "replicas on Ray are in jaxpaged.batch.ray",
+    "initialize_ray_cluster": "replicas on Ray have a module; use jaxpaged.batch.ray",
     **_at(_MEDIA, "assets", "multimodal", "config.multimodal", "config.speech_to_text"),
     **_at(_MEDIA, "entrypoints.speech_to_text"),
     **_at(_JAX, "_aiter_ops", "_custom_ops", "_xpu_ops", "compilation", "cute_utils", "device_allocator"),
@@ -122,18 +122,18 @@ REFUSED_PATHS: dict[str, str] = {
     "model_inspection": "models are arrays; use LLM.weights",
     "models": _DESCRIBED,
     "parser": "parsers are chosen by name; use --tool-call-parser and --reasoning-parser",
-    "plugins": "parts from outside are named by options; see docs/research/contracts.md",
+    "plugins": "parts from outside are named by options; use those of docs/research/contracts.md",
     "pooling_params.LateChunkingParams": "a text has one vector; use LLM.encode with 'token_embed'",
     "profiler": "traces are JAX's; use jax.profiler",
-    "ray": "replicas on Ray are in jaxpaged.batch.ray",
+    "ray": "replicas on Ray have a module; use jaxpaged.batch.ray",
     "reasoning": "parsers are chosen by name; use --reasoning-parser",
     "renderers": "prompts are rendered by the model's template; use LLM.chat",
     "tokenizers": "a tokenizer is transformers' own; use LLM.get_tokenizer",
     "tool_parsers": "parsers are chosen by name; use --tool-call-parser",
     "tracing": "there are no traces of requests; use /metrics of the server",
     "transformers_utils": "files are read by jaxpaged.models.loading; use LLM(...)",
-    "usage": "nothing is reported to anybody",
-    "utils": "it is a helper of vLLM's own code; Python or NumPy has one",
+    "usage": "nothing is reported to anybody; use /metrics of the server",
+    "utils": "it is a helper of vLLM's own code; use one of Python's or NumPy's",
     "v1.metrics": "metrics are the server's; use /metrics, or LLM.get_metrics",
     "v1.sample": _COMPILED,
 }

@@ -16,7 +16,7 @@ from jaxpaged.api import vllm_helpers as helpers
 from jaxpaged.api import vllm_server
 from jaxpaged.api.argument_parser import FlexibleArgumentParser
 from jaxpaged.checks import InputError
-from jaxpaged.compat import OLD_PATHS, VLLM_PATHS, look_up
+from jaxpaged.compat import OLD_PATHS, REFUSED_PATHS, VLLM_PATHS, look_up
 from jaxpaged.vllm_names.judge import known_names
 from jaxpaged.vllm_names.make import SCRIPTED
 
@@ -81,6 +81,10 @@ def test_each_module_and_name_of_vllms_is_there_or_refused_in_a_sentence():
             except ImportError as error:
                 value = str(error)
             assert not isinstance(value, str) or refused in value or name.startswith("__"), (path, name)
+
+
+def test_each_refusal_says_what_to_use():
+    assert [path for path, told in REFUSED_PATHS.items() if told.count("; use ") != 1] == []
 
 
 def test_what_is_not_served_says_what_to_take():
