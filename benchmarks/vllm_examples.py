@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -57,6 +58,19 @@ MEANINGS = {
 }
 
 
+# What scripts that do not run ask for, by words in their paths or sentences: the first that fits.
+WANTED = {
+    "images, sound or video": r"multimodal|vision|speech_to_text|jina_embeddings_v4|forced_alignment|prithvi",
+    "weights handed over between processes, by NCCL, IPC or RDT": r"^rl/r(dt|lhf)",
+    "caches handed over by a connector of vLLM's or of another package": r"^disaggregated|hidden_states",
+    "code of the user's in each step of sampling": r"logits_processor",
+    "embeddings as prompts": r"prompt_embed",
+    "files of weights in a form of vLLM's": r"sharded_state|tensorize|load_format",
+    "another layout of processes": r"torchrun|data_parallel",
+}
+OTHERS = "other parts of vLLM"
+
+
 @dataclasses.dataclass(frozen=True)
 class Script:
     """What a script is run with."""
@@ -75,6 +89,16 @@ _M = ("--model", "MODEL")
 _SHORT = ("--max-tokens", "8")
 _SMALL = ("--num-blocks", "513")  # a small cache: the machine has little memory
 _SHORTER = (('"Hi " * 1000', '"Hi " * 100'), ('"Hey " * 500', '"Hey " * 50'))
+# Prompts in the place of a data set from the hub.
+_DATASETS = """
+from types import SimpleNamespace
+
+def add_dataset_parser(parser):
+    parser.add_argument("--num-prompts", type=int, default=2)
+
+def get_samples(args, tokenizer):
+    return [SimpleNamespace(prompt="one, two, one, two, one,", multi_modal_data=None)] * args.num_prompts
+"""
 # A client of `api_server/server.py`, which ends the server when it has an answer.
 _CLIENT = """
 import json, time, urllib.request
@@ -151,6 +175,8 @@ SCRIPTS: dict[str, Script] = {
         args=(*_M, "--profile", "both", "--profile-dir", "trace")
     ),
     "features/reset_kv/reset_kv_offline.py": Script(args=_M, names=(("max_tokens=128", "max_tokens=8"),)),
+    "features/prompt_embed/prompt_embed_offline.py": Script("embed"),
+    "features/prompt_embed/prompt_embed_inference_with_openai_client.py": Script("embed"),
     "features/sharded_state/load_sharded_state_offline.py": Script(args=_M),
     "features/sharded_state/save_sharded_state_offline.py": Script(args=(*_M, "--output", "shards")),
     "features/kv_events/kv_events_subscriber.py": Script(
@@ -187,6 +213,9 @@ for _ in range(60):
     "pooling/embed/embed_matryoshka_fy_offline.py": Script("embed", args=_M),
     "pooling/embed/embedding_requests_base64_online.py": Script("embed", server=("--runner", "pooling")),
     "pooling/embed/embedding_requests_bytes_online.py": Script("embed", server=("--runner", "pooling")),
+    "pooling/embed/vision_embedding_online.py": Script(
+        "embed", args=("--model", "clip"), server=("--runner", "pooling")
+    ),
     "pooling/reward/sequence_reward_offline.py": Script("score", args=_M),
     "pooling/reward/token_reward_offline.py": Script("score", args=_M),
     "pooling/score/qwen3_reranker_offline.py": Script("embed"),
@@ -219,7 +248,9 @@ for _ in range(60):
         ),
     ),
     "features/speculative_decoding/spec_decode_offline.py": Script(
-        args=("--method", "ngram", "--model-dir", "MODEL", "--num-prompts", "2", "--output-len", "8")
+        "embed",
+        args=("--method", "ngram", "--model-dir", "MODEL", "--output-len", "8", "--max-model-len", "512"),
+        changes=(("from jaxpaged.benchmarks.datasets import add_dataset_parser, get_samples", _DATASETS),),
     ),
     "features/structured_outputs/structured_outputs_offline.py": Script(
         changes=(("max_model_len=100", "max_model_len=100, structured_outputs_mib=64"),)
@@ -272,6 +303,9 @@ def judged(code: int | None, output: str) -> tuple[str, str]:
     kind = kind.rpartition(".")[2]
     if kind == "InputError" or any(word in last for word in REFUSED):
         return REFUSES, sentence
+    if kind == "BadRequestError":  # the openai client's, with the server's answer
+        said = re.search(r"'message': (['\"])(.*?)\1, '", sentence)
+        return REFUSES, said[2] if said else sentence
     if kind == "ModuleNotFoundError":
         return MISSING, sentence
     return FAILS, last[:300]
@@ -420,12 +454,21 @@ def counts(lines: Sequence[dict[str, str]]) -> dict[str, int]:
     return {result: sum(line["result"] == result for line in lines) for result in MEANINGS}
 
 
+def wanted(line: dict[str, str]) -> str:
+    """Return what a script that does not run asks for."""
+    text = f"{line['script']} {line['reason']}"
+    return next((want for want, words in WANTED.items() if re.search(words, text)), OTHERS)
+
+
 def page(lines: Sequence[dict[str, str]], version: str) -> str:
     """Return the results as a page of the documentation."""
     numbers = counts(lines)
     summary = "\n".join(
         f"| {result} | {number} | {MEANINGS[result]} |" for result, number in numbers.items() if number
     )
+    left = [line for line in lines if line["result"] in (REFUSES, MISSING, FAILS)]
+    wants = Counter(wanted(line) for line in left)
+    asked = "\n".join(f"| {want} | {wants[want]} |" for want in (*WANTED, OTHERS) if wants[want])
     rows = "\n".join(
         f"| `{line['script']}` | {line['result']} | {line['reason'].replace('|', '\\|')} |" for line in lines
     )
@@ -437,6 +480,12 @@ The source distribution of vLLM {version} has {len(lines)} example scripts that 
 | result | scripts | meaning |
 |---|---|---|
 {summary}
+
+Those that do not run ask for:
+
+| what | scripts |
+|---|---|
+{asked}
 
 `python -m benchmarks.vllm_examples FOLDER` renews this page from the folder of an unpacked source
 distribution.

@@ -79,7 +79,12 @@ def read(
     config |= dict(overrides or {})
     try:
         head = _of_modules(path) if path.is_dir() else Head()
-        if _architecture(config).endswith(CLASSIFIER):
+        architecture = _architecture(config)
+        rule = (
+            f"a causal model, or one that ends in {CLASSIFIER}; use pooling_task='token_classify' with that"
+        )
+        check("architectures", architecture, rule, not architecture.endswith("ForTokenClassification"))
+        if architecture.endswith(CLASSIFIER):
             head = _with_classifier(head, checkpoint, config)
         sizes = config.get("matryoshka_dimensions")
         if isinstance(sizes, list) and all(is_int(size) and size > 0 for size in sizes):

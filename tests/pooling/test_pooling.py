@@ -264,6 +264,10 @@ def test_each_token_has_classes_and_a_pair_may_have_a_template(reranker):
             ".*: classifier_from_token='maybe' must be a token of the vocabulary",
         ),
         (
+            lambda _: pooling(overrides={"architectures": ["Qwen3ForTokenClassification"]}),
+            ".*: architectures='Qwen3ForTokenClassification' must be a causal model, or one that ends",
+        ),
+        (
             lambda _: pooling(overrides={"architectures": ["Qwen3ForSequenceClassification"]}),
             ".*: the weights lack 'score.weight', which a classifier has",
         ),
