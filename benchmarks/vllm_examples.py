@@ -73,7 +73,7 @@ OTHERS = "other parts of vLLM"
 
 @dataclasses.dataclass(frozen=True)
 class Script:
-    """What a script is run with."""
+    """Arguments, texts and processes that a script is run with."""
 
     model: str = "text"  # one of `make_models`
     args: tuple[str, ...] = ()  # MODEL, ADAPTER and EXAMPLES stand for paths
@@ -89,6 +89,7 @@ _M = ("--model", "MODEL")
 _SHORT = ("--max-tokens", "8")
 _SMALL = ("--num-blocks", "513")  # a small cache: the machine has little memory
 _SHORTER = (('"Hi " * 1000', '"Hi " * 100'), ('"Hey " * 500', '"Hey " * 50'))
+_TOOLS = 'tools=tools, chat_template=open("EXAMPLES/tool_chat_template_hermes.jinja").read())'
 # Prompts in the place of a data set from the hub.
 _DATASETS = """
 from types import SimpleNamespace
@@ -233,7 +234,9 @@ for _ in range(60):
     "pooling/token_embed/multi_vector_retrieval_offline.py": Script("embed", args=_M),
     "pooling/classify/classification_with_lora_offline.py": Script("classify"),
     "rl/routed_experts_e2e.py": Script(
-        "experts", args=(*_M, "--max-model-len", "256", "--num-prompts", "4", "--max-new-tokens", "8")
+        "experts",
+        changes=(("disable_log_stats=True,", "disable_log_stats=True, enable_prefix_caching=False,"),),
+        args=(*_M, "--max-model-len", "256", "--num-prompts", "4", "--max-new-tokens", "8"),
     ),
     "rl/skip_loading_weights_in_engine_init.py": Script(
         names=(("tensor_parallel_size=4", "tensor_parallel_size=1"),)
@@ -244,6 +247,7 @@ for _ in range(60):
             ('tokenizer_mode="mistral"', 'tokenizer_mode="auto"'),
             ('config_format="mistral"', 'config_format="auto"'),
             ('load_format="mistral"', 'load_format="auto"'),
+            ("tools=tools)", _TOOLS),
             ("tool_calls = json.loads(output)", "tool_calls = []  # SmolLM2 calls no tool"),
         ),
     ),
@@ -470,7 +474,7 @@ def page(lines: Sequence[dict[str, str]], version: str) -> str:
     wants = Counter(wanted(line) for line in left)
     asked = "\n".join(f"| {want} | {wants[want]} |" for want in (*WANTED, OTHERS) if wants[want])
     rows = "\n".join(
-        f"| `{line['script']}` | {line['result']} | {line['reason'].replace('|', '\\|')} |" for line in lines
+        f"| {line['script']} | {line['result']} | {line['reason'].replace('|', '\\|')} |" for line in lines
     )
     return f"""# vLLM's example scripts
 
