@@ -53,7 +53,7 @@ MEANINGS = {
     NAMES: "runs with another model, and smaller numbers",
     CHANGED: "runs after a small change of its code",
     REFUSES: "ends with one sentence that says what is not served, and what to use instead",
-    MISSING: "needs a package that is not installed, and asks vLLM for nothing that is refused",
+    MISSING: "needs a package that is not installed; what it imports of vLLM is served",
     FAILS: "ends with another error",
 }
 
@@ -409,8 +409,8 @@ class Runner:
             process = self._start([sys.executable, str(self.copy / name), *args], here / "output")
             beside.append(process)
             if script.client:
-                code = self._path(script.client, script)
-                beside.append(self._start([sys.executable, "-c", code], here / "client"))
+                client = self._path(script.client, script)
+                beside.append(self._start([sys.executable, "-c", client], here / "client"))
             return _ended(process, here / "output", script.until)
         finally:
             for each in beside:

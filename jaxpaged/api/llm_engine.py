@@ -39,6 +39,7 @@ class ModelConfig:
 
         rule = "a directory with a config.json, for hf_config"
         check("model", str(self.path), rule, self.path is not None and self.path.is_dir())
+        assert self.path is not None
         return AutoConfig.from_pretrained(self.path)
 
     @property

@@ -21,7 +21,7 @@ EMBED_DTYPES: Mapping[str, np.dtype[Any]] = {
     "fp8_e5m2": np.dtype(ml_dtypes.float8_e5m2),
 }
 ENDIANNESS = ("native", "big", "little")
-_OF_SIZE = {1: np.dtype(np.uint8), 2: np.dtype(np.uint16), 4: np.dtype(np.uint32)}
+_OF_SIZE: dict[int, np.dtype[Any]] = {1: np.dtype(np.uint8), 2: np.dtype(np.uint16), 4: np.dtype(np.uint32)}
 
 
 @dataclasses.dataclass

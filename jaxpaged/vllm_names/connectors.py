@@ -31,7 +31,7 @@ def tiers_of(value: object) -> dict[str, Any]:
         folder = extra.get("shared_storage_path", "/tmp")
         check("shared_storage_path", folder, "a directory", isinstance(folder, str) and folder != "")
         return {"kv_offloading_size": HOST_SIZE, "kv_offloading_backend": f"disk:{folder}"}
-    size = extra.get("cpu_bytes_to_use")
+    size: Any = extra.get("cpu_bytes_to_use")
     if not is_int(size) or size <= 0:
         raise InputError(
             f"{NAME}: cpu_bytes_to_use={shown(size)} must be a positive int for {connector}; "
