@@ -160,6 +160,8 @@ SCRIPTS: dict[str, Script] = {
         ),
         changes=(
             ('"bitsandbytes"', "None"),
+            ('"lora-test-2", 1', '"lora-test-2", 2'),
+            ('"lora-test-3", 1', '"lora-test-3", 3'),
             ('"awq"', "None"),
             ('"gptq"', "None"),
             ("torch.accelerator.empty_cache()", "pass"),

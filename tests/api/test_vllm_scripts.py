@@ -205,6 +205,14 @@ def test_engine_args_as_flags(capsys):
     assert engine_config(told) == engine_config({})
 
 
+def test_a_scripts_own_flag_stays():
+    parser = FlexibleArgumentParser()
+    parser.add_argument("--log-level", default="debug")
+    args = EngineArgs.add_cli_args(parser).parse_args([])
+    assert args.log_level == "debug"
+    assert EngineArgs.from_cli_args(args).max_num_seqs == 16
+
+
 @pytest.mark.parametrize("kind", RequestOutputKind)
 def test_steps_give_each_answer_once(llm, kind):
     engine = llm.llm_engine
