@@ -131,7 +131,6 @@ REFUSED_PATHS: dict[str, str] = {
     "tokenizers": "a tokenizer is transformers' own; use LLM.get_tokenizer",
     "tool_parsers": "parsers are chosen by name; use --tool-call-parser",
     "tracing": "there are no traces of requests; use /metrics of the server",
-    "transformers_utils.repo_utils": "files are brought by huggingface_hub; use its snapshot_download",
     "transformers_utils": "files are read by jaxpaged.models.loading; use LLM(...)",
     "usage": "nothing is reported to anybody; use /metrics of the server",
     "utils": "it is a helper of vLLM's own code; use one of Python's or NumPy's",
