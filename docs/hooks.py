@@ -4,9 +4,9 @@ A page holds a marker comment, and the hook puts text in its place:
 
 - `<!-- include: FILE -->`: a Markdown file of the repository's root.
 - `<!-- map -->`: every module with the first line of its docstring.
-- `<!-- engine options -->`: the fields of `EngineConfig` with their defaults and meanings.
 
-`python docs/hooks.py` prints the map.
+`python docs/hooks.py` prints the map. `python docs/hooks.py options` renews the table of the fields of
+`EngineConfig` in the guide to them: it is in the file, so that it can be read there.
 """
 
 import ast
@@ -20,6 +20,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("jaxpaged", "pallas_kernels", "reference", "benchmarks")
 CONFIG = ROOT / "jaxpaged" / "config.py"
+GUIDE = ROOT / "docs" / "guides" / "engine.md"
 CONTINUES = ("Of ", "auto:", "None:")  # beginnings of comments that do not stand alone
 
 
@@ -27,10 +28,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Return a page's Markdown with its markers replaced."""
     here = PurePosixPath(page.file.src_uri).parent
     markdown = re.sub(r"<!-- include: (\S+) -->", lambda found: included(found[1], here), markdown)
-    for marker, make in (("<!-- map -->", code_map), ("<!-- engine options -->", engine_options)):
-        if f"\n{marker}\n" in markdown:
-            markdown = markdown.replace(marker, make())
-    return markdown
+    return markdown.replace("<!-- map -->", code_map()) if "\n<!-- map -->\n" in markdown else markdown
 
 
 def included(name: str, here: PurePosixPath) -> str:
@@ -104,6 +102,13 @@ def engine_options() -> str:
     return "\n".join(rows)
 
 
+def with_options(guide: str) -> str:
+    """Return the guide to the engine's options with the table that the code makes now."""
+    above, _, below = guide.partition("<!-- engine options -->")
+    rest = below.partition("<!-- end of engine options -->")[2]
+    return f"{above}<!-- engine options -->\n{engine_options()}\n<!-- end of engine options -->{rest}"
+
+
 def comment_above(lines: list[str], number: int) -> str:
     """Return the comment in the lines right above a line. Lines count from 1."""
     above: list[str] = []
@@ -115,4 +120,7 @@ def comment_above(lines: list[str], number: int) -> str:
 
 
 if __name__ == "__main__":
-    print(code_map())
+    if sys.argv[1:] == ["options"]:
+        GUIDE.write_text(with_options(GUIDE.read_text()))
+    else:
+        print(code_map())

@@ -55,6 +55,6 @@ for result in results:
     chosen = [each[token].logprob for each, token in zip(answer.logprobs, answer.token_ids, strict=True)]
     axes.plot(np.arange(1, len(chosen) + 1), np.exp(chosen), marker="o", label=result.prompt)
 axes.set(xlabel="token of the answer", ylabel="probability", ylim=(0, 1.05))
-axes.legend()
+figure.legend(loc="outside upper center", ncols=3, frameon=False)
 figure.savefig(f"{args.out}/generation.png", dpi=110)
 llm.engine.close()

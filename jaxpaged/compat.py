@@ -21,6 +21,8 @@ _API = "jaxpaged.api"
 _HELPERS = "jaxpaged.api.vllm_helpers"
 _OUTPUTS = "jaxpaged.api.outputs"
 _POOLING_OUTPUTS = "jaxpaged.pooling.outputs"
+_ENCODING = "jaxpaged.pooling.encoding"
+_SERVER = "jaxpaged.api.vllm_server"
 _READER = "jaxpaged.api.metrics_reader"
 _TEMPLATES = {"load_chat_template": _HELPERS}
 
@@ -32,7 +34,8 @@ def _at(location: str, *names: str) -> dict[str, str]:
 
 # vLLM's modules, without the package's name: each name, and where it is defined, "module" or "module:name".
 VLLM_PATHS: dict[str, dict[str, str]] = {
-    "config": _at(_HELPERS, "PoolerConfig", "ProfilerConfig"),
+    "config": _at(_HELPERS, "KVTransferConfig", "PoolerConfig", "ProfilerConfig"),
+    "config.kv_transfer": _at(_HELPERS, "KVTransferConfig"),
     "config.pooler": _at(_HELPERS, "PoolerConfig"),
     "config.profiler": _at(_HELPERS, "ProfilerConfig"),
     "distributed": _at(_HELPERS, "cleanup_dist_env_and_memory"),
@@ -42,7 +45,13 @@ VLLM_PATHS: dict[str, dict[str, str]] = {
     "engine.llm_engine": _at(f"{_API}.llm_engine", "LLMEngine"),
     "engine.protocol": {"EngineClient": f"{_API}.async_llm:AsyncLLM"},
     "entrypoints.chat_utils": _TEMPLATES,
+    "entrypoints.launchers.launcher": _at(_SERVER, "serve_http"),
+    "entrypoints.pooling.utils": _at(
+        _ENCODING, "MetadataItem", "build_metadata_items", "decode_pooling_output"
+    ),
+    "entrypoints.serve.utils.api_utils": _at(_SERVER, "with_cancellation"),
     "entrypoints.llm": _at(f"{_API}.llm", "LLM"),
+    "envs": _at(_SERVER, "VLLM_HTTP_TIMEOUT_KEEP_ALIVE"),
     "inputs.data": _at("jaxpaged.inputs", "PromptType", "TextPrompt", "TokensPrompt"),
     "inputs.llm": _at("jaxpaged.inputs", "PromptType", "TextPrompt", "TokensPrompt"),
     "logger": _at(_HELPERS, "init_logger"),
@@ -68,6 +77,7 @@ VLLM_PATHS: dict[str, dict[str, str]] = {
     "utils.argparse_utils": _at(f"{_API}.argument_parser", "FlexibleArgumentParser"),
     "utils.network_utils": _at(_HELPERS, "get_ip", "get_open_port", "get_open_ports_list"),
     "utils.print_utils": _at(_HELPERS, "print_embeddings"),
+    "utils.serial_utils": _at(_ENCODING, "EMBED_DTYPES", "ENDIANNESS", "binary2tensor"),
     "utils.system_utils": _at(_HELPERS, "set_ulimit"),
     "v1.core.kv_cache_utils": _at(_HELPERS, "ExternalBlockHash"),
     "v1.engine.async_llm": _at(f"{_API}.async_llm", "AsyncLLM"),
@@ -76,16 +86,16 @@ VLLM_PATHS: dict[str, dict[str, str]] = {
     "v1.metrics.reader": _at(_READER, "Counter", "Gauge", "Histogram", "Metric", "Vector"),
     "version": {"__version__": "jaxpaged", "__version_tuple__": "jaxpaged"},
 }
-_MEDIA = "it is about images, sound and video, and requests are of text"
-_JAX = "kernels and compilation are JAX's"
+_MEDIA = "it is about images, sound and video, and requests are of text; use prompts of text"
+_JAX = "kernels and compilation are JAX's; use attention= for a kernel (docs/research/attention.md)"
 _DESCRIBED = "models are described, not written as modules; use jaxpaged.models (docs/guides/models.md)"
 _COMPILED = "a request's code cannot run in the compiled step; use sampler= (docs/research/contracts.md)"
-_INSIDE = "it is the inside of vLLM's engine; here that is one compiled program"
+_INSIDE = "it is the inside of vLLM's engine, here one compiled program; use LLM, AsyncLLM or LLMEngine"
 # vLLM's modules that are not served, with all below them, and names of modules that are: "module" or
 # "module:name". What each is, and what to take instead.
 REFUSED_PATHS: dict[str, str] = {
     "ModelRegistry": _DESCRIBED,
-    "initialize_ray_cluster": "replicas on Ray are in jaxpaged.batch.ray",
+    "initialize_ray_cluster": "replicas on Ray have a module; use jaxpaged.batch.ray",
     **_at(_MEDIA, "assets", "multimodal", "config.multimodal", "config.speech_to_text"),
     **_at(_MEDIA, "entrypoints.speech_to_text"),
     **_at(_JAX, "_aiter_ops", "_custom_ops", "_xpu_ops", "compilation", "cute_utils", "device_allocator"),
@@ -112,17 +122,18 @@ REFUSED_PATHS: dict[str, str] = {
     "model_inspection": "models are arrays; use LLM.weights",
     "models": _DESCRIBED,
     "parser": "parsers are chosen by name; use --tool-call-parser and --reasoning-parser",
-    "plugins": "parts from outside are named by options; see docs/research/contracts.md",
+    "plugins": "parts from outside are named by options; use those of docs/research/contracts.md",
+    "pooling_params.LateChunkingParams": "a text has one vector; use LLM.encode with 'token_embed'",
     "profiler": "traces are JAX's; use jax.profiler",
-    "ray": "replicas on Ray are in jaxpaged.batch.ray",
+    "ray": "replicas on Ray have a module; use jaxpaged.batch.ray",
     "reasoning": "parsers are chosen by name; use --reasoning-parser",
     "renderers": "prompts are rendered by the model's template; use LLM.chat",
     "tokenizers": "a tokenizer is transformers' own; use LLM.get_tokenizer",
     "tool_parsers": "parsers are chosen by name; use --tool-call-parser",
     "tracing": "there are no traces of requests; use /metrics of the server",
     "transformers_utils": "files are read by jaxpaged.models.loading; use LLM(...)",
-    "usage": "nothing is reported to anybody",
-    "utils": "it is a helper of vLLM's own code; Python or NumPy has one",
+    "usage": "nothing is reported to anybody; use /metrics of the server",
+    "utils": "it is a helper of vLLM's own code; use one of Python's or NumPy's",
     "v1.metrics": "metrics are the server's; use /metrics, or LLM.get_metrics",
     "v1.sample": _COMPILED,
 }
@@ -181,7 +192,8 @@ def names_of(path: str) -> Callable[[str], Any]:
     def look_up_name(name: str) -> Any:
         if name in names:
             return look_up(names[name], name)
-        if name in known_names()["modules"].get(path, ()):
+        is_variable = path == "envs" and name.startswith("VLLM_")
+        if is_variable or name in known_names()["modules"].get(path, ()):
             full = f"{path}.{name}".lstrip(".")
             raise ImportError(refusal(full) or f"vLLM's {full} is not served")
         module = ".".join(filter(None, (__package__, path)))

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import check_kernels, device, paper, record
+from benchmarks import check_kernels, device, paper, record, vllm_examples
 from jaxpaged.research.verify.cases.decode import case
 from pallas_kernels import layouts, ops
 from tests.kernels import checks
@@ -320,3 +320,62 @@ def test_prompts_hit_more_where_they_are_routed_by_their_beginnings(tmp_path):
     best = lines["prefix_then_load"]
     assert best["hit_rate"] > 1.2 * max(lines["in_turns"]["hit_rate"], lines["load"]["hit_rate"]) > 0
     assert min(best["requests_by_replica"]) > 10
+
+
+SCRIPT = """import vllm
+from vllm.config import PoolerConfig
+    from vllm import LLM  # vllm
+llm = LLM(model="facebook/opt-125m", chat_template="a/b")
+MODEL_NAME = "Qwen/Qwen3-0.6B"
+"""
+
+
+def test_a_script_of_vllms_is_changed_in_its_imports_and_names_alone():
+    ours = vllm_examples.with_our_imports(SCRIPT)
+    assert ours.splitlines()[:3] == [
+        "import jaxpaged as vllm",
+        "from jaxpaged.config import PoolerConfig",
+        "    from jaxpaged import LLM  # vllm",
+    ]
+    named = vllm_examples.with_names(ours, "smollm2")
+    assert 'LLM(model="smollm2", chat_template="a/b")' in named
+    assert 'MODEL_NAME = "smollm2"' in named
+
+
+@pytest.mark.parametrize(
+    ("code", "output", "judged"),
+    [
+        (0, "an answer", ("unchanged", "")),
+        (None, "", ("fails", "it took too long")),
+        (1, "Traceback\n  a\njaxpaged.checks.InputError: a=1 must be 2", ("refused", "a=1 must be 2")),
+        (
+            1,
+            "ImportError: vLLM's a is not served: b (use c)",
+            ("refused", "vLLM's a is not served: b (use c)"),
+        ),
+        (
+            1,
+            "ModuleNotFoundError: No module named 'lmcache'",
+            ("package missing", "No module named 'lmcache'"),
+        ),
+        (1, "ImportError: cannot import name 'a'", ("fails", "ImportError: cannot import name 'a'")),
+        (1, "TypeError: f() takes 1\nlast words", ("fails", "TypeError: f() takes 1")),
+        (
+            1,
+            "openai.BadRequestError: Error code: 400 - {'error': {'message': 'no images', 'type': 'a'}}",
+            ("refused", "no images"),
+        ),
+    ],
+)
+def test_a_scripts_end_is_judged_by_its_last_error(code, output, judged):
+    assert vllm_examples.judged(code, output) == judged
+
+
+def test_the_page_of_vllms_examples_tells_the_results():
+    told = json.loads(vllm_examples.RESULTS.read_text())
+    lines = told["results"]
+    assert vllm_examples.PAGE.read_text() == vllm_examples.page(lines, told["version"])
+    assert len({line["script"] for line in lines}) == len(lines) == 96
+    assert {line["result"] for line in lines} <= vllm_examples.MEANINGS.keys()
+    bare = re.compile(r"[\w.]*(ImportError|ModuleNotFoundError|AttributeError|TypeError)\b")
+    assert [line for line in lines if line["result"] == "fails" and bare.match(line["reason"])] == []

@@ -1,6 +1,10 @@
 """Import paths of the tables: every name of vLLM's is there, and every old path warns and leads on."""
 
+import argparse
+import asyncio
 import importlib
+import signal
+import socket
 import subprocess
 import sys
 import warnings
@@ -9,8 +13,10 @@ from pathlib import Path
 import pytest
 
 from jaxpaged.api import vllm_helpers as helpers
+from jaxpaged.api import vllm_server
+from jaxpaged.api.argument_parser import FlexibleArgumentParser
 from jaxpaged.checks import InputError
-from jaxpaged.compat import OLD_PATHS, VLLM_PATHS, look_up
+from jaxpaged.compat import OLD_PATHS, REFUSED_PATHS, VLLM_PATHS, look_up
 from jaxpaged.vllm_names.judge import known_names
 from jaxpaged.vllm_names.make import SCRIPTED
 
@@ -77,6 +83,10 @@ def test_each_module_and_name_of_vllms_is_there_or_refused_in_a_sentence():
             assert not isinstance(value, str) or refused in value or name.startswith("__"), (path, name)
 
 
+def test_each_refusal_says_what_to_use():
+    assert [path for path, told in REFUSED_PATHS.items() if told.count("; use ") != 1] == []
+
+
 def test_what_is_not_served_says_what_to_take():
     with pytest.raises(ImportError, match="kv_transfer is not served: .*LLM.export_blocks"):
         importlib.import_module("jaxpaged.distributed.kv_transfer.kv_connector.v1.base")
@@ -114,6 +124,64 @@ def test_helpers_of_scripts_do_what_vllms_do(capsys, monkeypatch, tmp_path):
     assert (platform.device_type, platform.is_cpu(), platform.is_cuda()) == ("cpu", True, False)
     helpers.set_ulimit(64)
     helpers.cleanup_dist_env_and_memory()
+
+
+def test_a_handler_ends_when_its_client_goes():
+    class Request:
+        def __init__(self, *kinds):
+            self.kinds = [*kinds]
+
+        async def receive(self):
+            while not self.kinds:
+                await asyncio.sleep(60)
+            return {"type": self.kinds.pop(0)}
+
+    ended = []
+
+    @vllm_server.with_cancellation
+    async def answer(seconds, raw_request):
+        try:
+            await asyncio.sleep(seconds)
+            return "done"
+        finally:
+            ended.append(seconds)
+
+    async def run():
+        gone = Request("http.request", "http.disconnect")
+        return await answer(60, gone), await answer(0, raw_request=Request("http.request"))
+
+    assert asyncio.run(run()) == (None, "done")
+    assert ended == [60, 0]
+
+
+def test_a_scripts_own_app_is_served_on_its_socket():
+    async def app(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"an answer"})
+
+    async def run():
+        with socket.create_server(("127.0.0.1", 0)) as bound:
+            serve = vllm_server.serve_http(app, bound, log_level="error", lifespan="off")
+            serving = asyncio.create_task(serve)
+            reader, writer = await asyncio.open_connection(*bound.getsockname())
+            writer.write(b"GET / HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
+            answers.append(await reader.read())
+            writer.close()
+            signal.raise_signal(signal.SIGINT)  # uvicorn's own way to end
+            await (await serving)
+
+    answers = []
+    with pytest.raises(KeyboardInterrupt):
+        asyncio.run(run())
+    assert b"an answer" in answers[0]
+    with pytest.raises(InputError, match="enable_ssl_refresh=True must be False"):
+        asyncio.run(vllm_server.serve_http(app, enable_ssl_refresh=True))
+
+
+def test_a_port_on_the_command_line():
+    assert FlexibleArgumentParser.check_port("8000") == 8000
+    with pytest.raises(argparse.ArgumentTypeError, match="Port must be an integer"):
+        FlexibleArgumentParser.check_port("80")
 
 
 def test_an_old_path_runs_as_a_program():

@@ -26,8 +26,11 @@ import pytest
 
 from jaxpaged import cli
 from jaxpaged.api import llm as llm_module
+from jaxpaged.api.arg_utils import OF_LLM
 from jaxpaged.config import EngineConfig
+from jaxpaged.memory.policies import POLICIES
 from jaxpaged.research.lab.belady import LAB_POLICIES
+from jaxpaged.status import Status
 from pallas_kernels.layouts import LAYOUTS
 from tests import tiny, tiny_lora
 from tests.lab import tracing
@@ -378,6 +381,17 @@ def test_the_map_and_the_options_are_complete():
     options = made.engine_options()
     assert re.findall(r"^\| `(\w+)` ", options, re.M) == list(EngineConfig.__dataclass_fields__)
     assert not re.findall(r"^.*\|\s*\|$", options, re.M), "an option without a meaning"
+    renewed = made.with_options(made.GUIDE.read_text())
+    assert made.GUIDE.read_text() == renewed, "run python docs/hooks.py options"
+    assert not [name for name in OF_LLM if f"`{name}`" not in renewed]
+
+
+def test_the_contract_of_pools_has_all_codes_and_policies():
+    text = (ROOT / "docs" / "research" / "verify.md").read_text()
+    codes = re.findall(r"^\| (\d+) \| `(\w+)` \|", text, re.M)
+    known = {"OK": 0} | {status.name: status.value for status in Status}
+    assert {name: int(code) for code, name in codes} == known
+    assert re.findall(r"^\| `(\w+)` \| the (?:highest|lowest) id", text, re.M) == list(POLICIES)
 
 
 def test_every_page_is_in_the_navigation():

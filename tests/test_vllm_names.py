@@ -9,6 +9,7 @@ import pytest
 from jaxpaged import LLM, BeamSearchParams, EngineArgs, InputError, SamplingParams, StructuredOutputsParams
 from jaxpaged.api.arg_utils import OF_LLM
 from jaxpaged.api.model import engine_config
+from jaxpaged.api.vllm_helpers import KVTransferConfig
 from jaxpaged.batch.prompt_files import for_llm, of_row
 from jaxpaged.cli import parser
 from jaxpaged.config import EngineConfig
@@ -145,6 +146,42 @@ def test_flags_are_taken_with_their_values_and_ours_are_left():
             without_vllms(argv, is_ours)
 
 
+HOST = {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 29}}
+DISK = {"kv_connector": "ExampleConnector", "kv_connector_extra_config": {"shared_storage_path": "a"}}
+
+
+def test_connectors_of_vllms_that_keep_blocks_are_tiers_here():
+    assert engine_config({"kv_transfer_config": HOST}).kv_offloading_size == 0.5
+    config = engine_config({"kv_transfer_config": KVTransferConfig(**DISK, kv_role="kv_both")})
+    assert (config.kv_offloading_size, config.kv_offloading_backend) == (1.0, "disk:a")
+    assert engine_config({"kv_transfer_config": {}}) == EngineConfig()
+    flags = without_vllms(["--kv-transfer-config", json.dumps(DISK)], flags_of("serve"))
+    assert flags == ["--kv-offloading-size", "1.0", "--kv-offloading-backend", "disk:a"]
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (
+            {"kv_connector": "NixlConnector"},
+            "kv_connector='NixlConnector', .* use kv_offloading_size for tiers",
+        ),
+        ({"kv_connector": "OffloadingConnector"}, "cpu_bytes_to_use=None must be a positive int"),
+        (
+            HOST | {"kv_connector_module_path": "a.b"},
+            "kv_connector_module_path='a.b', .* use kv_offloading_b",
+        ),
+        (HOST | {"kv_connector_extra_config": {"size": 1}}, "extra_config: key='size' must be one of"),
+        (HOST | {"kv_conector": "a"}, "kv_transfer_config: key='kv_conector' .* kv_connector"),
+    ],
+)
+def test_other_connectors_are_refused_with_what_to_use(value, message):
+    with pytest.raises(InputError, match=message):
+        engine_config({"kv_transfer_config": value})
+    with pytest.raises(InputError, match="kv_offloading_size=2 must be left out beside kv_transfer_config"):
+        engine_config({"kv_transfer_config": HOST, "kv_offloading_size": 2})
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -207,11 +244,7 @@ def test_a_line_of_json_tells_the_template_an_effort():
 @pytest.mark.parametrize(
     ("title", "field", "message"),
     [
-        (
-            "EmbeddingRequest",
-            {"embed_dtype": "float16"},
-            "embed_dtype='float16', .* must be None or 'float32'",
-        ),
+        ("EmbeddingRequest", {"embed_dtype": "float64"}, "'float32', 'float16', 'bfloat16'"),
         ("EmbeddingRequest", {"truncation_side": "right"}, "truncation_side='right', an option of vLLM's"),
         ("RerankRequest", {"max_tokens_per_doc": 5}, "max_tokens_per_doc=5, .* use truncate_prompt_tokens"),
         ("LoadLoRAAdapterRequest", {"is_3d_lora_weight": True}, "is_3d_lora_weight=True, an option of"),

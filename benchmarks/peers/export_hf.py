@@ -9,7 +9,7 @@ it made: what a loader needs is written here instead.
 import argparse
 from pathlib import Path
 
-import torch  # type: ignore[import-not-found]
+import torch
 import transformers
 from safetensors.torch import save_file
 

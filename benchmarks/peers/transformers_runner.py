@@ -14,7 +14,7 @@ def main() -> None:
     """Load the model and measure it in the mode asked for."""
     options = harness.start("Time transformers on a workload.", {"--continuous": _CONTINUOUS})
 
-    import torch  # type: ignore[import-not-found]
+    import torch
     import transformers
 
     torch.set_num_threads(harness.NUM_THREADS)

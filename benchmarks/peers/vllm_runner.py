@@ -21,7 +21,7 @@ def main() -> None:
 
     if os.environ.get("ATEN_CPU_CAPABILITY") == "avx2":
         # PyTorch keeps to it; vLLM asks the processor which of its own libraries to load.
-        import torch  # type: ignore[import-not-found]
+        import torch
 
         torch.cpu._is_avx512_supported = torch.cpu._is_avx512_bf16_supported = lambda: False
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"

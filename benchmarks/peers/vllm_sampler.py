@@ -14,7 +14,7 @@ import time
 
 os.environ["VLLM_NO_USAGE_STATS"] = "1"
 
-import torch  # type: ignore[import-not-found]
+import torch
 import vllm  # type: ignore[import-not-found]
 from vllm.v1.sample.logits_processor import LogitsProcessors  # type: ignore[import-not-found]
 from vllm.v1.sample.metadata import SamplingMetadata  # type: ignore[import-not-found]

@@ -97,7 +97,8 @@ class EngineArgs(_Fields):
     def add_cli_args[Parser: argparse.ArgumentParser](cls, parser: Parser) -> Parser:
         """Add a flag for each option, such as `--max-num-seqs`, and return the parser.
 
-        Flags of vLLM's that change nothing here are taken, too, and left out of the help.
+        Flags of vLLM's that change nothing here are taken, too, and left out of the help. A flag that the
+        parser has already stays as it is.
         """
         own = {*OF_LLM, *EngineConfig.__dataclass_fields__}
         group = parser.add_argument_group("engine")
@@ -108,6 +109,8 @@ class EngineArgs(_Fields):
                 default = field.default_factory()
             help_ = f"default: {default}" if field.name in own else argparse.SUPPRESS
             flag = f"--{field.name.replace('_', '-')}"
+            if flag in parser._option_string_actions:  # the script's own, which it added before
+                continue
             group.add_argument(flag, default=default, help=help_, **_how(field.type))
             if field.type is Any:  # where vLLM's is on or off, it has a flag to turn it off
                 off = f"--no-{field.name.replace('_', '-')}"

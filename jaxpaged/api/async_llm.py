@@ -14,6 +14,7 @@ import numpy as np
 from jaxpaged.api import streams
 from jaxpaged.api.arg_utils import EngineArgs
 from jaxpaged.api.llm import LLM
+from jaxpaged.api.llm_engine import ModelConfig
 from jaxpaged.api.outputs import RequestOutput
 from jaxpaged.api.prompts import Prompt, with_cut
 from jaxpaged.checks import InputError, check
@@ -327,6 +328,11 @@ class AsyncLLM:
         """Call what may wait long, in a thread that nothing else needs."""
         wait = functools.partial(call, *args, **options)
         return await asyncio.get_running_loop().run_in_executor(self._controls, wait)
+
+    @property
+    def model_config(self) -> ModelConfig:
+        """Length, vocabulary and config.json of the model: see `LLMEngine.model_config`."""
+        return self.llm.model_config
 
     def __getattr__(self, name: str) -> Any:
         """Raise `AttributeError`, with what to take in the place of a method of vLLM's."""

@@ -313,6 +313,7 @@ class LLM(LoadedModel):
         use_tqdm: bool = True,
         pooling_params: Any = None,
         lora_request: Loras = None,
+        chat_template: str | None = None,
         **others: Any,
     ) -> Any:
         """Score pairs of texts by a pooling model (`Pooling.score`), or completions by one that answers.
@@ -324,7 +325,8 @@ class LLM(LoadedModel):
         """
         check_arguments("LLM.score", others)
         if self.pooling is not None:
-            return self.pooling.score(data_1, data_2, pooling_params)
+            return self.pooling.score(data_1, data_2, pooling_params, chat_template)
+        check("chat_template", chat_template, "None unless runner is 'pooling'", chat_template is None)
         check("pooling_params", pooling_params, "None unless runner is 'pooling'", pooling_params is None)
         generate = functools.partial(self.generate, use_tqdm=use_tqdm, lora_request=lora_request)
         return scored(data_1, data_2, self.tokenize, generate)

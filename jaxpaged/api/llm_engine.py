@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import queue
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Self
 
 from jaxpaged.api.arg_utils import EngineArgs
@@ -14,6 +15,7 @@ from jaxpaged.api.prompts import Prompt, with_cut
 from jaxpaged.api.streams import Answers
 from jaxpaged.api.vllm_methods import VllmMethods
 from jaxpaged.checks import check
+from jaxpaged.engine.engine import Engine
 from jaxpaged.engine.handle import EngineDeadError, Handle, Item, collect, or_raise
 from jaxpaged.engine.request import Delta, Request
 from jaxpaged.engine.texts import texts
@@ -28,9 +30,43 @@ class ModelConfig:
 
     max_model_len: int  # tokens of a prompt with its answer
     vocab_size: int
+    path: Path | None = None  # the model's directory or file
+
+    @functools.cached_property
+    def hf_config(self) -> Any:
+        """The model's config.json as transformers reads it. Raises `InputError` for a .gguf file."""
+        from transformers import AutoConfig
+
+        rule = "a directory with a config.json, for hf_config"
+        check("model", str(self.path), rule, self.path is not None and self.path.is_dir())
+        assert self.path is not None
+        return AutoConfig.from_pretrained(self.path)
+
+    @property
+    def hf_text_config(self) -> Any:
+        """The part of `hf_config` that is about text."""
+        return self.hf_config.get_text_config()
 
     def get_vocab_size(self) -> int:
         return self.vocab_size
+
+
+@dataclasses.dataclass(frozen=True)
+class ParallelConfig:
+    """The devices that share an engine's work."""
+
+    data_parallel_size: int
+    tensor_parallel_size: int
+    data_parallel_rank: int = 0
+    pipeline_parallel_size: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class VllmConfig:
+    """The parts of vLLM's config that scripts read."""
+
+    model_config: ModelConfig
+    parallel_config: ParallelConfig
 
 
 # Methods of `LoadedModel` that vLLM's engine has by the names of its own.
@@ -46,7 +82,7 @@ class LLMEngine(VllmMethods):
 
     def __init__(self, llm: LoadedModel) -> None:
         self.llm = llm
-        self.engine, self.config, self.profile_directory = llm.engine, llm.config, llm.profile_directory
+        self.config, self.profile_directory = llm.config, llm.profile_directory
         self._underway: dict[str, _Underway] = {}
         self._items: queue.SimpleQueue[tuple[str, Item]] = queue.SimpleQueue()
         self._ready: list[RequestOutput] = []  # of a step that raised an error of one request
@@ -150,13 +186,29 @@ class LLMEngine(VllmMethods):
     def has_unfinished_requests(self) -> bool:
         return bool(self._underway or self._ready)
 
+    @property
+    def engine(self) -> Engine:  # type: ignore[override]  # a model that pools has none, and says so
+        """The engine that answers. Raises `InputError` for a model that pools."""
+        return self.llm.engine
+
     def get_num_unfinished_requests(self) -> int:
         return len(self._underway)
 
     @property
     def model_config(self) -> ModelConfig:
+        pooling = self.llm.pooling
+        if pooling is not None:
+            config = pooling.engine.model_config
+            return ModelConfig(pooling.engine.max_model_len, config.vocab_size, self.llm.path)
         door = self.llm.engine.door
-        return ModelConfig(door.max_model_len, door.model_config.vocab_size)
+        return ModelConfig(door.max_model_len, door.model_config.vocab_size, self.llm.path)
+
+    @property
+    def vllm_config(self) -> VllmConfig:
+        """Sizes of the model and of the engine, as vLLM's scripts read them."""
+        config = self.llm.config
+        parallel = ParallelConfig(config.data_parallel_size, config.tensor_parallel_size)
+        return VllmConfig(self.model_config, parallel)
 
     @property
     def tokenizer(self) -> Any:

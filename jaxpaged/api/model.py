@@ -94,6 +94,7 @@ class LoadedModel(VllmMethods):
         said = overrides.gathered(hf_overrides, rope_scaling, rope_theta)
         of_head = {name: said.pop(name) for name in OF_HEAD if name in said}
         checkpoint = loading.open_checkpoint(model, revision=revision, tokenizer=tokenizer, overrides=said)
+        self.path = checkpoint.path
         if runner == "pooling" or (runner == "auto" and is_for_pooling(checkpoint.path)):
             machine.keep_on_disk(c.keep_programs)
             self.tokenizer = checkpoint.tokenizer

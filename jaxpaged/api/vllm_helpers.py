@@ -12,10 +12,12 @@ import resource
 import socket
 import sys
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from jaxpaged.checks import InputError
+from jaxpaged.vllm_names.table import KV_TRANSFER, POOLER, PROFILER
 
 # A block's hash in events of the prefix cache.
 ExternalBlockHash = bytes | int
@@ -167,18 +169,30 @@ class UsageContext(enum.StrEnum):
     ENGINE_CONTEXT = "ENGINE_CONTEXT"
 
 
-@dataclasses.dataclass(kw_only=True)
-class ProfilerConfig:
-    """A value of `profiler_config=`: where `LLM.start_profile` writes JAX's traces."""
+def _of_keys(name: str, keys: Iterable[str], doc: str) -> type:
+    """Return a dataclass of an option's keys, each None unless it is given: the engine judges them."""
+    fields = [(key, Any, dataclasses.field(default=None)) for key in keys]
+    made = dataclasses.make_dataclass(name, fields, kw_only=True, module=__name__)
+    made.__doc__ = doc
+    return made
 
-    profiler: str | None = "torch"  # vLLM's word for a trace of the whole program
-    torch_profiler_dir: str = ""
 
+ProfilerConfig = _of_keys(
+    "ProfilerConfig",
+    PROFILER,
+    "A value of `profiler_config=`: `torch_profiler_dir` is where `LLM.start_profile` writes JAX's traces.",
+)
+PoolerConfig = _of_keys(
+    "PoolerConfig",
+    POOLER,
+    "A value of `pooler_config=`: how a pooling model makes vectors. None: as the model's files say.",
+)
+KVTransferConfig = _of_keys(
+    "KVTransferConfig",
+    KV_TRANSFER,
+    """A value of `kv_transfer_config=`: a tier of blocks by the name of vLLM's connector.
 
-@dataclasses.dataclass(kw_only=True)
-class PoolerConfig:
-    """A value of `pooler_config=`: how a pooling model makes vectors. None: as the model's files say."""
-
-    pooling_type: str | None = None
-    normalize: bool | None = None
-    use_activation: bool | None = None
+    `OffloadingConnector` with `cpu_bytes_to_use` among `kv_connector_extra_config` is host memory;
+    `ExampleConnector` with `shared_storage_path` is a directory. The engine refuses other connectors.
+    """,
+)

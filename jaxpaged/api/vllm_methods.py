@@ -60,14 +60,12 @@ class VllmMethods:
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """Forget the prefixes of former requests; False, and nothing happens, while any is unfinished.
 
-        `reset_running_requests` is taken where nothing is unfinished. Raises `InputError` for it otherwise:
-        `pause_generation()` ends requests, and forgets. `reset_connector` must be False: tiers are kept.
+        With `reset_running_requests` those that run wait again, and are computed anew with the tokens that
+        they have; what tiers have stays then. Raises `InputError` while a beam search runs, and for
+        `reset_connector`: `reset_prefix_cache` without it makes tiers forget, too.
         """
         check("reset_connector", reset_connector, "False: blocks in tiers are kept", not reset_connector)
-        is_reset = self.engine.reset_prefix_cache()
-        rule = "False while requests are unfinished; use pause_generation(mode='wait') before"
-        check("reset_running_requests", reset_running_requests, rule, is_reset or not reset_running_requests)
-        return is_reset
+        return self.engine.reset_prefix_cache(restarts=reset_running_requests)
 
     def get_weight_version(self) -> int:
         """Return the version of the weights: see `LLM.weight_version`."""

@@ -243,7 +243,7 @@ class Door:
     def checked_grammars(self, params: SamplingParams) -> Grammars:
         """Return the grammars of an engine that has them. Raises `InputError`."""
         asked, eos = params.structured_outputs, self.model_config.eos_token_ids
-        rule = "None without structured_outputs_mib, the device's memory for them, and a tokenizer"
+        rule = "None without structured_outputs_mib, the device's memory for them (64, say), and a tokenizer"
         check("structured_outputs", asked, rule, self.grammars is not None)
         rule = "None for a model without an end-of-sequence token, which a complete answer ends with"
         check("structured_outputs", asked, rule, bool(eos))

@@ -139,10 +139,18 @@ class Engine:
         self.refuse_here("ask for the occupancy")
         return self._worker.ask(Driver.occupancy)
 
-    def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes. If any request is unfinished, change nothing and return False."""
+    def reset_prefix_cache(self, *, restarts: bool = False) -> bool:
+        """Forget all cached prefixes. If any request is unfinished, change nothing and return False.
+
+        restarts: put requests that run back into the queue, with their tokens, and forget in any case. What
+            tiers have stays then. Raises `InputError` while a beam search runs.
+        """
         self.refuse_here("reset the prefix cache")
-        return self._worker.ask(Driver.reset_prefix_cache)
+        if self._worker.ask(Driver.reset_prefix_cache):
+            return True
+        if restarts:
+            self._worker.act(lambda driver: (driver.lifecycle.restart(), None))
+        return restarts
 
     def export_blocks(
         self, prompt_token_ids: Sequence[int] | np.ndarray, cache_salt: str | None = None

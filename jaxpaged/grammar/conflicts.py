@@ -7,6 +7,7 @@ import numpy as np
 
 from jaxpaged.grammar.automaton import NOT_ALLOWED
 from jaxpaged.grammar.deterministic import ByteMachine
+from jaxpaged.grammar.edges import Edges
 from jaxpaged.grammar.nodes import GrammarError
 from jaxpaged.grammar.productions import Call, Choice, Leaf, Lexemes, Loop, Part, Row
 
@@ -28,7 +29,7 @@ def conflicts(made: Lexemes, machine_of: Mapping[int, ByteMachine]) -> set[int]:
         number: _bits(machine.steps[0][machine.kind_of] != NOT_ALLOWED)
         for number, machine in zip(numbers, machines, strict=True)
     }
-    follow = _Follow(made, first).ofleaves_of()
+    follow = _Follow(made, first).of_leaves()
     offsets = np.cumsum([0, *(len(machine.steps) for machine in machines)])
     rows = [
         np.where(its != NOT_ALLOWED, its + offset, NOT_ALLOWED)
@@ -74,6 +75,16 @@ def conflicts(made: Lexemes, machine_of: Mapping[int, ByteMachine]) -> set[int]:
     return {other for one, other in lost if one == other or at_once is None or (one, other) in at_once}
 
 
+def conflicts_alone(made: Lexemes, edges: Edges) -> set[int]:
+    """Return lexemes that may go on, where one of their texts ends, with a byte that may follow.
+
+    It takes no machine, and misses some. One may be none, where only a few of a part's texts count.
+    """
+    its = {leaf.number: edges.of(made.nodes[leaf.number]) for leaf in leaves_of(made)}
+    follow = _Follow(made, {number: edge.first for number, edge in its.items()}).of_leaves()
+    return {number for number, edge in its.items() if edge.more & follow.get(number, 0)}
+
+
 def leaves_of(made: Lexemes) -> Iterable[Leaf]:
     """Yield the lexemes of all rules, wherever they stand."""
     waiting: list[Part] = [made.start, *made.named.values()]
@@ -102,7 +113,7 @@ class _Follow:
         self.behind: dict[int, int] = {}
         self.known: dict[int, tuple[int, bool]] = {}
 
-    def ofleaves_of(self) -> dict[int, int]:
+    def of_leaves(self) -> dict[int, int]:
         """Return the bytes that may follow each lexeme."""
         while True:
             now = {name: self.begins(part) for name, part in self.made.named.items()}

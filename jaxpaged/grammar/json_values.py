@@ -131,21 +131,22 @@ def other_string(names: list[str]) -> Node:
 
 
 def integer(least: int | None, most: int | None) -> Node:
-    """Return the integers from `least` to `most`, both included; None: without a bound."""
+    """Return the integers from `least` to `most`, both included; None: without a bound. 0 may have a sign."""
     if least is None and most is None:
         return INTEGER
     ways = []
     if most is None or most >= 0:
         low = max(least or 0, 0)
-        ways += [_natural(low, most)] if most is None or low <= most else []
-    if least is None or least < 0:
-        low = 1 if most is None or most >= 0 else -most
+        ways += [natural(low, most)] if most is None or low <= most else []
+    if least is None or least <= 0:
+        low = 0 if most is None or most >= 0 else -most
         high = None if least is None else -least
-        ways += [Then((chars("-"), _natural(low, high)))] if high is None or low <= high else []
+        ways += [Then((chars("-"), natural(low, high)))] if high is None or low <= high else []
     return Either(tuple(ways)) if ways else NOTHING
 
 
-def _natural(least: int, most: int | None) -> Node:
+def natural(least: int, most: int | None) -> Node:
+    """Return the digits of the integers from `least`, not below 0, to `most`; None: without a bound."""
     ways = []
     first = len(str(least))
     last = first if most is None else len(str(most))

@@ -97,7 +97,7 @@ class _Writer:
                 return f"/{_class(ranges)}/"
             case Then(parts):
                 return self.joined(list(map(self.atom, parts)), "", " ", lambda text: text)
-            case Either(parts):
+            case Either(parts) if parts:
                 return self.joined(list(map(self.atom, parts)), "|", " | ", lambda text: f"(?:{text})")
             case Repeat(part, least, most):
                 inside, times = self.atom(part), _times(least, most)

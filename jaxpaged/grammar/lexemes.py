@@ -13,8 +13,9 @@ from collections.abc import Iterable
 import numpy as np
 
 from jaxpaged.grammar.automaton import NOT_ALLOWED
-from jaxpaged.grammar.conflicts import conflicts, leaves_of
+from jaxpaged.grammar.conflicts import conflicts, conflicts_alone, leaves_of
 from jaxpaged.grammar.deterministic import ByteMachine
+from jaxpaged.grammar.edges import Edges
 from jaxpaged.grammar.machine import byte_machine
 from jaxpaged.grammar.nodes import (
     ANY,
@@ -52,8 +53,10 @@ def divided(rules: Rules) -> Lexemes:
     deadline = time.process_time() + MAX_SECONDS
     while time.process_time() < deadline:
         made = cutter.whole()
-        leaves = {leaf.number for leaf in leaves_of(made)}
-        found = {number for number in leaves if cutter.machine(number) is None}
+        # What is told without machines comes first: large lexemes that are divided anyway need none.
+        if not (found := conflicts_alone(made, cutter.edges)):
+            leaves = {leaf.number for leaf in leaves_of(made)}
+            found = {number for number in leaves if cutter.machine(number) is None}
         if not found and not (found := conflicts(made, cutter.machines)):
             return made
         cutter.split |= found
@@ -70,6 +73,8 @@ class _Cutter:
         self.nodes: list[Node] = []  # by their numbers
         self.known: dict[int, tuple[Node, int | None]] = {}  # numbers of nodes by identity; None: recursive
         self.machines: dict[int, ByteMachine] = {}
+        self.edges = Edges()
+        self.shared: dict[int, tuple[Node, bool]] = {}
         self.empty: dict[int, bool] = {}
         self.some: dict[int, Node] = {}
         self.joined: dict[tuple[int, ...], Node] = {}
@@ -120,6 +125,12 @@ class _Cutter:
         return self.inside(node)
 
     def is_shared(self, node: Node) -> bool:
+        """Return whether a part gets a rule of its own: it is recursive, large and used several times."""
+        if id(node) not in self.shared:
+            self.shared[id(node)] = node, self._is_shared(node)
+        return self.shared[id(node)][1]
+
+    def _is_shared(self, node: Node) -> bool:
         is_plain = isinstance(node, Ref | Multiples) or self.number(node) is not None
         if is_plain or self.uses.get(id(node), 0) < 2:
             return False
@@ -180,11 +191,22 @@ class _Cutter:
         return [node]
 
     def halves(self, node: Members) -> Part:
+        """Return members by a rule for them, which may stand in several places."""
+        name = f"h{id(node)}"
+        if name not in self.made.named:
+            self.made.named[name] = self.two_halves(node)
+        return Call(name)
+
+    def two_halves(self, node: Members) -> Part:
         """Return members as those before and those behind the middle."""
         middle = len(node.parts) // 2
         sides = [node.parts[:middle], node.parts[middle:]]
         must = [any(is_required for _, is_required in its) for its in sides]
-        first, last = (dataclasses.replace(node, parts=its, least=1) for its in sides)
+        keys = (3, id(node)), (4, id(node))
+        first, last = (
+            self.joined.setdefault(key, dataclasses.replace(node, parts=its, least=1))
+            for key, its in zip(keys, sides, strict=True)
+        )
         rest = self.part(Then((node.comma, last)))
         ways: list[Part] = [
             Row((self.part(first), rest if must[1] else Choice((Row(()), rest)))),

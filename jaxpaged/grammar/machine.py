@@ -33,6 +33,7 @@ from jaxpaged.grammar.nodes import (
 MAX_PARTS = 100_000  # states of the machine with choices
 STATES_AHEAD = 4  # times as many states as the limit may be there before equal ones are merged
 MAX_WORK = 5_000_000  # states of the machine with choices that are looked at
+WORK_UNTIMED = 1000  # between two looks at the time, which cost more than most work
 ENCODED = ((0, 0x7F), (0x80, 0x7FF), (0x800, 0xD7FF), (0xE000, 0xFFFF), (0x10000, 0x10FFFF))
 
 
@@ -58,6 +59,7 @@ class _Compiler:
     def __init__(self, most: int, deadline: float = math.inf) -> None:
         self.most, self.work = most, 0  # states of one machine; states that were looked at
         self.deadline = deadline  # of processor time
+        self.next_look = 0  # work behind which the time is looked at
         # By identity: nodes share parts, so a hash or a comparison of their values could take forever.
         self.known: dict[int, tuple[Node, ByteMachine | None]] = {}
 
@@ -91,6 +93,9 @@ class _Compiler:
         self.work += work
         if self.work > MAX_WORK:
             raise too_many_states(self.most // STATES_AHEAD)
+        if self.work < self.next_look:
+            return
+        self.next_look = self.work + WORK_UNTIMED
         if time.process_time() > self.deadline:
             raise TooLargeError("the grammar takes too long to compile: make it simpler")
 

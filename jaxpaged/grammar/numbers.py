@@ -6,7 +6,7 @@ A number with a bound or a multiple has no exponent: a sign, digits, and a fract
 import math
 from decimal import Decimal
 
-from jaxpaged.grammar.json_values import DIGIT, INTEGER, integer
+from jaxpaged.grammar.json_values import DIGIT, INTEGER, natural
 from jaxpaged.grammar.nodes import (
     EMPTY,
     Either,
@@ -85,7 +85,7 @@ def _digits(value: Decimal) -> tuple[int, str]:
 def _from(whole: int, fraction: str) -> Node:
     fractions = optional(Then((_POINT, Repeat(DIGIT, 1))))
     equal = Then((_POINT, _fraction_from(fraction))) if fraction else fractions
-    return Either((Then((integer(whole + 1, None), fractions)), Then((text(str(whole)), equal))))
+    return Either((Then((natural(whole + 1, None), fractions)), Then((text(str(whole)), equal))))
 
 
 def _fraction_from(digits: str) -> Node:
@@ -103,7 +103,7 @@ def _to(whole: int, fraction: str) -> Node:
     equal = optional(Then((_POINT, _fraction_to(fraction, is_first=True))))
     ways: list[Node] = [Then((text(str(whole)), equal))]
     if whole:
-        ways.append(Then((integer(0, whole - 1), fractions)))
+        ways.append(Then((natural(0, whole - 1), fractions)))
     return either(ways)
 
 

@@ -183,8 +183,9 @@ def _from_here(node: Members, i: int, count: int, last: int, known: dict[tuple[i
         before = (node.comma,) if count else ()
         behind = known[i + 1, min(count + 1, last)]
         if not is_required and count == last:  # the number does not change
-            return Then((optional(Then((*before, part))), behind))
-        ways.append(Then((*before, part, behind)))
+            return behind if behind == NOTHING else Then((optional(Then((*before, part))), behind))
+        if behind != NOTHING:
+            ways.append(Then((*before, part, behind)))
     if not is_required:
         ways.append(known[i + 1, count])
     return either(ways)

@@ -22,11 +22,12 @@ def lengthened(config: ModelConfig) -> ModelConfig:
 def scaled_len(scaling: RopeScaling | None, max_len: int) -> int:
     """Return how long sequences may be with a scaling, by vLLM's rule for each kind.
 
-    max_len: what the config says, which already counts the scalings of Llama 3 and LongRoPE.
+    max_len: what the config says, which already counts the scalings of Llama 3 and LongRoPE, and of YaRN
+        in most files: the factor that they leave out is rounded.
     """
     match scaling:
         case YarnScaling():
-            return int(scaling.original_max_len * scaling.factor)
+            return max(max_len, int(scaling.original_max_len * scaling.factor))
         case LinearScaling() | DynamicScaling() | ProportionalScaling():
             return int(max_len * scaling.factor)
         case _:

@@ -58,7 +58,8 @@ class Names:
     lack `prefix` in all its names. `spare` are endings of tensors that are no weights. `inside`: beginnings
     of names in files that hold more than the decoder, and what stands for each here; `ignored`: beginnings
     of those of everything else that such files hold. `of_layers`: see `FormOfLayers`. `filled`: numbers that
-    a role has everywhere and no file holds, such as the ones of a norm without weights.
+    a role has everywhere and no file holds, such as the ones of a norm without weights. `chunks`: by the
+    endings of products' names, into how many parts of as many outputs a file divides them.
     """
 
     table: Mapping[str, str | tuple[str, ...]]
@@ -69,6 +70,11 @@ class Names:
     ignored: tuple[str, ...] = ()
     of_layers: FormOfLayers | None = None
     filled: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    chunks: Mapping[str, Callable[[ModelConfig], int]] = dataclasses.field(default_factory=dict)
+
+    def num_chunks(self, config: ModelConfig, name: str) -> int:
+        """Return into how many parts a file divides a product's outputs."""
+        return next((number(config) for end, number in self.chunks.items() if name.endswith(end)), 1)
 
     def name_of(self, name: str) -> str:
         """Return what the decoder calls a tensor or module of a file."""

@@ -17,6 +17,7 @@ def gathered(overrides: object, rope_scaling: object, rope_theta: object) -> dic
     check(NAME, overrides, "None or a mapping", overrides is None or isinstance(overrides, Mapping))
     assert overrides is None or isinstance(overrides, Mapping)
     made = dict(overrides or {})
+    made.pop("max_model_len", None)  # an option of the engine's, which vLLM does not read here
     for name, value in (("rope_scaling", rope_scaling), ("rope_theta", rope_theta)):
         if value is not None:
             check(name, value, f"None beside {NAME} with {name}", name not in made)

@@ -38,7 +38,7 @@ class Text:
 
     token_ids: np.ndarray  # int32
     params: PoolingParams
-    wants_tokens: bool = False  # each token's hidden state, in place of one vector
+    wants_tokens: str | None = None  # "hidden" or "classes" of each token, in place of one vector
 
 
 class PoolingEngine:
@@ -67,7 +67,7 @@ class PoolingEngine:
         self._num_tiles = setup.tiles_per_pass
         self._lock = threading.Lock()
 
-    def admit(self, token_ids: Any, params: PoolingParams, *, wants_tokens: bool = False) -> Text:
+    def admit(self, token_ids: Any, params: PoolingParams, *, wants_tokens: str | None = None) -> Text:
         """Check a text. Raises `InputError`."""
         check("pooling_params", params, "a PoolingParams", isinstance(params, PoolingParams))
         ids = np.asarray(token_ids)
@@ -103,7 +103,7 @@ class PoolingEngine:
 
     def run(self, texts: Sequence[Text]) -> Iterator[np.ndarray]:
         """Yield what the head makes of each text, in their order, float32: a vector [dimensions], classes
-        [num_classes], or each token's hidden state [num_tokens, hidden].
+        [num_classes], or of each token its hidden state [num_tokens, hidden] or [num_tokens, num_classes].
         """
         for wave in self.waves(texts):
             with self._lock:
@@ -138,7 +138,7 @@ class PoolingEngine:
             for row, text in enumerate(wave)
             for start in range(0, len(text.token_ids), PREFILL_TILE)
         ]
-        wants_all = any(text.wants_tokens for text in wave)
+        wants_all = any(text.wants_tokens is not None for text in wave)
         sums: Any = jnp.zeros((num_rows, self.model_config.hidden_size), jnp.float32)
         hidden: list[list[np.ndarray]] = [[] for _ in wave]
         for begin in range(0, len(tiles), self._num_tiles):
@@ -152,7 +152,7 @@ class PoolingEngine:
                 hidden[row].append(its)
         vectors = np.asarray(jax.device_get(sums))
         return [
-            np.concatenate(hidden[row])[: len(text.token_ids)] if text.wants_tokens else vectors[row]
+            vectors[row] if text.wants_tokens is None else np.concatenate(hidden[row])[: len(text.token_ids)]
             for row, text in enumerate(wave)
         ]
 
@@ -182,7 +182,7 @@ class PoolingEngine:
     def _finish(self, text: Text, found: np.ndarray) -> np.ndarray:
         """Return what the head makes of a text's sum, or of each token's hidden state."""
         head, activates = self.head, text.params.use_activation
-        if head.classifier is not None and not text.wants_tokens:
+        if head.classifier is not None and text.wants_tokens != "hidden":
             logits = found @ head.classifier.T
             return logits if activates is False else _chances(logits, head.activation)
         found = found[..., : text.params.dimensions]
@@ -195,8 +195,8 @@ def _chances(logits: np.ndarray, activation: str) -> np.ndarray:
     if activation == "sigmoid":
         return 1 / (1 + np.exp(-logits))
     if activation == "softmax":
-        powers = np.exp(logits - logits.max())
-        return powers / powers.sum()
+        powers = np.exp(logits - logits.max(-1, keepdims=True))
+        return powers / powers.sum(-1, keepdims=True)
     return logits
 
 

@@ -10,6 +10,8 @@ import numpy as np
 from jaxpaged.checks import InputError, check, checked_bool, checked_choice, is_int, shown
 from jaxpaged.models.files import hf
 from jaxpaged.models.loading import Checkpoint
+from jaxpaged.vllm_names.judge import check_keys
+from jaxpaged.vllm_names.table import POOLER
 
 Method = Literal["LAST", "MEAN", "CLS"]
 Activation = Literal["none", "sigmoid", "softmax"]
@@ -63,8 +65,7 @@ def read(
     """Return the head that a model's files describe, with what the user says otherwise.
 
     pooler_config: a mapping, or an object with attributes, of `pooling_type` (one of METHODS) and `normalize`
-    or
-        `use_activation`.
+        or `use_activation`; keys of vLLM's that ask for nothing pass.
     overrides: of config.json: `architectures`, `classifier_from_token` (the tokens whose logits are the
     classes')
         and `is_original_qwen3_reranker` (of two such tokens the second one's chance), as vLLM reads them.
@@ -78,7 +79,12 @@ def read(
     config |= dict(overrides or {})
     try:
         head = _of_modules(path) if path.is_dir() else Head()
-        if _architecture(config).endswith(CLASSIFIER):
+        architecture = _architecture(config)
+        rule = (
+            f"a causal model, or one that ends in {CLASSIFIER}; use pooling_task='token_classify' with that"
+        )
+        check("architectures", architecture, rule, not architecture.endswith("ForTokenClassification"))
+        if architecture.endswith(CLASSIFIER):
             head = _with_classifier(head, checkpoint, config)
         sizes = config.get("matryoshka_dimensions")
         if isinstance(sizes, list) and all(is_int(size) and size > 0 for size in sizes):
@@ -95,11 +101,9 @@ def _as_told(head: Head, pooler_config: Any) -> Head:
         return head
     said = dict(pooler_config if isinstance(pooler_config, Mapping) else vars(pooler_config))
     said = {name: value for name, value in said.items() if value is not None}
-    for name in said:
-        known = ("pooling_type", "normalize", "use_activation")
-        check("pooler_config: key", name, f"one of {', '.join(known)}", name in known)
-    if "pooling_type" in said:
-        method: Any = checked_choice("pooling_type", said["pooling_type"], METHODS)
+    check_keys("pooler_config", said, POOLER)
+    if (kind := said.get("pooling_type", said.get("seq_pooling_type"))) is not None:
+        method: Any = checked_choice("pooling_type", kind, METHODS)
         head = dataclasses.replace(head, method=method)
     for name in ("normalize", "use_activation"):
         if name in said:

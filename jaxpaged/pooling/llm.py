@@ -23,7 +23,7 @@ from jaxpaged.pooling.outputs import (
     ScoringRequestOutput,
 )
 
-TASKS = ("embed", "classify", "score", "token_embed")
+TASKS = ("embed", "classify", "score", "token_embed", "token_classify")
 type Texts = str | Sequence[str]
 
 
@@ -47,12 +47,13 @@ class Pooling:
     def encode(
         self, prompts: Any, pooling_params: Any = None, *, pooling_task: str = "embed"
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        """Return what the model makes of each text: by task a vector, the chances of classes, or with
-        "token_embed" each token's hidden state.
+        """Return what the model makes of each text: by task a vector or the chances of classes, of the text,
+        or with "token_embed" and "token_classify" of each token.
         """
         task = checked_choice("pooling_task", pooling_task, TASKS)
         self._check_task(task)
-        texts = self._admitted(prompts, pooling_params, wants_tokens=task == "token_embed")
+        wants = {"token_embed": "hidden", "token_classify": "classes"}.get(task)
+        texts = self._admitted(prompts, pooling_params, wants_tokens=wants)
         return [self._output(text, PoolingOutput(data)) for text, data in self._run(texts)]
 
     def embed(self, prompts: Any, pooling_params: Any = None) -> list[EmbeddingRequestOutput]:
@@ -68,14 +69,20 @@ class Pooling:
         return [self._output(text, ClassificationOutput(data.tolist())) for text, data in self._run(texts)]
 
     def score(
-        self, data_1: Texts, data_2: Texts, pooling_params: PoolingParams | None = None
+        self,
+        data_1: Texts,
+        data_2: Texts,
+        pooling_params: PoolingParams | None = None,
+        chat_template: str | None = None,
     ) -> list[ScoringRequestOutput]:
         """Return how well texts go together: one with each of several, or each with its own.
 
         A model that gives vectors: their cosine. A classifier of one class: its chance, of both as one
-        prompt.
+        prompt. `chat_template`: Jinja that makes this prompt of two messages, the roles "query" and
+        "document"; None: the tokenizer's pair.
 
-        Raises `InputError` for other numbers of texts, and for a classifier of several classes.
+        Raises `InputError` for other numbers of texts, for a classifier of several classes, and for a
+        template beside a model that gives vectors.
         """
         first, second = ([each] if isinstance(each, str) else list(each) for each in (data_1, data_2))
         if len(first) not in (1, len(second)) or not second:
@@ -84,7 +91,8 @@ class Pooling:
             )
         params = PoolingParams() if pooling_params is None else pooling_params
         if self.is_classifier:
-            return self._scores_of_pairs(first * (len(second) // len(first)), second, params)
+            return self._scores_of_pairs(first * (len(second) // len(first)), second, params, chat_template)
+        check("chat_template", chat_template, "None for a model that gives vectors", chat_template is None)
         texts = self._admitted([*first, *second], params)
         vectors = [data / max(float(np.linalg.norm(data)), 1e-12) for _, data in self._run(texts)]
         own, others = vectors[: len(first)], vectors[len(first) :]
@@ -97,17 +105,39 @@ class Pooling:
         return found
 
     def _scores_of_pairs(
-        self, first: Sequence[str], second: Sequence[str], params: PoolingParams
+        self, first: Sequence[str], second: Sequence[str], params: PoolingParams, chat_template: Any
     ) -> list[ScoringRequestOutput]:
         classifier = self.engine.head.classifier
         assert classifier is not None
         rule = "1 for scores: this model's are of more classes"
         check("num_labels", len(classifier), rule, len(classifier) == 1)
-        texts = [self.engine.admit(self._ids(*pair), params) for pair in zip(first, second, strict=True)]
+        pairs = zip(first, second, strict=True)
+        if chat_template is not None:
+            ids = [self._ids(self._templated(*pair, chat_template)) for pair in pairs]
+        else:
+            ids = [self._ids(*pair) for pair in pairs]
+        texts = [self.engine.admit(each, params) for each in ids]
         return [self._output(text, ScoringOutput(float(data[0]))) for text, data in self._run(texts)]
+
+    def _templated(self, query: str, document: str, chat_template: Any) -> str:
+        """Return the prompt that a template makes of a pair. Raises `InputError`."""
+        check("chat_template", chat_template, "a template's text", isinstance(chat_template, str))
+        rule = "None for a model without a tokenizer"
+        check("chat_template", chat_template, rule, self.tokenizer is not None)
+        messages = [{"role": "query", "content": query}, {"role": "document", "content": document}]
+        try:
+            return str(
+                self.tokenizer.apply_chat_template(messages, chat_template=chat_template, tokenize=False)
+            )
+        except Exception as error:  # whatever Jinja, or the template itself, raises
+            raise InputError(f"chat_template cannot be rendered: {type(error).__name__}: {error}") from error
 
     def _check_task(self, task: str) -> None:
         if task == "token_embed":
+            return
+        if task == "token_classify":
+            rule = "'embed' or 'token_embed': this model gives vectors"
+            check("pooling_task", task, rule, self.is_classifier)
             return
         served = "classify" if self.is_classifier else "embed"
         if task != served and not (task == "score" and self.is_classifier):
@@ -116,7 +146,7 @@ class Pooling:
                 f"pooling_task={task!r} must be {served!r} or 'token_embed': this model gives {what}"
             )
 
-    def _admitted(self, prompts: Any, params: Any, *, wants_tokens: bool = False) -> list[Text]:
+    def _admitted(self, prompts: Any, params: Any, *, wants_tokens: str | None = None) -> list[Text]:
         """Check all texts before any runs. Raises `InputError`, with the number of one of several."""
         many = as_many(prompts)
         each = list(params) if isinstance(params, list | tuple) else [params] * len(many)

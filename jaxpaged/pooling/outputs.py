@@ -16,8 +16,23 @@ class PoolingParams:
     truncate_prompt_tokens: int | None = None  # keep the last so many tokens; -1: as many as the model takes
     dimensions: int | None = None  # of a vector: its first so many, for models that are trained for it
     use_activation: bool | None = None  # length 1 for a vector, chances for classes; None: the model's own
+    task: str | None = None  # vLLM's, as are those below; each method says what it is for
+    skip_reading_prefix_cache: bool | None = None  # there is none
+    requires_token_ids: bool = False  # outputs have them
+    # What must be None: it asks for what is not served.
+    late_chunking_params: Any = None
+    late_interaction_params: Any = None
+    step_tag_id: Any = None
+    returned_token_ids: Any = None
+    extra_kwargs: Any = None
 
     def __post_init__(self) -> None:
+        for name in ("late_chunking_params", "late_interaction_params", "step_tag_id", "returned_token_ids"):
+            rule = (
+                "None: it is not served; use pooling_task='token_embed', and what NumPy makes of the vectors"
+            )
+            check(name, getattr(self, name), rule, getattr(self, name) is None)
+        check("extra_kwargs", self.extra_kwargs, "None or {}: no plugin reads it", not self.extra_kwargs)
         if self.truncate_prompt_tokens is not None:
             rule = "None, -1 or a positive int"
             count = checked_int("truncate_prompt_tokens", self.truncate_prompt_tokens, rule, -1)

@@ -1,6 +1,8 @@
 """Routes of a pooling model: vectors, classes, scores and ranks of texts."""
 
 import base64
+import dataclasses
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +11,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from jaxpaged.checks import InputError, checked_int
+from jaxpaged.pooling.encoding import joined, to_bytes
 from jaxpaged.pooling.outputs import PoolingRequestOutput
 from jaxpaged.serve.json_route import JsonRoute
 from jaxpaged.serve.pooling_schemas import (
@@ -34,15 +37,8 @@ async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
     """Answer OpenAI's /v1/embeddings: a vector for each text."""
     service, params = _service(request), body.params(body.dimensions)
     found = await service.run(lambda: service.pooling.embed(body.input, params))
-    data = [
-        {
-            "index": i,
-            "object": "embedding",
-            "embedding": _encoded(out.outputs.embedding, body.encoding_format),
-        }
-        for i, out in enumerate(found)
-    ]
-    return _listed(service, request, body, "embd", data, found)
+    arrays = [_finite(out.outputs.embedding) for out in found]
+    return _encoded(service, request, body, ("embd", "embedding", "embedding"), arrays, found)
 
 
 @router.post("/pooling")
@@ -51,11 +47,8 @@ async def pooling(body: EmbeddingRequest, request: Request) -> Response:
     service, params = _service(request), body.params(body.dimensions)
     task = body.task or ("classify" if service.pooling.is_classifier else "embed")
     found = await service.run(lambda: service.pooling.encode(body.input, params, pooling_task=task))
-    data = [
-        {"index": i, "object": "pooling", "data": _encoded(out.outputs.data, body.encoding_format)}
-        for i, out in enumerate(found)
-    ]
-    return _listed(service, request, body, "pool", data, found)
+    arrays = [_finite(out.outputs.data) for out in found]
+    return _encoded(service, request, body, ("pool", "pooling", "data"), arrays, found)
 
 
 @router.post("/classify")
@@ -108,14 +101,51 @@ async def rerank(body: RerankRequest, request: Request) -> Response:
     )
 
 
-def _encoded(values: Any, encoding: str | None) -> Any:
-    """Return numbers as a list, or as base64 of their float32 bytes."""
+def _finite(values: Any) -> np.ndarray:
+    """Return numbers as float32. Raises `InputError` where one is not finite."""
     array = np.asarray(values, np.float32)
     if not np.isfinite(array).all():
         raise InputError("the model's numbers are not finite for this text")
-    return (
-        base64.b64encode(array.astype("<f4").tobytes()).decode() if encoding == "base64" else array.tolist()
-    )
+    return array
+
+
+def _encoded(
+    service: PoolingService,
+    request: Request,
+    body: EmbeddingRequest,
+    names: tuple[str, str, str],
+    arrays: Sequence[np.ndarray],
+    found: Sequence[PoolingRequestOutput[Any]],
+) -> Response:
+    """Answer with numbers as lists or base64 in JSON, or as one body of bytes.
+
+    `names`: the prefix of the answer's id, the kind of an entry, and the key of its numbers.
+    """
+    prefix, kind, key = names
+    encoding, dtype, order = body.encoding_format, body.embed_dtype, body.endianness
+    if encoding not in ("bytes", "bytes_only"):
+        data = [
+            {
+                "index": i,
+                "object": kind,
+                key: base64.b64encode(to_bytes(array, dtype, order)).decode()
+                if encoding == "base64"
+                else array.tolist(),
+            }
+            for i, array in enumerate(arrays)
+        ]
+        return _listed(service, request, body, prefix, data, found)
+    content, places = joined(arrays, dtype, order)
+    count = _num_tokens(found)
+    told = {
+        "id": f"{prefix}-{request.state.request_id}",
+        "created": service.now(),
+        "model": service.check_model(body.model),
+        "data": [dataclasses.asdict(place) for place in places],
+        "usage": {"prompt_tokens": count, "total_tokens": count},
+    }
+    headers = {"metadata": json.dumps(told)} if encoding == "bytes" else None
+    return Response(content, headers=headers, media_type="application/octet-stream")
 
 
 def _num_tokens(found: Sequence[PoolingRequestOutput[Any]]) -> int:

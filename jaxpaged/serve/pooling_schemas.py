@@ -5,6 +5,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from jaxpaged.checks import InputError
+from jaxpaged.pooling.encoding import EmbedDtype, Endianness
 from jaxpaged.pooling.outputs import PoolingParams
 from jaxpaged.serve.schemas import ModelRequest
 
@@ -36,7 +37,10 @@ class EmbeddingRequest(PoolingRequest):
     """/v1/embeddings and /pooling."""
 
     input: Input
-    encoding_format: Literal["float", "base64"] | None = "float"
+    # "bytes" is a body of all numbers, with their places in the header `metadata`; "bytes_only" without.
+    encoding_format: Literal["float", "base64", "bytes", "bytes_only"] | None = "float"
+    embed_dtype: EmbedDtype = "float32"  # of base64 and bytes
+    endianness: Endianness = "native"
     dimensions: int | None = None
     task: str | None = None  # for /pooling: "embed", "classify" or "token_embed"
 

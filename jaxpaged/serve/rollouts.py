@@ -104,10 +104,11 @@ async def release_kv_cache_memory(request: Request) -> Response:
 
 @router.post("/reset_prefix_cache")
 async def reset_prefix_cache(request: Request, reset_running_requests: bool = False) -> Response:
-    """Forget cached prefixes. Status 409, and nothing happens, while any request is unfinished."""
-    rule = "false: pause generation before"
-    check("reset_running_requests", reset_running_requests, rule, not reset_running_requests)
-    if not await service_of(request).llm.reset_prefix_cache():
+    """Forget cached prefixes; with `reset_running_requests` those that run are computed anew.
+
+    Without it status 409, and nothing happens, while any request is unfinished.
+    """
+    if not await service_of(request).llm.reset_prefix_cache(reset_running_requests):
         raise ApiError(409, "requests are under way, and use the cached prefixes")
     return _told(request, status="reset")
 

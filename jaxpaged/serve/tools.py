@@ -67,6 +67,8 @@ class ReasoningTokens:
     def __init__(self, reasoning: str | None, tokenizer: Any) -> None:
         parser, self._tokenizer = REASONING_PARSERS.get(reasoning or "", Parser), tokenizer
         self._begin, self._end = (_token_of(mark, tokenizer) for mark in (parser.begin_mark, parser.end_mark))
+        self._end_mark, self._before = parser.end_mark or "", list[int]()  # tokens before the end
+        self._num_alike: int | None = None  # marks of the end among their letters
         self._num, self._has_begin, self._has_end, self._has_answer = 0, False, False, False
         self._text: list[str] = []
 
@@ -76,8 +78,18 @@ class ReasoningTokens:
             return
         if self._end in token_ids:
             token_ids, self._has_end = token_ids[: token_ids.index(self._end)], True
+        self._before += token_ids
         self._num += len(token_ids)
         self._has_begin |= self._begin in token_ids
+
+    def is_end(self, num: int) -> bool:
+        """Return whether so many marks of the end in the text are enough: the last one is that token."""
+        if self._end is None:
+            return True
+        if self._has_end and self._num_alike is None:
+            text = self._tokenizer.decode(self._before, skip_special_tokens=False)
+            self._num_alike = text.count(self._end_mark)
+        return self._num_alike is not None and num > self._num_alike
 
     def note(self, fragment: Fragment) -> None:
         """Take in the next fragment of the text."""
@@ -106,7 +118,12 @@ class AnswerFragments:
     def __init__(self, form: Form, reasoned: ReasoningTokens | None = None) -> None:
         self._form, self._reasoned = form, reasoned
         self._parser = answer_parser(
-            form.calls, form.reasoning, tools=form.tools, prompt=form.prompt, begun=form.begun
+            form.calls,
+            form.reasoning,
+            tools=form.tools,
+            prompt=form.prompt,
+            begun=form.begun,
+            is_end=None if reasoned is None else reasoned.is_end,
         )
         self._num_calls = 0
         self._has_text = self._is_dropped = False

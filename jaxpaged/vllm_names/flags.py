@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jaxpaged.checks import InputError
+from jaxpaged.vllm_names.connectors import NAME as CONNECTOR
+from jaxpaged.vllm_names.connectors import tiers_of
 from jaxpaged.vllm_names.judge import SERVER_NAMES, entry_of, known_names, passes
 
 CONSTANTS = {"none": None, "true": True, "false": False}
@@ -46,6 +48,9 @@ def without_vllms(arguments: Sequence[str], is_ours: Callable[[str], bool]) -> l
         for key in reversed(flag.split(".")[1:]):  # --structured-outputs-config.backend auto
             value = {key.replace("-", "_"): value}
         passes(name, value, SERVER_NAMES)
+        if name == CONNECTOR and value is not None:
+            for option, its in tiers_of(value).items():
+                kept += [f"--{option.replace('_', '-')}", str(its)]
     return kept + left
 
 

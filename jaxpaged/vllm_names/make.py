@@ -63,11 +63,18 @@ FLAG_FILES = ("entrypoints/openai/cli_args.py", "entrypoints/common/cli_args.py"
 SCRIPTED = frozenset(
     [
         "config",
+        "config.kv_transfer",
         "config.pooler",
+        "config.profiler",
         "distributed",
+        "distributed.parallel_state",
         "engine.arg_utils",
         "engine.protocol",
+        "entrypoints.launchers.launcher",
         "entrypoints.llm",
+        "entrypoints.pooling.utils",
+        "entrypoints.serve.utils.api_utils",
+        "envs",
         "inputs",
         "inputs.llm",
         "logger",
@@ -83,7 +90,13 @@ SCRIPTED = frozenset(
         "utils",
         "utils.network_utils",
         "utils.print_utils",
+        "utils.serial_utils",
         "utils.system_utils",
+        "v1.core.kv_cache_utils",
+        "v1.engine.async_llm",
+        "v1.engine.exceptions",
+        "v1.engine.llm_engine",
+        "v1.metrics.reader",
         "version",
     ]
 ) | {""}  # the package itself
@@ -236,7 +249,7 @@ def modules(archive: Path) -> dict[str, list[str]]:
     """Return vLLM's modules, no deeper than two levels below its package, with the public names of each.
 
     Names are classes, functions and constants, and in a package what it imports, too. They are kept for
-    modules that scripts import from: those of `SCRIPTED`.
+    modules that scripts import from, those of `SCRIPTED`, at any depth.
     """
     found: dict[str, list[str]] = {}
     with tarfile.open(archive) as files:
@@ -247,9 +260,10 @@ def modules(archive: Path) -> dict[str, list[str]]:
             parts = path.removesuffix(".py").removesuffix("/__init__").split("/")[1:]
             name = ".".join(parts[:2])
             found.setdefault(name, [])
-            if name == ".".join(parts) and name in SCRIPTED and (file := files.extractfile(member)):
+            whole = ".".join(parts)
+            if whole in SCRIPTED and (file := files.extractfile(member)):
                 tree = ast.parse(file.read(), filename=path)
-                found[name] = sorted(set(_public_names(tree, is_package=path.endswith("__init__.py"))))
+                found[whole] = sorted(set(_public_names(tree, is_package=path.endswith("__init__.py"))))
     return found
 
 

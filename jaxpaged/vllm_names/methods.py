@@ -104,7 +104,6 @@ ARGUMENTS: dict[str, Verdict] = {
         "texts cut in another way", neutral=({},), use="truncate_prompt_tokens of the parameters"
     ),
     "lora_request": Verdict("an adapter for a pooling model", use="a model with its adapter merged"),
-    "chat_template": Verdict("a template for pairs of texts", use="texts as the model is to read them"),
     "delay_iterations": Verdict("a trace of some steps", neutral=(0,), use="start_profile and stop_profile"),
     "max_iterations": Verdict("a trace of some steps", neutral=(0,), use="start_profile and stop_profile"),
     "profiler_kwargs": Verdict("options of torch's profiler", neutral=({},), use="jax.profiler"),

@@ -3,7 +3,9 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from jaxpaged.checks import InputError, UnknownNameError, shown, unknown
+from jaxpaged.checks import InputError, UnknownNameError, check, shown, unknown
+from jaxpaged.vllm_names.connectors import NAME as CONNECTOR
+from jaxpaged.vllm_names.connectors import tiers_of
 from jaxpaged.vllm_names.judge import ENGINE_NAMES, known_names, passes
 from jaxpaged.vllm_names.table import ENGINE
 
@@ -41,4 +43,8 @@ def translated(options: Mapping[str, Any], known: tuple[str, ...]) -> dict[str, 
             ours[name] = value
         elif not passes(name, value, ENGINE_NAMES, options):
             raise unknown_option(name, known)
+    if options.get(CONNECTOR) is not None:
+        for name, value in tiers_of(options[CONNECTOR]).items():
+            rule = f"left out beside {CONNECTOR}"
+            check(name, ours.get(name), rule, ours.setdefault(name, value) == value)
     return ours

@@ -43,7 +43,8 @@ PROFILER: dict[str, Verdict] = {
         "torch_profiler_activities torch_profiler_with_stack torch_profiler_with_flops "
         "torch_profiler_use_gzip torch_profiler_dump_cuda_time_total torch_profiler_record_shapes "
         "torch_profiler_with_memory detailed_trace_annotation ignore_frontend capture_torch_profiler "
-        "warmup_iterations active_iterations wait_iterations",
+        "warmup_iterations active_iterations wait_iterations proton_profiler_dir proton_context proton_data "
+        "proton_backend proton_mode proton_hook proton_output_format proton_graph_attribution",
     ),
     **_only(
         "a trace of some steps",
@@ -51,6 +52,49 @@ PROFILER: dict[str, Verdict] = {
         0,
         use="start_profile and stop_profile",
     ),
+}
+# Keys of `pooler_config`.
+POOLER: dict[str, Verdict] = {
+    **_all("they say how vectors are made", "pooling_type seq_pooling_type use_activation normalize"),
+    **_all("each method says what it is for", "task tok_pooling_type"),
+    **_all("scores of many vectors are one product", "enable_flash_late_interaction"),
+    **_only("vectors of fewer numbers", "dimensions", use="PoolingParams(dimensions=...)"),
+    **_only(
+        "texts longer than the model",
+        "enable_chunked_processing max_embed_len",
+        False,
+        use="truncate_prompt_tokens of PoolingParams",
+    ),
+    **_only("scores moved by constants", "logit_mean logit_sigma", use="use_activation=False, and NumPy"),
+    **_only("scores of steps", "step_tag_id returned_token_ids", use="pooling_task='token_embed'"),
+}
+# Keys of `kv_transfer_config`, and of what its connectors take; `connectors.py` reads both.
+KV_TRANSFER: dict[str, Verdict] = {
+    **_only(
+        "caches handed between engines",
+        "kv_connector",
+        "OffloadingConnector",
+        "SimpleCPUOffloadConnector",
+        "ExampleConnector",
+        "SharedStorageConnector",
+        use="kv_offloading_size for tiers, or LLM.export_blocks and LLM.adopt_blocks",
+    ),
+    **_all("it is read with the connector", "kv_connector_extra_config"),
+    **_all(
+        "blocks are found by what they hold, and a failed read is a miss",
+        "kv_role engine_id kv_buffer_device kv_buffer_size kv_port kv_rank kv_parallel_size kv_ip "
+        "enable_permute_local_kv kv_load_failure_policy",
+    ),
+    **_only(
+        "code of the user's",
+        "kv_connector_module_path",
+        use="kv_offloading_backend='package.module:Name' for a store",
+    ),
+}
+CONNECTORS: dict[str, Verdict] = {
+    **_all("it is read with the connector", "cpu_bytes_to_use shared_storage_path"),
+    **_all("tiers store as the engine's own do", "block_size lazy_offload eviction_policy store_threshold"),
+    **_only("another place for blocks", "spec_name", "CPUOffloadingSpec", use="kv_offloading_backend"),
 }
 # Keys of `structured_outputs_config`.
 STRUCTURED_OUTPUTS: dict[str, Verdict] = {
@@ -257,10 +301,9 @@ ENGINE: dict[str, Verdict] = {
     **_only("a cache of so many bytes", "kv_cache_memory_bytes", use="num_blocks or gpu_memory_utilization"),
     **_only("layers with another cache", "kv_cache_dtype_skip_layers"),
     **_only(
-        "caches handed between engines",
-        "kv_transfer_config ec_transfer_config",
-        use="LLM.export_blocks and LLM.adopt_blocks",
+        "caches handed between engines", "ec_transfer_config", use="LLM.export_blocks and LLM.adopt_blocks"
     ),
+    "kv_transfer_config": Verdict("tiers of blocks", keys=KV_TRANSFER),
     **_only(
         "weights handed over while it runs",
         "weight_transfer_config",
@@ -371,11 +414,9 @@ REQUEST: dict[str, Verdict] = {
     ),
     **_all(
         "routes of models that pool serve it, and others do not read it",
-        "activation data_1 data_2 dimensions encoding_format input normalize queries query task text_1 "
-        "text_2 top_n use_activation",
+        "activation data_1 data_2 dimensions embed_dtype encoding_format endianness input normalize queries "
+        "query task text_1 text_2 top_n use_activation",
     ),
-    **_only("numbers of another type", "embed_dtype", "float32"),
-    **_only("numbers of another type", "endianness", "native", "little"),
     **_only("texts filled up", "padding", "do_not_pad"),
     **_only("a cut at the other end", "truncation_side", "left"),
     **_only("a limit for each text", "max_tokens_per_doc max_tokens_per_query", use="truncate_prompt_tokens"),

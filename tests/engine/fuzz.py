@@ -1,7 +1,7 @@
 """Whole engines under random workloads, in which everything meets everything: each answer must be that of the
 request alone in the same engine, to the last bit.
 
-    python -m tests.engine.fuzz --seconds 1200                    all settings in turns, seeds from 0 on
+    python -m tests.engine.fuzz --seconds 1200                    all settings, each for its share of the time
     python -m tests.engine.fuzz --setting adapters --seed 17      one workload
 
 It ends with how many runs made requests give way to others: half of them must.
@@ -12,6 +12,7 @@ setting and seed alone; `test_fuzz.py` runs a few.
 
 import argparse
 import dataclasses
+import gc
 import itertools
 import random
 import tempfile
@@ -357,27 +358,31 @@ def main() -> None:
     args = parser.parse_args()
     names = args.setting or list(settings(jax.device_count()))
     end = time.monotonic() + args.seconds
+    runs, preempted, changes = 0, 0, 0
     with tempfile.TemporaryDirectory() as folder:
-        fuzzes: dict[str, Fuzz] = {}
-        for seed in itertools.count(args.seed):
-            for name in names:
-                if name not in fuzzes:
-                    its_folder = Path(folder) / str(len(fuzzes))
-                    its_folder.mkdir()
-                    fuzzes[name] = Fuzz(name, its_folder)
+        for i, name in enumerate(names):
+            its_folder = Path(folder) / str(i)
+            its_folder.mkdir()
+            fuzz, its_end = Fuzz(name, its_folder), time.monotonic()
+            its_end += (end - its_end) / (len(names) - i)
+            for seed in itertools.count(args.seed):
                 try:
-                    whole, given_up = fuzzes[name].run(seed)
+                    whole, given_up = fuzz.run(seed)
                 except BaseException:
                     print(f"failed: --setting {name!r} --seed {seed}", flush=True)
                     raise
                 print(f"{name}, seed {seed}: {whole} answers, {given_up} given up", flush=True)
-            if time.monotonic() >= end:
-                break
-        runs, preempted, changes = (
-            sum(getattr(fuzz, name) for fuzz in fuzzes.values())
-            for name in ("num_runs", "num_preempted", "num_changes")
-        )
-        print(f"{runs} runs, {preempted} with preemptions, {changes} sleeps and updates in them", flush=True)
+                if time.monotonic() >= its_end:
+                    break
+            runs, preempted = runs + fuzz.num_runs, preempted + fuzz.num_preempted
+            changes += fuzz.num_changes
+            print(
+                f"{runs} runs, {preempted} with preemptions, {changes} sleeps and updates in them", flush=True
+            )
+            # The programs of all settings have more mappings of memory than a process may have.
+            del fuzz
+            gc.collect()
+            jax.clear_caches()
         assert runs < 20 or 2 * preempted >= runs, "requests must give way in half of the runs at least"
 
 

@@ -208,7 +208,8 @@ def is_number(text, schema):
 
 
 def numbers(schema, rng, count):
-    """Yield texts at and about the bounds, and ones that are no numbers; not 0 as an integer with a sign."""
+    """Yield texts at and about the bounds, 0 with a sign, and ones that are no numbers."""
+    yield "-0"
     values = [Decimal(repr(its)) for key, its in schema.items() if key != "type"] or [Decimal(0)]
     for _ in range(count):
         step = rng.choice([0, 0, 1, 2, 5, 17, 250]) * Decimal(10) ** rng.choice([0, 0, 0, -1, -2, -4, 2])
@@ -218,8 +219,7 @@ def numbers(schema, rng, count):
             text += "0" * rng.randrange(3)
         if rng.random() < 0.25:
             text = edited(text, rng, "0019.-+e ")
-        if schema["type"] == "number" or not re.fullmatch("-0+", text.strip()):
-            yield text.strip()
+        yield text.strip()
 
 
 BOUNDS = {

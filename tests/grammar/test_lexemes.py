@@ -1,12 +1,16 @@
 """Division into lexemes: sources for llguidance allow exactly what the automaton of the same texts does."""
 
 import json
+import random
 
 import numpy as np
 import pytest
 
+from jaxpaged.grammar import lexemes
 from jaxpaged.grammar.compile import Constraint
+from jaxpaged.grammar.deterministic import matches
 from jaxpaged.grammar.lark import lark_of
+from jaxpaged.grammar.machine import byte_machine
 from jaxpaged.grammar.nodes import (
     Both,
     Chars,
@@ -252,3 +256,63 @@ def test_twenty_large_properties_are_served_exactly():
     assert accepts(made, json.dumps(right, ensure_ascii=False))
     for i in range(4):
         assert not accepts(made, json.dumps(right | {f"p{i}": RIGHT[kinds[i]][1]}, ensure_ascii=False))
+
+
+def beside_any(number):
+    """Return a schema of optional properties of several kinds beside one of any value."""
+    kinds = [
+        {"type": "string"},
+        {"type": "integer"},
+        {"enum": ["a", "ab"]},
+        {"type": "string", "pattern": "^b*$"},
+    ]
+    its = {f"p{i}": kinds[i % 4] for i in range(number)} | {"extra": {}}
+    return {"type": "object", "properties": its, "additionalProperties": False}
+
+
+def test_many_optional_properties_beside_any_value_take_work_by_their_number(monkeypatch):
+    """Large parts that must be divided are told without a machine, and each half is written once."""
+    made = []
+
+    def counted(*args):
+        made.append(byte_machine(*args))
+        return made[-1]
+
+    monkeypatch.setattr(lexemes, "byte_machine", counted)
+    few, many = (
+        (len(Constraint({"json": beside_any(number)}, Limits()).source()), len(made)) for number in (20, 60)
+    )
+    states = [len(machine.steps) for machine in made]
+    assert many[0] < 3.5 * few[0]
+    assert sum(states[few[1] :]) < 3.5 * sum(states[: few[1]])
+    assert max(states) < 100  # that of one property
+
+
+def test_optional_properties_beside_any_value_are_divided_exactly():
+    schema = beside_any(24)
+    made = Language(Constraint({"json": schema}, Limits()).source(), VOCABULARY)
+    want = byte_machine(schema_node(schema, levels=1), Limits(max_states=20_000))
+    rng = random.Random(0)
+    values = {0: ['""', '"x,"'], 1: ["0", "12", "-7"], 2: ['"a"', '"ab"'], 3: ['"bb"', '""']}
+    texts = []
+    for _ in range(40):
+        its = [i for i in range(25) if rng.random() < rng.choice([0.1, 0.5, 1])]
+        parts = [f'"p{i}":{rng.choice(values[i % 4])}' if i < 24 else '"extra":5e3' for i in its]
+        texts.append("{" + rng.choice([",", " , "]).join(parts) + "}")
+        if len(parts) > 1:
+            at = rng.randrange(len(parts) - 1)
+            parts[at : at + 2] = rng.choice([[parts[at + 1], parts[at]], parts[at : at + 1] * 2, [""]])
+            texts.append("{" + ",".join(parts) + "}")
+    valid = {text for text in texts if matches(want, text)}
+    assert 30 < len(valid) < len(texts) - 15
+    assert [text for text in texts if accepts(made, text) != (text in valid)] == []
+
+
+def test_properties_that_are_too_few_are_no_text():
+    """The last property alone is fewer than `minProperties`, where nothing can follow it."""
+    few = {name: {"const": 1} for name in "abc"}
+    thing = {"type": "object", "properties": few, "minProperties": 2, "additionalProperties": False}
+    schema = {"type": "array", "items": {"anyOf": [thing, {"type": "array", "items": {"$ref": "#"}}]}}
+    made = Language(Constraint({"json": schema}, Limits()).source(), VOCABULARY)
+    texts = ['[{"c":1}]', '[{"a":1}]', "[{}]", '[{"a":1,"c":1}]', '[{"b":1,"c":1}]']
+    assert [accepts(made, text) for text in texts] == [False, False, False, True, True]

@@ -300,6 +300,7 @@ LONG = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_posit
         ("qwen3", QWENS, 128, 128),
         ("qwen3", {"rope_type": "yarn", "factor": 4.0}, 160, 160),  # no original: the config's length
         ("qwen3", {"rope_type": "yarn", "original_max_position_embeddings": 10}, 40, 40),  # no factor
+        ("qwen3", {"rope_type": "yarn", "factor": 3.999, "original_max_position_embeddings": 10}, 40, 40),
         ("qwen3", {"rope_type": "linear", "factor": 2.5}, 100, 100),
         ("qwen3", {"rope_type": "dynamic", "factor": 2.0}, 40, 80),
         ("qwen3", {"rope_type": "longrope"} | LONG, 32, 40),
@@ -324,6 +325,13 @@ def test_a_scaling_makes_sequences_as_long_as_vllm_has_them(name, rope, default,
     inside |= {"max_position_embeddings": 40, "head_dim": 8, "rope_parameters": None, key: rope}
     config = from_hf(said)
     assert (config.default_max_len, config.max_model_len) == (default, longest)
+
+
+def test_a_factor_that_is_left_out_loses_no_position():
+    """8056 / 1077 times 1077 is a little less than 8056 in float64."""
+    said = hf("qwen3") | {"max_position_embeddings": 8056, "head_dim": 8, "rope_parameters": None}
+    scaling = {"rope_type": "yarn", "original_max_position_embeddings": 1077}
+    assert from_hf(said | {"rope_scaling": scaling}).max_model_len == 8056
 
 
 def test_a_users_rope_stands_in_place_of_the_configs_under_either_name():

@@ -5,6 +5,7 @@ import shutil
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from flax import nnx
@@ -350,3 +351,52 @@ def test_modelopt_s_own_file_says_that_weights_are_in_fp8(tmp_path):
     its = {part: tensors[f"{stem}.{part}"] for part in ("weight", "weight_scale")}
     np.testing.assert_array_equal(checkpoint.load_weights()[f"{stem}.weight"], dequantised(its, FP8))
     assert checkpoint.model(LoadAs(FLOAT32)).layers.mlp.up.is_quantised
+
+
+def in_blocks(weight, block, chunks):
+    """Return fp8 codes, a scale for each block, and what they mean; blocks begin anew in each chunk."""
+    codes, found, wide = [], [], []
+    for part in np.split(np.asarray(weight, np.float32), chunks):
+        rows, columns = (-(-size // block) for size in part.shape)
+        whole = np.pad(part, [(0, rows * block - part.shape[0]), (0, columns * block - part.shape[1])])
+        its = np.abs(whole.reshape(rows, block, columns, block)).max((1, 3)) / 448 + 1e-9
+        spread = np.kron(its, np.ones((block, block), np.float32))[: part.shape[0], : part.shape[1]]
+        codes.append((part / spread).astype(ml_dtypes.float8_e4m3fn))
+        found.append(its.astype(np.float32))
+        wide.append(codes[-1].astype(np.float32) * spread.astype(np.float32))
+    return np.concatenate(codes), np.concatenate(found), np.concatenate(wide)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_a_mimo_v2_in_fp8_with_a_fused_product(tmp_path, chunks):
+    """Values are narrower than keys, so the decoder pads them, and keeps them wide. 68 outputs of a chunk are
+    no whole blocks of 8.
+    """
+    source, block = GOLDENS / "families" / "mimo_v2", 8
+    tensors, means = {}, {}
+    for name, tensor in safetensors_files.load(source).items():
+        stem = name.rpartition(".")[0]
+        tensors[name] = means[name] = np.asarray(tensor)
+        if name.endswith("_proj.weight"):
+            its = in_blocks(tensor, block, chunks if "qkv" in name else 1)
+            tensors[name], tensors[f"{stem}.weight_scale_inv"], means[name] = its
+    said = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [block, block]}
+    config = json.loads((source / "config.json").read_text())
+    found = []
+    for folder, its, more in (("fp8", tensors, {"quantization_config": said}), ("wide", means, {})):
+        (tmp_path / folder).mkdir()
+        save_file(its, tmp_path / folder / "model.safetensors")
+        (tmp_path / folder / "config.json").write_text(json.dumps(config | more))
+        checkpoint = loading.open_checkpoint(tmp_path / folder)
+        found.append(by_role(checkpoint.config, checkpoint.names, checkpoint.load_weights()))
+        if more:
+            model = checkpoint.model(LoadAs(FLOAT32))
+    assert found[0].keys() == found[1].keys()
+    for role, its in found[1].items():
+        np.testing.assert_allclose(found[0][role], its, rtol=1e-5, atol=1e-7, err_msg=role)
+    experts = model.layers.mlp.down.linears
+    assert (model.layers.attention.qkv.is_quantised, experts[-1].is_quantised) == (False, True)
+    tokens = list(range(5, 25))
+    want = reference_model.logits(checkpoint.config, found[1], tokens)
+    np.testing.assert_allclose(paged_logits(model, tokens, 8, 13), want, atol=TOLERANCE, rtol=TOLERANCE)

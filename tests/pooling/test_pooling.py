@@ -10,6 +10,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxpaged import LLM
+from jaxpaged.api.vllm_helpers import PoolerConfig
 from jaxpaged.checks import InputError
 from jaxpaged.config import EngineConfig
 from jaxpaged.models import loading
@@ -214,9 +215,34 @@ def test_long_texts_are_cut_only_where_it_is_asked_for(embedder):
     assert embedder.embed([ids], PoolingParams(truncate_prompt_tokens=2))[0].prompt_token_ids == [4, 5]
 
 
+def test_each_token_has_classes_and_a_pair_may_have_a_template(reranker):
+    text = GOLDEN["texts"][0]
+    classes, hidden = (
+        reranker.encode(text, pooling_task=task)[0].outputs.data for task in ("token_classify", "token_embed")
+    )
+    plain = reranker.encode(text, PoolingParams(use_activation=False), pooling_task="token_embed")
+    logits = plain[0].outputs.data @ reranker.engine.head.classifier.T
+    np.testing.assert_allclose(classes, 1 / (1 + np.exp(-logits)), **CLOSE)
+    assert hidden.shape == (len(classes), 32)
+    [whole] = reranker.classify(text)
+    np.testing.assert_allclose(classes[-1], whole.outputs.probs, **CLOSE)
+    template = "{% for m in messages %}{{ 'a' if m.role == 'query' else 'b' }} {{ m.content }} {% endfor %}"
+    [found] = reranker.score("the", ["dog"], chat_template=template)
+    [want] = reranker.classify("a the b dog ")
+    assert found.outputs.score == want.outputs.probs[0]
+    assert found.prompt_token_ids == want.prompt_token_ids
+    with pytest.raises(InputError, match="^chat_template cannot be rendered: .*: a reason"):
+        reranker.score("the", ["dog"], chat_template="{{ raise_exception('a reason') }}")
+
+
 @pytest.mark.parametrize(
     ("ask", "why"),
     [
+        (lambda model: model.score("a", "b", chat_template="a"), "chat_template='a' must be None for a"),
+        (lambda model: model.encode("a", pooling_task="token_classify"), "pooling_task='token_classify'"),
+        (lambda _: PoolingParams(late_chunking_params=3), "late_chunking_params=3 must be None: .*; use"),
+        (lambda _: PoolingParams(extra_kwargs={"a": 1}), "extra_kwargs={'a': 1} must be None or {}"),
+        (lambda _: pooling(pooler_config={"dimensions": 8}), "pooler_config: dimensions=8, .* use Pooling"),
         (lambda model: model.embed(""), "prompt='' must be a text that is not empty"),
         (lambda model: model.embed(["a", ""]), "prompt 1: prompt='' must be a text that is not empty"),
         (lambda model: model.embed([[]]), r"prompt=\[\] must be a list of token ids that is not empty"),
@@ -238,6 +264,10 @@ def test_long_texts_are_cut_only_where_it_is_asked_for(embedder):
             ".*: classifier_from_token='maybe' must be a token of the vocabulary",
         ),
         (
+            lambda _: pooling(overrides={"architectures": ["Qwen3ForTokenClassification"]}),
+            ".*: architectures='Qwen3ForTokenClassification' must be a causal model, or one that ends",
+        ),
+        (
             lambda _: pooling(overrides={"architectures": ["Qwen3ForSequenceClassification"]}),
             ".*: the weights lack 'score.weight', which a classifier has",
         ),
@@ -257,7 +287,8 @@ def test_llm_pools_what_is_made_for_it(embedder, tmp_path):
     with pytest.raises(InputError, match=r"^runner='pooling' must be 'generate' for a model to answer$"):
         llm.generate([[3]])
     options = {"dtype": "float32", "max_num_seqs": 4, "block_size": 8, "runner": "pooling"}
-    llm = LLM(CAUSAL, **options, pooler_config={"pooling_type": "MEAN"})
+    llm = LLM(CAUSAL, **options, pooler_config=PoolerConfig(task="embed", seq_pooling_type="MEAN"))
+    assert llm.llm_engine.vllm_config.model_config.hf_text_config.hidden_size == 32
     vectors = [out.outputs.embedding for out in llm.embed(GOLDEN["texts"])]
     np.testing.assert_allclose(vectors, GOLDEN["mean"], **CLOSE)
     assert len(llm.encode("a", pooling_task="token_embed")[0].outputs.data) == 2

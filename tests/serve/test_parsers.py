@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jaxpaged.serve.parsers import REASONING_PARSERS, TOOL_PARSERS, detected
 from jaxpaged.serve.parsers.base import Source
 from jaxpaged.serve.parsers.values import ParameterTypes
-from jaxpaged.serve.tools import Form, ToolDeltas
+from jaxpaged.serve.tools import Form, ReasoningTokens, ToolDeltas
 
 
 @dataclasses.dataclass(frozen=True)
@@ -369,3 +369,34 @@ def test_plain_text_arguments_have_the_types_that_a_reference_or_a_constant_give
     right = {"level": 2, "name": '{"x": 1}', "maybe": 3, "five": 5, "tags": ["a"], "loop": "1", "far": "1"}
     written["far"] = "1"
     assert {name: json.loads(types.json("f", name, text)) for name, text in written.items()} == right
+
+
+class Letters:
+    """Tokenizer of letters, with a token for each mark of reasoning."""
+
+    marks = ("<think>", "</think>")
+
+    def encode(self, text, add_special_tokens=False):
+        return [self.marks.index(text)] if text in self.marks else [ord(letter) for letter in text]
+
+    def decode(self, ids, skip_special_tokens=False):
+        return "".join(self.marks[i] if i < len(self.marks) else chr(i) for i in ids)
+
+
+@pytest.mark.parametrize("reads", ["qwen3", "deepseek_r1", "kimi_k2"])
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 99])
+def test_letters_that_look_like_the_end_of_reasoning_end_nothing(reads, size):
+    """A constraint begins behind the token: what is behind the letters alone is no answer."""
+    tokenizer, content, reasoning = Letters(), "", ""
+    ids = [0, *map(ord, "The mark </think> and </think>, "), 1, *map(ord, "yes</think>")]
+    reasoned = ReasoningTokens(reads, tokenizer)
+    deltas = ToolDeltas(Form(reasoning=reads), reasoned)
+    for at in range(0, len(ids), size):
+        its = ids[at : at + size]
+        reasoned.note_tokens(its)
+        for delta in deltas.feed(tokenizer.decode(its), is_last=at + size >= len(ids)):
+            content += delta.get("content", "")
+            reasoning += delta.get("reasoning_content", "")
+    assert content == "yes</think>"
+    assert reasoning.removeprefix("<think>") == "The mark </think> and </think>, "
+    assert reasoned.num == len("The mark </think> and </think>, ")

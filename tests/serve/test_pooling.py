@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import json
 import threading
 from pathlib import Path
 
@@ -11,6 +12,14 @@ import openai
 import pytest
 
 from jaxpaged import LLM
+from jaxpaged.pooling.encoding import (
+    EMBED_DTYPES,
+    ENDIANNESS,
+    MetadataItem,
+    build_metadata_items,
+    from_bytes,
+    to_bytes,
+)
 from jaxpaged.serve.options import ServerOptions
 from jaxpaged.serve.pooling_app import create_pooling_app
 from jaxpaged.serve.replies import ApiError
@@ -96,6 +105,28 @@ def test_a_texts_tokens_have_vectors_of_their_own(embedder):
     np.testing.assert_array_equal(array, want.outputs.data)
     plain = embedder.post("/pooling", input="a", task="token_embed", use_activation=False)
     assert np.abs(np.linalg.norm(plain["data"][0]["data"], axis=1) - 1).max() > 0.1
+
+
+def test_numbers_come_in_each_type_and_order_of_bytes(embedder):
+    want = np.asarray([out.outputs.embedding for out in embedder.pooling.embed(TEXTS)], np.float32)
+    for dtype in EMBED_DTYPES:
+        for order in ENDIANNESS:
+            asked = {"input": TEXTS, "embed_dtype": dtype, "endianness": order}
+            expected = want.astype(EMBED_DTYPES[dtype])
+            found = embedder.post("/v1/embeddings", **asked, encoding_format="base64")["data"]
+            arrays = [from_bytes(base64.b64decode(each["embedding"]), (-1,), dtype, order) for each in found]
+            np.testing.assert_array_equal(arrays, expected)
+            whole = embedder.http.post("/v1/embeddings", json=asked | {"encoding_format": "bytes"})
+            bare = embedder.http.post("/pooling", json=asked | {"encoding_format": "bytes_only"})
+            told = json.loads(whole.headers["metadata"])["data"]
+            places = [MetadataItem(**each) for each in told]
+            known = build_metadata_items(dtype, order, want.shape[1:], len(want))
+            assert (whole.content, told) == (bare.content, json.loads(json.dumps([vars(x) for x in known])))
+            assert "metadata" not in bare.headers
+            arrays = [from_bytes(bare.content[x.start : x.end], x.shape, dtype, order) for x in places]
+            np.testing.assert_array_equal(arrays, expected)
+    assert to_bytes([1.0], "bfloat16", "big") == b"\x3f\x80"
+    assert to_bytes([1.0], "bfloat16", "little") == b"\x80\x3f"
 
 
 def test_scores_and_ranks(embedder, reranker):

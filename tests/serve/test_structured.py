@@ -449,3 +449,46 @@ def test_a_forced_call_has_arguments_by_its_own_schema(parameters, right, wrong)
         for arguments, is_right in ((right, True), (wrong, False)):
             call = [{"name": "f", "parameters": arguments}] if choice == "required" else arguments
             assert accepts(made, VOCABULARY, json.dumps(call)) is is_right
+
+
+@pytest.fixture
+def reasoning_by_letters(served, monkeypatch):
+    """Read reasoning between k and z: the tiny model has no marks of one token. Returns their tokens."""
+    monkeypatch.setattr(served.service.chat_prompts, "reasoning_parser", "qwen3")
+    for place, name, mark in (
+        (think.Qwen3, "begin_mark", "k"),
+        (think, "BEGIN", "k"),
+        (think.Qwen3, "end_mark", "z"),
+        (think, "END", "z"),
+    ):
+        monkeypatch.setattr(place, name, mark)
+    return [served.llm.tokenizer.encode(mark, add_special_tokens=False)[0] for mark in "kz"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_response_has_its_form_behind_reasoning_and_without(served, reasoning_by_letters, stream):
+    """What other engines get wrong: a text of the form told as reasoning, and one that escapes it there."""
+    begin, end = reasoning_by_letters
+    form = {"type": "json_schema", "name": "x", "schema": {"enum": ["q", "w"]}, "strict": True}
+    asked = {"input": "ab", "text": {"format": form}, "max_output_tokens": 60, "seed": 2, "stream": stream}
+
+    def answer(**more):
+        reply = served.http.post("/v1/responses", json=asked | more)
+        if not stream:
+            made = reply.json()
+        else:
+            events = [json.loads(line[6:]) for line in reply.text.splitlines() if line.startswith("data: {")]
+            made = events[-1]["response"]
+            for kind in ("reasoning_text", "output_text"):
+                told = "".join(e["delta"] for e in events if e["type"] == f"response.{kind}.delta")
+                its = [i["content"][0]["text"] for i in made["output"] if i["content"][0]["type"] == kind]
+                assert told == "".join(its)
+        texts = {item["type"]: item["content"][0]["text"] for item in made["output"]}
+        return made["status"], texts, made["usage"]["output_tokens_details"]["reasoning_tokens"]
+
+    status, texts, num = answer(logit_bias={str(begin): 50.0, str(end): 49.0}, frequency_penalty=2)
+    assert (status, texts["message"] in ('"q"', '"w"'), num > 0) == ("completed", True, True)
+    assert re.fullmatch("[^z]*", texts["reasoning"], re.DOTALL)
+    status, texts, num = answer(logit_bias={str(begin): -50.0, str(end): 50.0})
+    assert (status, [*texts], num) == ("completed", ["message"], 0)
+    assert texts["message"] in ('"q"', '"w"')

@@ -171,6 +171,7 @@ def test_it_sleeps_and_wakes(served, llm):
     assert served.http.get("/is_sleeping").json() == {"is_sleeping": False}
     assert complete(served)["token_ids"] == first["token_ids"]
     assert post(served, "/reset_prefix_cache")[0] == 200
+    assert post(served, "/reset_prefix_cache?reset_running_requests=true")[0] == 200
     assert post(served, "/pause")[0] == 200
     assert post(served, "/release_kv_cache_memory")[0] == 200
     assert post(served, "/wake_up")[0] == 200

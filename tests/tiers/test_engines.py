@@ -299,6 +299,27 @@ def test_a_directory_is_found_after_a_restart_and_by_another_engine(cold, tmp_pa
 
 
 @pytest.mark.slow
+def test_conversations_that_return_from_a_directory_beside_others_are_their_own(cold, tmp_path):
+    """Long prompts come back at once with short ones, and go on: as reported of other engines, which told one
+    the blocks of another, or tried a file that is torn or gone again and again.
+    """
+    driver = tiered(40, kv_offloading_backend=f"disk:{tmp_path / 'kept'}")
+    prompts, short = tiny.prompts([90, 101, 97, 85, 103, 99], seed=31), tiny.prompts([9, 12, 20, 7], seed=32)
+    for turn in range(3):
+        asked = [each for pair in zip(prompts, [*short, *short], strict=False) for each in pair]
+        assert tiny.generate(driver, asked, SCORED) == [cold(prompt) for prompt in asked]
+        driver.offloading.finish()
+        driver.offloading.tiers.below.flush()
+        prompts = [[*prompt, *cold(prompt), 5 + turn] for prompt in prompts]
+        torn, gone, *_ = sorted((tmp_path / "kept").glob("*/*"), key=lambda path: path.stat().st_mtime_ns)
+        torn.write_bytes(torn.read_bytes()[:100])
+        gone.unlink()
+    counts = driver.stats.tiers["disk"]
+    assert counts.num_hits >= 10
+    driver.close()
+
+
+@pytest.mark.slow
 def test_groups_of_layers_are_fetched_as_they_were_computed():
     """Layers that read all beside a window: each group brings what the next token reads."""
     config = tiny.mixed(LayerKind(), LayerKind(sliding_window=11))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -122,11 +123,14 @@ def test_a_class_that_raises_is_told_so(tmp_path: Path) -> None:
     class Broken(BlockPool):
         def get_new_blocks(self, num_blocks: int) -> Any:
             if num_blocks == 3:
-                raise RuntimeError("three is too many")
+                raise RuntimeError("three is too many")  # this line is told
             return super().get_new_blocks(num_blocks)
 
     report = verify_allocator(Broken, "v1", histories=40)
-    assert "fails, where the oracle does not: RuntimeError: three is too many" in str(report)
+    lines = Path(__file__).read_text().splitlines()
+    line = 1 + next(i for i, each in enumerate(lines) if each.endswith("# this line is told"))
+    place = f"three is too many (at {os.path.relpath(__file__)}:{line})"
+    assert f"fails, where the oracle does not: RuntimeError: {place}" in str(report)
     assert len(report.history) <= 8, report
 
 

@@ -72,6 +72,10 @@ class Lifecycle:
         self._turns.forget_prefixes()
         return deltas
 
+    def restart(self) -> list[Delta]:
+        """Forget all cached prefixes, and compute what runs anew: see `stand_down`."""
+        return self._without_cache()
+
     def read_names(self, pairs: Any) -> Given:
         """Check an update by names; see `Given`. Any thread may ask. Raises `InputError`."""
         device = self._device

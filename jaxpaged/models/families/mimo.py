@@ -116,6 +116,11 @@ def _fused(config: ModelConfig, layer: int) -> tuple[int, int, int]:
     return config.num_q_heads * head_dim, kv_heads * head_dim, kv_heads * v_dim
 
 
+def _num_parts(config: ModelConfig) -> int:
+    """Return into how many parts a fused product is divided, each of queries, keys and values."""
+    return min(config.heads_of(i)[0] for i in range(config.num_layers))
+
+
 def _stored(config: ModelConfig, role: str, layer: int, tensors: Stored) -> Stored:
     if not role.startswith("qkv."):
         return WINDOWED_SINKS.stored(config, role, layer, tensors)
@@ -130,7 +135,7 @@ def _restored(config: ModelConfig, role: str, layer: int, pieces: Pieces) -> Pie
     if not role.startswith("qkv."):
         return WINDOWED_SINKS.restored(config, role, layer, pieces)
     [fused] = pieces
-    parts = min(config.heads_of(i)[0] for i in range(config.num_layers))
+    parts = _num_parts(config)
     rows = fused.reshape(parts, -1, *fused.shape[1:])
     q, k, _ = (count // parts for count in _fused(config, layer))
     found = [each.reshape(-1, *fused.shape[1:]) for each in np.split(rows, [q, q + k], axis=1)]
@@ -138,7 +143,10 @@ def _restored(config: ModelConfig, role: str, layer: int, pieces: Pieces) -> Pie
 
 
 FUSED_NAMES = Names(
-    table=FUSED_TABLE, of_layers=FormOfLayers(_stored, _restored), ignored=(*NAMES.ignored, *BESIDE)
+    table=FUSED_TABLE,
+    of_layers=FormOfLayers(_stored, _restored),
+    ignored=(*NAMES.ignored, *BESIDE),
+    chunks={".qkv_proj": _num_parts},
 )
 _DEFAULTS = {
     "max_position_embeddings": 131072,
@@ -148,7 +156,7 @@ _DEFAULTS = {
 }
 MIMO_V2 = Family(
     model_type="mimo_v2",
-    models="MiMo V2.5, text only, not in FP8",
+    models="MiMo V2.5, text only",
     read=read_mimo_v2,
     names=lambda config: FUSED_NAMES,
     defaults=_DEFAULTS,

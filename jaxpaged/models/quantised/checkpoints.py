@@ -44,7 +44,9 @@ class Tensors(Mapping[str, np.ndarray]):
         self._shapes = dict(stored_shapes(config, names))
         endings = tuple(f".{mark}" for mark in self._method.marks)
         stems = {name.rpartition(".")[0] for name in self._tensors if name.endswith(endings)}
-        self._modules = {f"{stem}.weight": Module(stem, self._tensors) for stem in stems}
+        self._modules = {
+            f"{stem}.weight": Module(stem, self._tensors, names.num_chunks(config, stem)) for stem in stems
+        }
         parts = {f"{stem}.{part}" for stem in stems for part in (*self._method.parts, *UNREAD)}
         plain = (name for name in self._tensors if name not in parts and not name.endswith(OF_CACHES))
         self._names = {*(name for name in plain if not self._is_empty_bias(name)), *self._modules}

@@ -35,10 +35,13 @@ MODELOPT = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN")  # NVIDIA's Model Optimizer: e4m
 
 
 class Module(NamedTuple):
-    """The tensors of one product, by what follows its name."""
+    """The tensors of one product, by what follows its name. Each of its `chunks`, which have as many outputs,
+    may have blocks of scales of its own.
+    """
 
     name: str
     tensors: Mapping[str, np.ndarray]
+    chunks: int = 1
 
     def __contains__(self, ending: object) -> bool:
         return f"{self.name}.{ending}" in self.tensors
@@ -284,6 +287,7 @@ class _Scale(NamedTuple):
     num_groups: int
     outputs_of_block: int
     dtype: str
+    chunk: int | None = None  # outputs behind which blocks begin anew
 
     @classmethod
     def of(cls, module: Module, name: str, shape: Shape, bits: int, block: list[int] | None) -> "_Scale":
@@ -297,6 +301,10 @@ class _Scale(NamedTuple):
             if found.shape == counts:
                 group = block[1] if counts[1] > 1 else whole
                 return cls(module, name, num_outputs, group, counts[1], block[0], dtype)
+            chunk = num_outputs // module.chunks
+            if found.shape == (module.chunks * cdiv(chunk, block[0]), counts[1]):
+                group = block[1] if counts[1] > 1 else whole
+                return cls(module, name, num_outputs, group, counts[1], block[0], dtype, chunk)
         if len(found.shape) == 2 and found.shape[0] == num_outputs and num_inputs % found.shape[1] == 0:
             group = num_inputs // found.shape[1]
             if group % (32 // bits) == 0:
@@ -313,6 +321,11 @@ class _Scale(NamedTuple):
         if math.prod(shape) == 1:
             return np.full((len(part.outputs), 1), self.module.finite(self.name).reshape(-1)[0])
         unit = self.outputs_of_block
+        if self.chunk is not None:
+            numbers = part.outputs // self.chunk * cdiv(self.chunk, unit) + part.outputs % self.chunk // unit
+            first = int(numbers.min())
+            there = slice(first, int(numbers.max()) + 1), part.groups(self.group)
+            return self.module.finite(self.name, *there)[numbers - first]
         at = [part.span(unit), part.groups(self.group)][: len(shape)]
         found = self.module.finite(self.name, *at)
         return part.of(np.repeat(found.reshape(len(found), -1), unit, axis=0), unit)

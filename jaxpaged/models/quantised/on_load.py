@@ -4,6 +4,7 @@
 outputs are kept before a tensor is read, so that a program's arrays are known by their shapes.
 """
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 
 import jax.numpy as jnp
@@ -123,12 +124,14 @@ class FromFile(Quantisation):
     ) -> tuple[SegmentSpec, ...] | None:
         if role not in self._roles:
             return None
-        found = []
+        found, size = [], 0
         for name, its in stored:
-            kind = self._kind_of(name, its)
+            kind, size = self._kind_of(name, its), size + math.prod(its)
             if kind is None or (kind.has_order and role == "embedding.weight"):
                 return None
             found.append((kind, its[0]))
+        if size != math.prod(shape):
+            return None  # some of the decoder's numbers are zeros, or come twice
         if cut is not None:
             found = cut.segments(found, shape[1])
         return tuple(SegmentSpec(kind, sum(counts)) for kind, counts in joined(found))

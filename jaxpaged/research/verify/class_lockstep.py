@@ -73,7 +73,7 @@ class ClassLockstep(History):
         try:
             made = theirs(*sizes)
         except Exception as error:  # whatever a user's constructor raises
-            reason = f"{type(error).__name__}: {error}"
+            reason = hints.raised(error)
             raise Unusable(f"the class cannot be constructed with {sizes}: {reason}") from error
         for names in needed:
             if not any(hasattr(made, name) for name in names.split("|")):
@@ -257,7 +257,7 @@ class ClassLockstep(History):
         except Disagreement:
             raise
         except Exception as error:  # whatever a user's class raises
-            reason = error.status.name if isinstance(error, Refused) else f"{type(error).__name__}: {error}"
+            reason = error.status.name if isinstance(error, Refused) else hints.raised(error)
             raise Disagreement(f"{verb} fails, where the oracle does not: {reason}") from error
 
     def compare(self, verb: str) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from jaxpaged.checks import InputError, checked_choice
+from jaxpaged.research.verify import hints
 
 FRAMEWORKS = ("numpy", "jax", "torch")
 
@@ -34,7 +35,7 @@ def named(path: str, *, may_be_module: bool = False) -> Any:
         for part in filter(None, name.split(".")):
             found = getattr(found, part)
     except Exception as error:  # whatever importing somebody's module raises
-        raise InputError(f"{path!r} cannot be imported: {type(error).__name__}: {error}") from error
+        raise InputError(f"{path!r} cannot be imported: {hints.raised(error)}") from error
     return found
 
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpaged.research.verify import quick
+from jaxpaged.research.verify import hints, quick
 from jaxpaged.research.verify.oracles import attention as oracle
 from pallas_kernels import layouts, ops
 from pallas_kernels.layouts import BlockSlice, Layout, Pool, Sizes
@@ -102,8 +102,7 @@ def verify_layout(layout: Layout, *, name: str | None = None) -> LayoutReport:
         except Broken as error:
             broken.append(f"{case}: {error}")
         except Exception as error:  # an outsider's layout may raise anything
-            lines = str(error).strip().splitlines() or [""]
-            broken.append(f"{case}: {type(error).__name__}: {lines[0][:200]}")
+            broken.append(f"{case}: {hints.raised(error, 200)}")
         else:
             passed.append(str(case))
     bits = float("nan")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from jaxpaged.research.verify import frameworks, shrinking
+from jaxpaged.research.verify import frameworks, hints, shrinking
 from jaxpaged.research.verify.cases.frame import KernelCase
 from jaxpaged.research.verify.kernels import NotServed, Terms, WrongResult, cases_of, check, worst_error
 
@@ -149,5 +149,4 @@ def _outcome(
     except WrongResult as error:
         return Outcome(case, wrong=str(error))
     except Exception as error:  # an outsider's function may raise anything
-        lines = str(error).strip().splitlines() or [""]
-        return Outcome(case, wrong=f"{case}: {type(error).__name__}: {lines[0][:200]}")
+        return Outcome(case, wrong=f"{case}: {hints.raised(error, 200)}")

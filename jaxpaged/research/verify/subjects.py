@@ -14,7 +14,7 @@ from jaxpaged.memory import block_pool, block_table, policies, prefix_cache, swa
 from jaxpaged.memory.block_table import BlockTables
 from jaxpaged.memory.invariants import check_invariants, free_block_ids
 from jaxpaged.memory.policies import Policy
-from jaxpaged.research.verify import quick
+from jaxpaged.research.verify import hints, quick
 from jaxpaged.research.verify.history import MAX_BLOCKS, MAX_SEQS, Disagreement, Unusable
 
 VERBS = (
@@ -196,7 +196,7 @@ class Theirs:
             try:
                 return verb(*args)
             except Exception as error:  # whatever a user's functions raise
-                raise Disagreement(f"{name} raises {type(error).__name__}: {error}") from error
+                raise Disagreement(f"{name} raises {hints.raised(error)}") from error
 
         return run
 
@@ -209,7 +209,7 @@ class Theirs:
         try:
             return self.functions.create(*sizes)
         except Exception as error:  # whatever a user's functions raise
-            reason = f"{type(error).__name__}: {error}"
+            reason = hints.raised(error)
             raise Unusable(f"a state cannot be made: create{sizes} raises {reason}") from error
 
     def observe(self, state: Any) -> Seen:

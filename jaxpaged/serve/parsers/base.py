@@ -237,7 +237,8 @@ class Parser:
     """Reads one answer. Subclasses have the generator `read`.
 
     `tools` are those of the request, as OpenAI's; `prompt` is the text that the answer follows, `begun` what
-    of that is the answer's own beginning, where a message is continued.
+    of that is the answer's own beginning, where a message is continued. `is_end` is asked whether the n-th
+    `end_mark` of the text is that token, and not letters that look like it; None: each ends the reasoning.
     """
 
     # A chat template that has all of these is of a model that writes in this form.
@@ -250,6 +251,7 @@ class Parser:
 
     def __init__(self, tools: Sequence[Mapping[str, Any]] = (), prompt: str = "", begun: str = "") -> None:
         self.tools, self.prompt, self.begun = tools, prompt, begun
+        self.is_end: Callable[[int], bool] | None = None
         self._source = Source()
         self._reading = self.read(self._source)
 

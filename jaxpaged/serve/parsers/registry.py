@@ -51,10 +51,12 @@ def answer_parser(
     tools: Sequence[Mapping[str, Any]] = (),
     prompt: str = "",
     begun: str = "",
+    is_end: Callable[[int], bool] | None = None,
 ) -> ReadsAnswers | None:
     """Return what reads an answer by these two parsers; None where there is neither.
 
-    A form that is read for both by one class is read once.
+    A form that is read for both by one class is read once. is_end: what the parser of reasoning asks of marks
+    of its end, as `Parser` says.
     """
     of_calls = (TOOL_PARSERS | FORCED_PARSERS)[calls](tools, prompt, begun) if calls else None
     if reasoning is None:
@@ -62,6 +64,7 @@ def answer_parser(
     if of_calls is not None and isinstance(of_calls, REASONING_PARSERS[reasoning]):
         return of_calls
     of_reasoning = REASONING_PARSERS[reasoning](tools, prompt, begun)
+    of_reasoning.is_end = is_end
     return NoCalls(of_reasoning) if of_calls is None else Chain(of_reasoning, of_calls)
 
 

@@ -1,5 +1,6 @@
 """Reasoning between <think> and </think> before the answer, as Qwen3, DeepSeek R1, GLM-4.5, Kimi write it."""
 
+import itertools
 import re
 from typing import ClassVar
 
@@ -16,7 +17,7 @@ class Qwen3(Parser):
     """Reads reasoning where the answer begins with <think>, or the prompt ends with it.
 
     Line feeds beside the marks belong to them, as in the models' templates, and are not given. An answer that
-    ends before </think> is all reasoning.
+    ends before </think> is all reasoning. Where </think> is a token, its letters alone end nothing.
     """
 
     end_mark: ClassVar[str | None] = END
@@ -44,8 +45,7 @@ class Qwen3(Parser):
                 is_open = True
                 yield from source.run(SPACE)
         if is_open:
-            at_end = Marks(END, *self.other_ends)
-            _, mark = yield from without_end(source.until(at_end, Reasoning), Reasoning, "\r\n")
+            mark = yield from without_end(self.until_end(source), Reasoning, "\r\n")
             if mark in self.other_ends:
                 yield Text(mark)
             else:
@@ -53,6 +53,16 @@ class Qwen3(Parser):
         elif space:
             yield Text(space)
         yield from source.rest(Text)
+
+    def until_end(self, source: Source) -> Reads[str]:
+        """Give the reasoning, and return the mark that ends it, "" at the answer's end."""
+        at_end = Marks(END, *self.other_ends)
+        for num in itertools.count(1):
+            _, mark = yield from source.until(at_end, Reasoning)
+            if mark != END or self.is_end is None or self.is_end(num):
+                return mark
+            yield Reasoning(mark)
+        raise AssertionError
 
 
 @reasoning_parser("deepseek_r1")
