@@ -16,8 +16,9 @@ from jaxpaged.models.names import Names
 from jaxpaged.models.weights import StoredWeights, random_weights
 from tests import tiny
 
-DELTA = GatedDelta(num_heads=4, num_key_heads=2, k_dim=6, v_dim=10, kernel_size=4)
-MAMBA = Mamba2(num_heads=4, head_dim=6, state_size=5, num_groups=2, kernel_size=4, norm_groups=2)
+# Numbers of heads and widths that 16 divides, as those of all models: see docs/research/states.md.
+DELTA = GatedDelta(num_heads=16, num_key_heads=8, k_dim=16, v_dim=16, kernel_size=4)
+MAMBA = Mamba2(num_heads=16, head_dim=16, state_size=16, num_groups=2, kernel_size=4, norm_groups=2)
 CONVOLUTION = ShortConvolution(width=32, kernel_size=3, bias=True)
 FULL, WINDOW = tiny.CONFIG.layers[0], dataclasses.replace(tiny.CONFIG.layers[0], sliding_window=11)
 STATE = LayerKind(has_state=True)

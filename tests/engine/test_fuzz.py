@@ -25,6 +25,13 @@ def test_answers_in_random_company_are_those_of_the_request_alone(setting, tmp_p
     assert not tiers or tiers["host"].num_hits > 20
 
 
+@pytest.mark.slow
+def test_answers_of_a_model_with_states_are_those_of_the_request_alone(tmp_path):
+    fuzz = Fuzz("states, swap", tmp_path)
+    counts = [fuzz.run(seed) for seed in range(4)]
+    assert all(sum(kind) > 0 for kind in zip(*counts, strict=True)), "some whole, and some given up"
+
+
 @pytest.mark.parametrize("setting", slow_and_nightly(DRAFTING, ["swap, drafts", "swap, drafts by itself"]))
 def test_answers_are_the_same_with_drafts_and_without(setting, tmp_path):
     """Alone, to the last bit of each score; then in random company."""

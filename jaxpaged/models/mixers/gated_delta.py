@@ -37,7 +37,7 @@ class GatedDeltaMixer(nnx.Module):
         b, a = jnp.split(self.ba(x, number), 2, axis=1)
         weight = self.conv[number]
         mixed, rows = paged.convolve(kept["conv"], mixed.astype(dtype), weight, None, tables, batch)
-        mixed = jax.nn.silu(mixed).astype(dtype).astype(jnp.float32)
+        mixed = paged.apart(jax.nn.silu(mixed).astype(dtype).astype(jnp.float32))
         q, k, v = jnp.split(mixed, [d.num_key_heads * d.k_dim, 2 * d.num_key_heads * d.k_dim], axis=1)
         q, k = (_unit(each.reshape(-1, d.num_key_heads, d.k_dim)) for each in (q, k))
         log_decay = -jnp.exp(paged.in_float32(self.a_log, number)) * jax.nn.softplus(
@@ -54,6 +54,7 @@ class GatedDeltaMixer(nnx.Module):
         out, blocks = paged.over_tiles(_advance, blocks, tokens, tables, batch)
         new = {"state": blocks.state, "k": blocks.k, "u": blocks.u, "log_decay": blocks.log_decay}
         cache = cache.with_states(new | {"conv": rows})
+        out = paged.apart(out)
         mean_square = row_sums.mean(out * out)
         out = out * lax.rsqrt(mean_square + self.eps)
         out = (out * paged.in_float32(self.norm, number)).astype(dtype).astype(jnp.float32)

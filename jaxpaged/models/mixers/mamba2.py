@@ -38,7 +38,7 @@ class Mamba2Mixer(nnx.Module):
         mixed, rows = paged.convolve(
             kept["conv"], mixed.astype(dtype), self.conv[number], bias, tables, batch
         )
-        mixed = jax.nn.silu(mixed).astype(dtype).astype(jnp.float32)
+        mixed = paged.apart(jax.nn.silu(mixed).astype(dtype).astype(jnp.float32))
         states_width = d.num_groups * d.state_size
         given, b, c = jnp.split(mixed, [d.width, d.width + states_width], axis=1)
         given = given.reshape(-1, d.num_heads, d.head_dim)
@@ -51,9 +51,9 @@ class Mamba2Mixer(nnx.Module):
         out, blocks = paged.over_tiles(_advance, blocks, tokens, tables, batch)
         new = {"state": blocks.state, "k": blocks.k, "u": blocks.u, "log_decay": blocks.log_decay}
         cache = cache.with_states(new | {"conv": rows})
-        out = out + given * paged.in_float32(self.d, number)[:, None]
+        out = paged.apart(out) + given * paged.in_float32(self.d, number)[:, None]
         out = out.reshape(z.shape).astype(dtype).astype(jnp.float32)
-        out = out * jax.nn.silu(z.astype(dtype).astype(jnp.float32))
+        out = paged.apart(out * jax.nn.silu(z.astype(dtype).astype(jnp.float32)))
         grouped = out.reshape(out.shape[0], d.norm_groups, -1)
         grouped = grouped * lax.rsqrt(row_sums.mean(grouped * grouped) + self.eps)
         out = grouped.reshape(out.shape).astype(dtype) * self.norm[number].astype(dtype)

@@ -143,6 +143,13 @@ def state_blocks(arrays: dict[str, Array], *, has_delta_rule: bool) -> states.St
     return states.StateBlocks(**{name: arrays[name] for name in names}, has_delta_rule=has_delta_rule)
 
 
+def apart(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Return x as numbers of its own. XLA may not fuse what made it with what follows: it would sometimes add
+    an unrounded product, in passes of one shape and not in those of another.
+    """
+    return lax.optimization_barrier(x)
+
+
 def in_float32(stack: layers.Stack, number: int) -> Float[Array, "..."]:
     """Return a layer's weight in float32."""
     return stack[number].astype(jnp.float32)
