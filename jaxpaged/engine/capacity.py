@@ -108,16 +108,20 @@ def bytes_per_block(setup: Setup) -> int:
     sizes = [(setup.grouping.width, *setup.cache_heads)]
     sizes += [] if draft is None else [draft.cache_sizes]
     width = 0 if draft is None or draft.draft_head is None else draft.hidden_size  # of a head's features
-    return block_size * width * setup.dtype.itemsize + bytes_of_states(setup) + sum(
-        sizing.bytes_per_block(
-            block_size=block_size,
-            num_layers=num_layers,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            dtype=setup.dtype,
-            layout=setup.layout,
+    return (
+        block_size * width * setup.dtype.itemsize
+        + bytes_of_states(setup)
+        + sum(
+            sizing.bytes_per_block(
+                block_size=block_size,
+                num_layers=num_layers,
+                num_kv_heads=num_kv_heads,
+                head_dim=head_dim,
+                dtype=setup.dtype,
+                layout=setup.layout,
+            )
+            for num_layers, num_kv_heads, head_dim in sizes
         )
-        for num_layers, num_kv_heads, head_dim in sizes
     )
 
 

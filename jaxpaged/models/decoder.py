@@ -220,8 +220,8 @@ class DecoderLayers(nnx.Module):
         self.config = weights.config
         self.attention_norm = norm(weights, "attention_norm")
         attends = self.config.attention_part is not None
-        self.attention = Attention(weights) if attends else None
-        self.mixer = mixer_of(weights)
+        self.attention: Any = Attention(weights) if attends else None
+        self.mixer: Any = mixer_of(weights)
         self.attention_out_norm = norm(weights, "attention_out_norm")
         self.mlp_norm = norm(weights, "mlp_norm")
         experts = self.config.experts

@@ -39,8 +39,8 @@ from jaxpaged.step.channels import CANDIDATES
 from jaxpaged.step.config import MAX_STEPS
 from jaxpaged.step.state import FinishReason
 from tests import tiny, tiny_grammars, tiny_lora, tiny_recursive
-from tests.tiny_states import NAMES
 from tests.engine.fuzz_settings import NUM_DEVICES, SETTINGS
+from tests.tiny_states import NAMES
 
 NUM_ASKS = 40  # different ones a setting; each is answered alone once for each set of weights
 

@@ -49,7 +49,9 @@ class Walk:
             table_rows=jnp.asarray(row),
             implementation="xla",
         )
-        out, self.cache = self._run(self.model.layers.mixer, jnp.asarray(x.reshape(-1, width)), self.cache, batch)
+        out, self.cache = self._run(
+            self.model.layers.mixer, jnp.asarray(x.reshape(-1, width)), self.cache, batch
+        )
         out = np.asarray(out).reshape(*at.shape, width)
         return {int(p): out[i, j] for i, j in zip(*np.nonzero(mine), strict=True) for p in [at[i, j]]}
 

@@ -136,14 +136,14 @@ _APART = {
 _FORMS = {"mixer.conv.weight": BY_CHANNEL}
 _OF_LAYERS = FormOfLayers(_stored, _restored)
 NEXT_NAMES = Names(
-    table=qwen.QWEN2_MOE_NAMES.table | _TABLE | _TOGETHER,
+    table={**qwen.QWEN2_MOE_NAMES.table, **_TABLE, **_TOGETHER},
     forms=_FORMS | {"mixer.in.weight": reordered(_qkvz), "mixer.ba.weight": reordered(_ba)},
     of_layers=_OF_LAYERS,
     ignored=("mtp.",),
 )
 NAMES_3_5 = Names(table=llama.TABLE | _TABLE | _APART, forms=_FORMS, of_layers=_OF_LAYERS, ignored=("mtp.",))
 MOE_NAMES_3_5 = Names(
-    table=qwen.QWEN2_MOE_NAMES.table | _TABLE | _APART,
+    table={**qwen.QWEN2_MOE_NAMES.table, **_TABLE, **_APART},
     forms=_FORMS,
     of_layers=_OF_LAYERS,
     ignored=("mtp.",),

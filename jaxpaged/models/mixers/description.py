@@ -1,7 +1,7 @@
 """Descriptions of recurrent mixers: their sizes, weights, and what a layer keeps for a block of tokens."""
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Protocol
+from typing import ClassVar, Protocol
 
 import jax.numpy as jnp
 
@@ -15,7 +15,11 @@ class Mixer(Protocol):
     """Protocol of a description. Instances are frozen and hashable. Roles begin with `mixer.`."""
 
     name: ClassVar[str]
-    kernel_size: int  # tokens of the short convolution, the newest among them
+
+    @property
+    def kernel_size(self) -> int:
+        """Tokens of the short convolution, the newest among them."""
+        ...
 
     def weights(self, hidden_size: int) -> dict[str, Shape]:
         """Return the shapes of a layer's weights by role."""
@@ -71,7 +75,7 @@ class GatedDelta:
         return [self.num_channels, self.num_heads * self.v_dim] if is_in else None
 
     def arrays(self, block_size: int, dtype: jnp.dtype) -> dict[str, tuple[Shape, jnp.dtype]]:
-        """Return the arrays of `ops.states.StateBlocks`, and the convolution's inputs in the model's dtype."""
+        """Return the arrays of `ops.states.StateBlocks`, and the convolution's inputs in `dtype`."""
         return _state_arrays(block_size, self.num_heads, self.num_key_heads, self.k_dim, self.v_dim) | {
             "conv": ((block_size, self.num_channels), dtype)
         }
@@ -134,7 +138,7 @@ class Mamba2:
         return None
 
     def arrays(self, block_size: int, dtype: jnp.dtype) -> dict[str, tuple[Shape, jnp.dtype]]:
-        """Return the arrays of `ops.states.StateBlocks`, and the convolution's inputs in the model's dtype."""
+        """Return the arrays of `ops.states.StateBlocks`, and the convolution's inputs in `dtype`."""
         sizes = self.num_heads, self.num_groups, self.state_size, self.head_dim
         return _state_arrays(block_size, *sizes) | {"conv": ((block_size, self.num_channels), dtype)}
 

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 from jaxpaged import row_sums
 from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.models.attention import PassBatch
-from jaxpaged.models.feed_forward import linear, stack
+from jaxpaged.models.feed_forward import linear
 from jaxpaged.models.mixers import paged
 from jaxpaged.models.mixers.description import GatedDelta
 from jaxpaged.models.weights import Weights
@@ -25,7 +25,7 @@ class GatedDeltaMixer(nnx.Module):
         self.description, self.eps = description, weights.config.norm_eps
         self.into, self.ba, self.out = (linear(weights, f"mixer.{name}") for name in ("in", "ba", "out"))
         roles = ("conv.weight", "a_log", "dt_bias", "norm.weight")
-        self.conv, self.a_log, self.dt_bias, self.norm = (stack(weights, f"mixer.{name}") for name in roles)
+        self.conv, self.a_log, self.dt_bias, self.norm = (paged.stacked(weights, name) for name in roles)
 
     def __call__(
         self, x: Float[Array, "num_tokens hidden"], cache: KVCache, number: int, batch: PassBatch
@@ -65,7 +65,8 @@ class GatedDeltaMixer(nnx.Module):
 def _advance(
     blocks: states.StateBlocks, tokens: tuple[Array, ...], tables: Array, starts: Array, lengths: Array
 ) -> tuple[Array, states.StateBlocks]:
-    return states.advance(blocks, *tokens, tables, starts, lengths)
+    q, k, v, log_decay, beta = tokens
+    return states.advance(blocks, q, k, v, log_decay, beta, tables, starts, lengths)
 
 
 def _unit(x: Float[Array, "num_tokens heads dim"]) -> Float[Array, "num_tokens heads dim"]:

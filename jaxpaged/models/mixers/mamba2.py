@@ -22,10 +22,9 @@ class Mamba2Mixer(nnx.Module):
     def __init__(self, weights: Weights, description: Mamba2) -> None:
         self.description, self.eps = description, weights.config.norm_eps
         self.into, self.out = linear(weights, "mixer.in"), linear(weights, "mixer.out")
-        roles = ("conv.weight", "conv.bias", "a_log", "d", "dt_bias", "norm.weight")
-        self.conv, self.conv_bias, self.a_log, self.d, self.dt_bias, self.norm = (
-            stack(weights, f"mixer.{name}") for name in roles
-        )
+        self.conv, self.conv_bias = paged.stacked(weights, "conv.weight"), stack(weights, "mixer.conv.bias")
+        roles = ("a_log", "d", "dt_bias", "norm.weight")
+        self.a_log, self.d, self.dt_bias, self.norm = (paged.stacked(weights, name) for name in roles)
 
     def __call__(
         self, x: Float[Array, "num_tokens hidden"], cache: KVCache, number: int, batch: PassBatch
@@ -63,4 +62,5 @@ class Mamba2Mixer(nnx.Module):
 def _advance(
     blocks: states.StateBlocks, tokens: tuple[Array, ...], tables: Array, starts: Array, lengths: Array
 ) -> tuple[Array, states.StateBlocks]:
-    return states.advance(blocks, *tokens, None, tables, starts, lengths)
+    c, b, x, log_decay = tokens
+    return states.advance(blocks, c, b, x, log_decay, None, tables, starts, lengths)

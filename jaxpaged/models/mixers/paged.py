@@ -11,6 +11,8 @@ from jaxtyping import Array, Float, Int
 from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.models import layers
 from jaxpaged.models.attention import PassBatch
+from jaxpaged.models.feed_forward import stack
+from jaxpaged.models.weights import Weights
 from pallas_kernels.ops import states
 
 # Computes tokens [num_seqs, num_tokens, ...] of sequences: (blocks, tokens, tables, starts, lengths) to
@@ -130,7 +132,7 @@ def convolve(
     tables: Int[Array, "num_tiles max_blocks"],
     batch: PassBatch,
 ) -> tuple[Float[Array, "num_tokens num_channels"], Float[Array, "num_places block_size num_channels"]]:
-    """Convolve each channel with the tokens before, and return it in float32, and the rows with x in them."""
+    """Compute a convolution of each channel. Return it in float32, and the rows with x in their slots."""
     real = _real(batch)
     tiles = real.to_front(x.reshape(real.starts.shape[0], batch.tile_len, -1))
     out, rows = states.convolve(rows, tiles, weight, bias, tables, real.starts, real.lengths)
@@ -148,6 +150,13 @@ def apart(x: Float[Array, "..."]) -> Float[Array, "..."]:
     an unrounded product, in passes of one shape and not in those of another.
     """
     return lax.optimization_barrier(x)
+
+
+def stacked(weights: Weights, role: str) -> layers.Stack:
+    """Return the weights of this role, which all layers with states have."""
+    found = stack(weights, f"mixer.{role}")
+    assert found is not None
+    return found
 
 
 def in_float32(stack: layers.Stack, number: int) -> Float[Array, "..."]:

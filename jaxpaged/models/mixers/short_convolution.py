@@ -18,7 +18,7 @@ class ShortConvolutionMixer(nnx.Module):
     def __init__(self, weights: Weights, description: ShortConvolution) -> None:
         self.description = description
         self.into, self.out = linear(weights, "mixer.in"), linear(weights, "mixer.out")
-        self.conv, self.bias = stack(weights, "mixer.conv.weight"), stack(weights, "mixer.conv.bias")
+        self.conv, self.bias = paged.stacked(weights, "conv.weight"), stack(weights, "mixer.conv.bias")
 
     def __call__(
         self, x: Float[Array, "num_tokens hidden"], cache: KVCache, number: int, batch: PassBatch
