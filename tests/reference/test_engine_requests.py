@@ -182,6 +182,7 @@ def test_the_answers_are_the_models_own() -> None:
                 attention_chunk=None,
                 temperature=None,
                 shares_kv=None,
+                has_state=False,
                 sparsity=0.0,
                 head_dim=None,
                 own=None,

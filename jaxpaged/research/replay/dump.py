@@ -110,6 +110,7 @@ def dump(
             "head_dim": kv.head_dim,
             "dtype": str(kv.dtype),
             "layout": layouts.words(kv.layout),
+            "states": {name: [*x.shape[1:], x.dtype.name] for name, x in kv.states.items()},
         },
         "num_requests": len(requests),
         "events": [
@@ -319,7 +320,12 @@ def _new_state(
         if not kv:
             return no_layers(num_blocks, block_size)
         sizes = kv | {"num_blocks": num_blocks, "block_size": block_size, "dtype": dtype_named(kv["dtype"])}
-        return kv_cache.create(**sizes)
+        states = sizes.pop("states", {})  # older dumps have none
+        cache = kv_cache.create(**sizes)
+        if not states:
+            return cache
+        arrays = {name: (tuple(shape), dtype_named(dtype)) for name, (_, *shape, dtype) in states.items()}
+        return kv_cache.with_states(cache, arrays, next(iter(states.values()))[0])
 
     pool = None if host is None else HostPool(tables(**host), arrays(host["num_blocks"]))
     return create_state(tables(**device), arrays(device["num_blocks"]), max_model_len, vocab_size, pool)
