@@ -2,6 +2,7 @@
 on."""
 
 import functools
+import random
 from types import SimpleNamespace
 from typing import get_args
 
@@ -17,6 +18,7 @@ from jaxpaged.config import EngineConfig, LogprobsMode
 from jaxpaged.engine.door import Door
 from jaxpaged.engine.request import Request
 from jaxpaged.engine.request_encoding import filled, row_values
+from jaxpaged.memory.sizing import CacheSize
 from jaxpaged.sampling import Context, first_ranked, likeliest, sample
 from jaxpaged.sampling_filters import filter_rows, filtered
 from jaxpaged.sampling_params import MAX_LOGPROBS, SamplingParams
@@ -112,7 +114,7 @@ DOOR = Door(
     EngineConfig(block_size=8),
     SimpleNamespace(vocab_size=ROOM, eos_token_ids=(3,)),
     LENGTH,
-    SimpleNamespace(num_blocks=10**6),
+    CacheSize(10**6, 1, 16, "for a test"),
     StepConfig(max_num_seqs=1, num_tiles=1, tiles_per_pass=1, attention="xla"),
     Letters(),
 )
@@ -163,12 +165,15 @@ def mixes(draw: st.DrawFn, exact: bool) -> tuple[list[int], list[int], SamplingP
         ignore_eos=draw(st.booleans()),
         logprobs=some(st.integers(0, 4), None),
     )
+    state = random.getstate()  # beartype looks at a random item of a tuple, which a strategy may not
     try:
         DOOR.admit(prompt, params)
     except InputError as error:  # of options that leave no token to choose
         if "must have a token to choose" not in str(error):
             raise
         reject()
+    finally:
+        random.setstate(state)
     return prompt.tolist(), answer.tolist(), params
 
 

@@ -124,7 +124,7 @@ SETTINGS: dict[str, Callable[[Path], Driver]] = {
     "three kinds of layers, suffixes, disk": lambda folder: _fetching(
         _of_kinds(FULL, WINDOW, CHUNK, **SWAP | THREE_KINDS | BY_SUFFIXES, **_tiers(8, folder, 20))
     ),
-    "states": lambda _: tiny_states.driver(tiny_states.DELTA, **TIGHT | THREE_KINDS),
+    "states": lambda _: tiny_states.driver(tiny_states.DELTA, **TIGHT | TWO_KINDS),
     "states, swap": lambda _: tiny_states.driver(tiny_states.MAMBA, **SWAP | TWO_KINDS),
     "states, swap, drafts": lambda _: tiny_states.driver(
         tiny_states.MAMBA, **SWAP | TWO_KINDS, speculative_config={"prompt_lookup_min": 1}
