@@ -19,6 +19,8 @@ POOLS = {
     "mistral_window": {"num_blocks": 1 + 8, "max_num_batched_tokens": 4 + 32},
     "families/gemma2": TWO_KINDS,
     "families/gpt_oss": TWO_KINDS,
+    "families/lfm2": TWO_KINDS,
+    "families/qwen3_5_text": TWO_KINDS,
 }
 
 
@@ -36,6 +38,11 @@ POOLS = {
         pytest.param("mistral_window", "bfloat16", marks=pytest.mark.nightly),
         pytest.param("families/mixtral", "float32", marks=pytest.mark.nightly),
         pytest.param("lora", "bfloat16", marks=pytest.mark.nightly),
+        # Layers with states.
+        *(
+            pytest.param(f"families/{name}", "float32", marks=pytest.mark.nightly)
+            for name in ("lfm2", "qwen3_5_text")
+        ),
         # Caps of scores and logits; sinks and experts. Both have layers with a window, and without.
         pytest.param("families/gemma2", "float32", marks=pytest.mark.nightly),
         pytest.param("families/gpt_oss", "float32", marks=pytest.mark.nightly),
