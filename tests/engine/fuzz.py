@@ -212,7 +212,7 @@ class Fuzz:
         if self._takes_weights and rng.random() < 0.3:
             self._weights = 1 - self._weights
             self._update()
-        numbers = [rng.randrange(NUM_ASKS) for _ in range(rng.choice([8, 16, 25]))]
+        numbers = [rng.randrange(NUM_ASKS) for _ in range(rng.choice([16, 25, 40]))]
         wanted = [self.alone(number) for number in numbers]
         if rng.random() < 0.5:
             assert driver.reset_prefix_cache()
