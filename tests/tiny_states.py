@@ -7,7 +7,7 @@ from typing import Any
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine.drafted import Draft
 from jaxpaged.engine.driver import Driver
-from jaxpaged.models.config import LayerKind, ModelConfig
+from jaxpaged.models.config import STATE, LayerKind, ModelConfig
 from jaxpaged.models.decoder import Decoder
 from jaxpaged.models.families import llama
 from jaxpaged.models.load_as import LoadAs
@@ -21,7 +21,6 @@ DELTA = GatedDelta(num_heads=16, num_key_heads=8, k_dim=16, v_dim=16, kernel_siz
 MAMBA = Mamba2(num_heads=16, head_dim=16, state_size=16, num_groups=2, kernel_size=4, norm_groups=2)
 CONVOLUTION = ShortConvolution(width=32, kernel_size=3, bias=True)
 FULL, WINDOW = tiny.CONFIG.layers[0], dataclasses.replace(tiny.CONFIG.layers[0], sliding_window=11)
-STATE = LayerKind(has_state=True)
 ROLES = ("in", "ba", "conv", "a_log", "d", "dt_bias", "norm", "out")
 NAMES = Names(table=llama.TABLE | {f"mixer.{role}": f"{llama.LAYER}.mixer.{role}" for role in ROLES})
 

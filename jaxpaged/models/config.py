@@ -64,6 +64,9 @@ class LayerKind:
         return FULL if self.sliding_window is None else SlidingWindow(self.sliding_window)
 
 
+STATE = LayerKind(has_state=True)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Experts:
     """A feed-forward part of which a router chooses, for each token, `num_chosen` of `num_experts`.

@@ -376,4 +376,8 @@ def _grouped(config: ModelConfig, weight: np.ndarray) -> Pieces:
 
 
 GROUPED_QKV = reordered(_grouped)
+# A convolution's weights by channel, as torch has them; the decoder has the oldest token's first.
+BY_CHANNEL = Form(
+    lambda config, shape: (shape[1], 1, shape[0]), lambda config, pieces: [piece[:, 0].T for piece in pieces]
+)
 TRANSPOSED = Form(lambda config, shape: shape[::-1], lambda config, pieces: [piece.T for piece in pieces])

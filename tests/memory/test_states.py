@@ -1,18 +1,17 @@
 """A recurrent layer's blocks in the tables that K and V use: forks, drafts, shared prefixes, freed blocks.
 
-The kind of layer is made here: each chunk reads the state that ends the one before.
+Each chunk reads the state that ends the one before.
 """
 
 import functools
-from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpaged.contracts import CacheSpec
 from jaxpaged.memory import block_pool, block_table, group_content, prefix_cache
+from jaxpaged.memory.cache_specs import ChunkState
 from jaxpaged.memory.invariants import check_invariants
 from jaxpaged.memory.policies import LRU
 from jaxpaged.research.verify import quick, subjects
@@ -20,20 +19,6 @@ from pallas_kernels.ops import states
 
 CHUNK, ROWS, MAX_BLOCKS, WIDTH, VOCABULARY = 4, 4, 8, 9, 5
 HEADS, K_DIM, V_DIM = 2, 8, 8
-
-
-@dataclass(frozen=True)
-class ChunkState(CacheSpec):
-    """A state at the end of each chunk, of which the next chunk reads the last alone."""
-
-    chunk: int
-
-    def first_read(self, num_tokens):
-        first = num_tokens // self.chunk * self.chunk - 1
-        return first * (first > 0)
-
-    def most_kept(self, num_in_flight):
-        return self.chunk + num_in_flight
 
 
 SPEC = ChunkState(CHUNK)

@@ -5,13 +5,12 @@ import math
 from typing import Any
 
 from jaxpaged.checks import check, checked_number
-from jaxpaged.models.config import LayerKind, ModelConfig
+from jaxpaged.models.config import STATE, LayerKind, ModelConfig
 from jaxpaged.models.families import granite_moe, llama
 from jaxpaged.models.families.family import Family
-from jaxpaged.models.families.qwen_next import BY_CHANNEL, STATE
 from jaxpaged.models.fields import Fields
 from jaxpaged.models.mixers.description import Mamba2
-from jaxpaged.models.names import Names
+from jaxpaged.models.names import BY_CHANNEL, Names
 
 SINKS: dict[str, str | tuple[str, ...]] = {"sinks": f"{llama.LAYER}.self_attn.sinks"}
 SHARED = f"{llama.LAYER}.shared_mlp"

@@ -2,13 +2,12 @@
 
 import dataclasses
 
-from jaxpaged.models.config import Experts, LayerKind, ModelConfig
+from jaxpaged.models.config import STATE, Experts, LayerKind, ModelConfig
 from jaxpaged.models.families import llama
 from jaxpaged.models.families.family import Family
-from jaxpaged.models.families.qwen_next import BY_CHANNEL, STATE
 from jaxpaged.models.fields import Fields
 from jaxpaged.models.mixers.description import ShortConvolution
-from jaxpaged.models.names import Names
+from jaxpaged.models.names import BY_CHANNEL, Names
 
 MIXER, ATTENTION = f"{llama.LAYER}.conv", f"{llama.LAYER}.self_attn"
 MLP = f"{llama.LAYER}.feed_forward"
@@ -86,27 +85,23 @@ MOE_NAMES = Names(
     forms=NAMES.forms,
 )
 
+_DEFAULTS = {
+    "max_position_embeddings": 128000,
+    "norm_eps": 1e-5,
+    "num_key_value_heads": 8,
+    "tie_word_embeddings": True,
+}
 LFM2 = Family(
     model_type="lfm2",
     models="LFM2 350M to 2.6B",
     read=read_lfm2,
     names=lambda config: NAMES,
-    defaults={
-        "max_position_embeddings": 128000,
-        "norm_eps": 1e-5,
-        "num_key_value_heads": 8,
-        "tie_word_embeddings": True,
-    },
+    defaults=_DEFAULTS,
 )
 LFM2_MOE = Family(
     model_type="lfm2_moe",
     models="LFM2 8B-A1B",
     read=read_lfm2_moe,
     names=lambda config: MOE_NAMES,
-    defaults={
-        "max_position_embeddings": 128000,
-        "norm_eps": 1e-5,
-        "num_key_value_heads": 8,
-        "tie_word_embeddings": True,
-    },
+    defaults=_DEFAULTS,
 )

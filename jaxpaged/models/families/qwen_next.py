@@ -4,16 +4,15 @@ from typing import Any
 
 import numpy as np
 
-from jaxpaged.checks import InputError
-from jaxpaged.models.config import Experts, LayerKind, ModelConfig
+from jaxpaged.checks import check
+from jaxpaged.models.config import STATE, Experts, LayerKind, ModelConfig
 from jaxpaged.models.families import llama, qwen
 from jaxpaged.models.families.family import Family
 from jaxpaged.models.fields import Fields
 from jaxpaged.models.mixers.description import GatedDelta
-from jaxpaged.models.names import Form, FormOfLayers, Names, Pieces, Stored, reordered
+from jaxpaged.models.names import BY_CHANNEL, FormOfLayers, Names, Pieces, Stored, reordered
 
 MIXER = f"{llama.LAYER}.linear_attn"
-STATE = LayerKind(has_state=True)
 
 
 def read_qwen3_next(f: Fields) -> ModelConfig:
@@ -49,8 +48,7 @@ def _common(f: Fields, width: int) -> dict[str, Any]:
         kernel_size=f.size("linear_conv_kernel_dim", 4),
     )
     f.only("mamba_ssm_dtype", "float32")
-    if same["activation"] != "silu":
-        raise InputError(f"model config: hidden_act={same['activation']!r} must be 'silu'")
+    check("model config: hidden_act", same["activation"], "'silu'", same["activation"] == "silu")
     has_states = any(kind.has_state for kind in layers)
     return same | {
         "layers": layers,
@@ -115,10 +113,6 @@ def _ba(config: ModelConfig, weight: np.ndarray) -> Pieces:
     return _by_key_head(config, weight, [mixer.num_heads // mixer.num_key_heads] * 2)
 
 
-# The convolution's weights by channel, as torch has them.
-BY_CHANNEL = Form(
-    lambda config, shape: (shape[1], 1, shape[0]), lambda config, pieces: [piece[:, 0].T for piece in pieces]
-)
 # Norms other than the mixer's own are stored as what is added to 1.
 _TABLE: dict[str, str | tuple[str, ...]] = {
     "attention_gate": f"{llama.LAYER}.self_attn.q_proj",

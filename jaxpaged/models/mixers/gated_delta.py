@@ -13,7 +13,6 @@ from jaxpaged.models.feed_forward import linear
 from jaxpaged.models.mixers import paged
 from jaxpaged.models.mixers.description import GatedDelta
 from jaxpaged.models.weights import Weights
-from pallas_kernels.ops import states
 
 EPS = 1e-6  # of the norms of queries and keys
 
@@ -43,16 +42,8 @@ class GatedDeltaMixer(nnx.Module):
         log_decay = -jnp.exp(paged.in_float32(self.a_log, number)) * jax.nn.softplus(
             a + paged.in_float32(self.dt_bias, number)
         )
-        tokens = (
-            q * d.k_dim**-0.5,
-            k,
-            v.reshape(-1, d.num_heads, d.v_dim),
-            log_decay[..., None],
-            jax.nn.sigmoid(b),
-        )
-        blocks = paged.state_blocks(kept, has_delta_rule=True)
-        out, blocks = paged.over_tiles(_advance, blocks, tokens, tables, batch)
-        new = {"state": blocks.state, "k": blocks.k, "u": blocks.u, "log_decay": blocks.log_decay}
+        q, v = q * d.k_dim**-0.5, v.reshape(-1, d.num_heads, d.v_dim)
+        out, new = paged.advance(kept, q, k, v, log_decay, jax.nn.sigmoid(b), tables, batch)
         cache = cache.with_states(new | {"conv": rows})
         out = paged.apart(out)
         mean_square = row_sums.mean(out * out)
@@ -60,13 +51,6 @@ class GatedDeltaMixer(nnx.Module):
         out = (out * paged.in_float32(self.norm, number)).astype(dtype).astype(jnp.float32)
         out = (out.reshape(z.shape) * jax.nn.silu(z.astype(dtype).astype(jnp.float32))).astype(dtype)
         return self.out(out, number), cache
-
-
-def _advance(
-    blocks: states.StateBlocks, tokens: tuple[Array, ...], tables: Array, starts: Array, lengths: Array
-) -> tuple[Array, states.StateBlocks]:
-    q, k, v, log_decay, beta = tokens
-    return states.advance(blocks, q, k, v, log_decay, beta, tables, starts, lengths)
 
 
 def _unit(x: Float[Array, "num_tokens heads dim"]) -> Float[Array, "num_tokens heads dim"]:

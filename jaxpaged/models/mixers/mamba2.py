@@ -13,7 +13,6 @@ from jaxpaged.models.feed_forward import linear, stack
 from jaxpaged.models.mixers import paged
 from jaxpaged.models.mixers.description import Mamba2
 from jaxpaged.models.weights import Weights
-from pallas_kernels.ops import states
 
 
 class Mamba2Mixer(nnx.Module):
@@ -45,10 +44,7 @@ class Mamba2Mixer(nnx.Module):
         dt = jax.nn.softplus(dt + paged.in_float32(self.dt_bias, number))
         dt = jnp.clip(dt, *d.dt_limit)
         log_decay = -jnp.exp(paged.in_float32(self.a_log, number)) * dt
-        tokens = c, b, given * dt[..., None], log_decay[..., None]
-        blocks = paged.state_blocks(kept, has_delta_rule=False)
-        out, blocks = paged.over_tiles(_advance, blocks, tokens, tables, batch)
-        new = {"state": blocks.state, "k": blocks.k, "u": blocks.u, "log_decay": blocks.log_decay}
+        out, new = paged.advance(kept, c, b, given * dt[..., None], log_decay, None, tables, batch)
         cache = cache.with_states(new | {"conv": rows})
         out = paged.apart(out) + given * paged.in_float32(self.d, number)[:, None]
         out = out.reshape(z.shape).astype(dtype).astype(jnp.float32)
@@ -57,10 +53,3 @@ class Mamba2Mixer(nnx.Module):
         grouped = grouped * lax.rsqrt(row_sums.mean(grouped * grouped) + self.eps)
         out = grouped.reshape(out.shape).astype(dtype) * self.norm[number].astype(dtype)
         return self.out(out, number), cache
-
-
-def _advance(
-    blocks: states.StateBlocks, tokens: tuple[Array, ...], tables: Array, starts: Array, lengths: Array
-) -> tuple[Array, states.StateBlocks]:
-    c, b, x, log_decay = tokens
-    return states.advance(blocks, c, b, x, log_decay, None, tables, starts, lengths)

@@ -139,10 +139,33 @@ def convolve(
     return real.back(out).reshape(x.shape), rows
 
 
-def state_blocks(arrays: dict[str, Array], *, has_delta_rule: bool) -> states.StateBlocks:
-    """Return a layer's arrays as the blocks that `ops.states.advance` computes with."""
+def advance(
+    arrays: dict[str, Array],
+    q: Float[Array, "num_tokens num_key_heads k_dim"],
+    k: Float[Array, "num_tokens num_key_heads k_dim"],
+    v: Float[Array, "num_tokens num_heads v_dim"],
+    log_decay: Float[Array, "num_tokens num_heads"],
+    beta: Float[Array, "num_tokens num_heads"] | None,
+    tables: Int[Array, "num_tiles max_blocks"],
+    batch: PassBatch,
+) -> tuple[Float[Array, "num_tokens num_heads v_dim"], dict[str, Array]]:
+    """Compute a pass's tokens by `ops.states.advance`, which says what they are.
+
+    arrays: those of a layer, by name, perhaps beside others. Returns outputs, and the arrays of the state.
+    """
     names = ("state", "k", "u", "log_decay")
-    return states.StateBlocks(**{name: arrays[name] for name in names}, has_delta_rule=has_delta_rule)
+    blocks = states.StateBlocks(**{name: arrays[name] for name in names}, has_delta_rule=beta is not None)
+    tokens = (q, k, v, log_decay[..., None], *(() if beta is None else (beta,)))
+
+    def compute(
+        blocks: states.StateBlocks, tokens: tuple[Array, ...], tables: Array, starts: Array, lengths: Array
+    ) -> tuple[Array, states.StateBlocks]:
+        q, k, v, log_decay, *rest = tokens
+        beta = rest[0] if rest else None
+        return states.advance(blocks, q, k, v, log_decay, beta, tables, starts, lengths)
+
+    out, blocks = over_tiles(compute, blocks, tokens, tables, batch)
+    return out, {name: getattr(blocks, name) for name in names}
 
 
 def apart(x: Float[Array, "..."]) -> Float[Array, "..."]:
