@@ -81,7 +81,7 @@ def bytes_per_block(
 
 def most_blocks(num_layers: int, block_size: int) -> int:
     """Return the most blocks with which a slot's number, all layers counted, is an int32."""
-    return INT32_MAX // (num_layers * block_size)
+    return INT32_MAX // (max(num_layers, 1) * block_size)  # layers with states alone have no slots
 
 
 def cache_size(

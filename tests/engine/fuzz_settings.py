@@ -138,7 +138,7 @@ SETTINGS: dict[str, Callable[[Path], Driver]] = {
         )
     ),
     "states alone": lambda _: tiny_states.driver(
-        tiny_states.CONVOLUTION, tiny_states.STATE, **TIGHT | TWO_KINDS
+        tiny_states.CONVOLUTION, tiny_states.STATE, **TIGHT | THREE_KINDS
     ),
     "two kinds of layers, drafts by a head": lambda _: _of_kinds(
         FULL, WINDOW, draft=tiny_head.draft(), **SWAP | TWO_KINDS | tiny_head.BY_HEAD

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jaxpaged.checks import InputError
+from jaxpaged.memory import sizing
 from jaxpaged.models.attention import PassBatch
 from jaxpaged.models.load_as import LoadAs
 from jaxpaged.models.weights import by_role, random_weights
@@ -105,3 +106,8 @@ def test_a_token_has_the_same_bits_in_a_prompt_in_a_step_and_among_drafts(mixer)
 def test_options_that_states_do_not_serve_are_refused(options, message):
     with pytest.raises(InputError, match=message):
         tiny_states.driver(tiny_states.DELTA, **tiny.SMALL | options)
+
+
+def test_a_model_of_states_alone_has_room_for_any_number_of_blocks():
+    """It has no layer with K and V, and so no slots to count."""
+    assert sizing.most_blocks(0, 16) == sizing.most_blocks(1, 16)
