@@ -109,5 +109,5 @@ def test_options_that_states_do_not_serve_are_refused(options, message):
 
 
 def test_a_model_of_states_alone_has_room_for_any_number_of_blocks():
-    """It has no layer with K and V, and so no slots to count."""
+    """Such a model has no layer with K and V, and so no slots to count."""
     assert sizing.most_blocks(0, 16) == sizing.most_blocks(1, 16)
