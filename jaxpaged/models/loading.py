@@ -182,7 +182,7 @@ def _from_hub(name: str, revision: str | None) -> Path:
 
 
 def _open_directory(path: Path, overrides: Mapping[str, Any], *, own_tokenizer: bool) -> Checkpoint:
-    from jaxpaged.models.files import safetensors_files, tied
+    from jaxpaged.models.files import fused_experts, safetensors_files, tied
     from jaxpaged.models.quantised import checkpoints as quantised_checkpoints
 
     config_json = hf.read_object(path / "config.json")
@@ -215,7 +215,8 @@ def _open_directory(path: Path, overrides: Mapping[str, Any], *, own_tokenizer: 
                 names = names_of(config_json, config, method)
 
     def load() -> Mapping[str, Any]:
-        return tied.with_embedding(config, names, safetensors_files.load(path))
+        tensors = fused_experts.apart(safetensors_files.load(path), names)
+        return tied.with_embedding(config, names, tensors)
 
     checkpoint = Checkpoint(
         path=path,

@@ -3,14 +3,17 @@
 import dataclasses
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -92,6 +95,30 @@ def test_bfloat16_and_sharded_safetensors_are_read(tmp_path):
 
 
 WEIGHTS = "model.safetensors"
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_moe", "qwen3_next"])
+def test_experts_of_a_layer_may_lie_in_one_tensor(tmp_path, family):
+    """As in published files of Qwen 3.5; the weights are those of files with a tensor for each expert."""
+    folder = GOLDENS / "families" / family
+    tensors = load_file(folder / "model.safetensors")
+    of_experts = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+    found = {match[0]: match.groups() for match in map(of_experts.fullmatch, tensors) if match}
+    apart = {found[name]: tensors.pop(name) for name in found}
+    for stem, _, _ in [*apart]:
+        num = sum(place[0] == stem for place in apart) // 3
+        both = [np.concatenate([apart[stem, f"{i}", half] for half in ("gate", "up")]) for i in range(num)]
+        tensors[f"{stem}.gate_up_proj"] = np.stack(both)
+        tensors[f"{stem}.down_proj"] = np.stack([apart[stem, f"{i}", "down"] for i in range(num)])
+    shutil.copy(folder / "config.json", tmp_path)
+    save_file(tensors, tmp_path / "model.safetensors")
+    before, after = (loading.open_checkpoint(each) for each in (folder, tmp_path))
+    models = (each.model(LoadAs(jnp.dtype("float32"))) for each in (before, after))
+    jax.tree.map(np.testing.assert_array_equal, *(nnx.state(model) for model in models))
+    del tensors[f"{stem}.down_proj"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(InputError, match=r"experts\.0\.down_proj"):
+        loading.open_checkpoint(tmp_path).model(LoadAs(jnp.dtype("float32")))
 
 
 def test_shards_and_indices_that_people_have(tmp_path, caplog):
