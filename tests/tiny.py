@@ -229,7 +229,7 @@ def assert_nothing_is_held(driver: Driver) -> None:
     check_invariants(state.tables)
     assert int(state.status) == Status.OK
     assert not np.any(state.tables.seq_lens)
-    assert int(state.tables.pool.num_free) == driver.stats.num_free_blocks == driver.stats.num_blocks
+    assert int(state.tables.pool.num_free_in_all) == driver.stats.num_free_blocks == driver.stats.num_blocks
     if state.host is not None:
         check_invariants(state.host.tables)
         assert not np.any(state.host.tables.seq_lens)

@@ -4,6 +4,8 @@ import dataclasses
 import functools
 from typing import Any
 
+import jax.numpy as jnp
+
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine.drafted import Draft
 from jaxpaged.engine.driver import Driver
@@ -33,6 +35,11 @@ def config(mixer: Mixer, *kinds: LayerKind) -> ModelConfig:
 def load(load_as: LoadAs, config: ModelConfig) -> Decoder:
     """Load the model with random weights."""
     return Decoder(StoredWeights(config, NAMES, random_weights(config, NAMES, 0), load_as))
+
+
+def model(config: ModelConfig) -> Decoder:
+    """Return the model with random weights, in float32."""
+    return load(LoadAs(jnp.dtype("float32")), config)
 
 
 def driver(mixer: Mixer, *kinds: LayerKind, draft: Draft | None = None, **options: Any) -> Driver:

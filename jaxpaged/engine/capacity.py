@@ -1,6 +1,7 @@
 """Capacity: how many blocks the cache gets, and how long a request may be, by shapes alone."""
 
 import bisect
+import dataclasses
 import functools
 import math
 import os
@@ -31,14 +32,51 @@ def cache_size(setup: Setup) -> CacheSize:
     On a GPU this is an estimate, which `start.fitted` corrects: there the cache gets all that is left.
     """
     config = setup.config
-    return sizing.cache_size(
+    size = sizing.cache_size(
         num_blocks=config.num_blocks,
         bytes_per_block=bytes_per_block(setup),
         state_bytes_per_block=state_bytes(setup)[1],
         block_size=config.block_size,
         num_layers=setup.num_places,
         budget=budget(setup, weight_bytes(setup)) if config.num_blocks is None else None,
+        further_bytes=functools.partial(further_bytes, setup),
     )
+    return with_further(setup, size)
+
+
+def with_further(setup: Setup, size: CacheSize) -> CacheSize:
+    """Return a cache's size with the blocks of further size classes that go with its number of blocks."""
+    more = more_blocks(setup, size.num_blocks)
+    return dataclasses.replace(size, more_blocks=more, more_bytes=(bytes_of_states(setup),) if more else ())
+
+
+def more_blocks(setup: Setup, num_blocks: int) -> tuple[int, ...]:
+    """Return the blocks of each further size class that go with so many of the first: those of states.
+
+    States get as many bytes as K and V, so no workload has less than half of what the best division of the
+    memory would give it. They have at least what one request needs, with a given number of blocks what
+    `max_num_seqs` rows need; and no more blocks than K and V have.
+    """
+    if setup.model_config.mixer is None:
+        return ()
+    of_kv, of_states = bytes_per_block(setup), bytes_of_states(setup)
+    share = num_blocks * min(of_kv, of_states) // of_states if of_kv else num_blocks
+    return (max(share, min(_least_state_blocks(setup), num_blocks)),)
+
+
+@functools.cache  # asked for often while the cache is sized
+def _least_state_blocks(setup: Setup) -> int:
+    """Return the blocks of states, the null block included, that one request of full length needs; where the
+    number of blocks is given, with two for each other row, which has a state and the rows of an open chunk.
+    """
+    config = setup.config
+    needs = setup.step_config(2, (2,)).blocks_by_class(setup.max_model_len - 1, config.block_size)
+    return needs[1] + 1 + (0 if config.num_blocks is None else 2 * (config.max_num_seqs - 1))
+
+
+def further_bytes(setup: Setup, num_blocks: int) -> int:
+    """Return the bytes of the blocks of further size classes that go with so many of the first."""
+    return sum(count * bytes_of_states(setup) for count in more_blocks(setup, num_blocks))
 
 
 def longest_that_fits(setup: Setup, size: CacheSize) -> int:
@@ -46,8 +84,21 @@ def longest_that_fits(setup: Setup, size: CacheSize) -> int:
 
     The request has the cache for itself. An answer's last token is never written to the cache.
     """
-    blocks_of = functools.partial(setup.step_config(size.num_blocks).blocks_of, block_size=size.block_size)
-    return bisect.bisect_right(range(setup.max_model_len), size.num_blocks - 1, key=blocks_of)
+    return bisect.bisect_left(
+        range(setup.max_model_len), True, key=lambda num_tokens: bool(_shortage(setup, size, num_tokens))
+    )
+
+
+def _shortage(setup: Setup, size: CacheSize, num_tokens: int) -> tuple[int, int] | None:
+    """Return a size class that has too few blocks for a request with so many tokens in the cache, and how
+    many it needs; None if all have enough.
+    """
+    config = setup.step_config(size.num_blocks, size.more_blocks)
+    needs = config.blocks_by_class(num_tokens, size.block_size)
+    for size_class, (need, blocks) in enumerate(zip(needs, size.blocks_by_class, strict=True)):
+        if need > blocks - 1:
+            return size_class, need
+    return None
 
 
 def served_len(setup: Setup, size: CacheSize) -> int:
@@ -69,17 +120,20 @@ def served_len(setup: Setup, size: CacheSize) -> int:
         )
         return fits
     whose = ", the model's own," if config.max_model_len is None else ""
-    need = setup.step_config(size.num_blocks).blocks_of(longest - 1, size.block_size)
-    usable = size.num_blocks - 1
+    shortage = _shortage(setup, size, longest - 1)
+    assert shortage is not None  # it does not fit
+    size_class, need = shortage
+    usable, num_bytes = size.blocks_by_class[size_class] - 1, size.bytes_by_class[size_class]
+    what = " of states" if size_class else ""
     if config.num_blocks is not None:
-        has, or_more = f"num_blocks={size.num_blocks} leaves {usable} for use", f", or num_blocks={need + 1}"
+        leaves = f"num_blocks={size.num_blocks} leaves {usable}{what} for use"
+        has, or_more = leaves, "" if size_class else f", or num_blocks={need + 1}"
     else:
-        has = f"the cache has {usable} for use, {usable * size.bytes_per_block} bytes: {size.reason}"
+        has = f"the cache has {usable} for use, {usable * num_bytes} bytes: {size.reason}"
         or_more = ", or more memory (gpu_memory_utilization)"
     raise InputError(
-        f"max_model_len={longest}{whose} needs {need} blocks of {size.block_size} tokens, "
-        f"{need * size.bytes_per_block} bytes, but {has}; give max_model_len={fits}, or 'auto' for what fits"
-        f"{or_more}"
+        f"max_model_len={longest}{whose} needs {need} blocks{what} of {size.block_size} tokens, "
+        f"{need * num_bytes} bytes, but {has}; give max_model_len={fits}, or 'auto' for what fits{or_more}"
     )
 
 
@@ -103,25 +157,24 @@ def budget(setup: Setup, bytes_to_load: int) -> Budget:
 
 
 def bytes_per_block(setup: Setup) -> int:
-    """Return the bytes of a block: K and V of the widest group and of what drafts, and a head's features."""
+    """Return the bytes of a block: K and V of the widest group and of what drafts, and a head's features.
+
+    States lie in blocks of their own: see `bytes_of_states`.
+    """
     block_size, draft = setup.config.block_size, setup.draft
     sizes = [(setup.grouping.width, *setup.cache_heads)]
     sizes += [] if draft is None else [draft.cache_sizes]
     width = 0 if draft is None or draft.draft_head is None else draft.hidden_size  # of a head's features
-    return (
-        block_size * width * setup.dtype.itemsize
-        + bytes_of_states(setup)
-        + sum(
-            sizing.bytes_per_block(
-                block_size=block_size,
-                num_layers=num_layers,
-                num_kv_heads=num_kv_heads,
-                head_dim=head_dim,
-                dtype=setup.dtype,
-                layout=setup.layout,
-            )
-            for num_layers, num_kv_heads, head_dim in sizes
+    return block_size * width * setup.dtype.itemsize + sum(
+        sizing.bytes_per_block(
+            block_size=block_size,
+            num_layers=num_layers,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            dtype=setup.dtype,
+            layout=setup.layout,
         )
+        for num_layers, num_kv_heads, head_dim in sizes
     )
 
 
@@ -150,7 +203,13 @@ def state_bytes(setup: Setup) -> tuple[int, int]:
             caching = config.enable_prefix_caching
             width = cdiv(max_len, config.block_size)
             sizes = num_blocks, config.num_rows, width, config.block_size
-            tables = create_tables(*sizes, prefix_caching=caching, num_groups=setup.grouping.num_groups)
+            tables = create_tables(
+                *sizes,
+                prefix_caching=caching,
+                num_groups=setup.grouping.num_groups,
+                classes=setup.grouping.classes,
+                more_blocks=more_blocks(setup, num_blocks),
+            )
             nothing = kv_cache.create(0, 0, 1, 1, 1, jnp.dtype("float32"))
             vocab_size = setup.model_config.vocab_size
             return create_state(tables, nothing, max_len, vocab_size, features=setup.features)

@@ -15,7 +15,7 @@ from absl import logging
 from flax import nnx
 
 from jaxpaged.checks import check
-from jaxpaged.engine import drafted, machine, start, updates
+from jaxpaged.engine import capacity, drafted, machine, start, updates
 from jaxpaged.engine.drafted import Draft
 from jaxpaged.engine.setup import Setup
 from jaxpaged.engine.start import Run
@@ -88,7 +88,7 @@ class Device:
     ) -> None:
         self.setup, self.mesh = setup, setup.mesh
         self.num_blocks = num_blocks
-        self.step_config = setup.step_config(num_blocks)
+        self.step_config = setup.step_config(num_blocks, capacity.more_blocks(setup, num_blocks))
         self.names = names  # of the model's weights; None: unknown, and no update can name them
         self._load_model, self._draft = load_model, draft
         self.graphdef, self.params = nnx.split(model)
@@ -248,7 +248,11 @@ class Device:
             self._state = state
 
     def write_piece(
-        self, line: staging.Line, present: np.ndarray, places: np.ndarray, arrays: Mapping[str, jax.Array]
+        self,
+        line: staging.Line,
+        present: np.ndarray,
+        places: tuple[np.ndarray, ...],
+        arrays: Mapping[str, jax.Array],
     ) -> jax.Array:
         """Cache a chain whose new blocks are a piece. Return whether it is cached, without waiting for it."""
         self._state, done = staging.arrived(self._state, line, present, places, arrays, self.mesh)

@@ -373,7 +373,7 @@ def check_blocks(request: Request, step_config: StepConfig, cache_size: CacheSiz
     if request.beams is not None:  # which share the blocks that the prompt fills, if they keep them
         width = request.beams.beam_width
         what += f" and beam_width={width}"
-    sizes = cache_size.num_blocks, *cache_size.more_blocks
+    sizes = cache_size.blocks_by_class
     for size_class, (alone, shared, size) in enumerate(zip(needs, shares, sizes, strict=True)):
         need = alone + (width - 1) * (alone - shared)
         if need > size - 1:

@@ -110,7 +110,8 @@ class Driver:
         self.step_config = self.device.step_config
         self.door = Door(config, setup.model_config, max_len, size, self.step_config, adapters=adapters)
         self._replicas = Replicas(config, size.num_blocks)
-        num_blocks, num_rows = (n * self._replicas.size for n in (size.num_blocks - 1, config.num_rows))
+        num_usable = sum(number - 1 for number in size.blocks_by_class)
+        num_blocks, num_rows = (n * self._replicas.size for n in (num_usable, config.num_rows))
         self.stats = Stats(num_blocks=num_blocks, num_free_blocks=num_blocks)
         self._counters: Any = np.zeros(len(Counter) + config.most_drafts, np.int32)
         self.queue = RequestQueue()

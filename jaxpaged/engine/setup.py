@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import hashlib
 import re
+from collections.abc import Sequence
 from typing import cast
 
 import jax
@@ -252,16 +253,20 @@ class Setup:
             channels=channels.switched_on(config, self.model_config),
         )
 
-    def step_config(self, num_blocks: int) -> StepConfig:
-        """Return the constants of the compiled step over a pool of `num_blocks` blocks."""
+    def step_config(self, num_blocks: int, more_blocks: Sequence[int] = ()) -> StepConfig:
+        """Return the constants of the compiled step over a pool of `num_blocks` blocks.
+
+        more_blocks: of each further size class; see `capacity.more_blocks`.
+        """
         config, drafts = self.config, self.config.speculative_config
+        watermarks = tuple(int(WATERMARK * number) for number in (num_blocks, *more_blocks))
         return StepConfig(
             max_num_seqs=config.max_num_seqs,
             num_tiles=config.num_prefill_tiles,
             tiles_per_pass=self.tiles_per_pass,
             attention=self.attention,
             sampler=self.sampler,
-            watermark_blocks=int(WATERMARK * num_blocks),
+            watermark_blocks=watermarks if more_blocks else watermarks[0],
             grouping=self.grouping.of_step,
             reuse_answers=config.reuse_answers,
             decode_widths=self.decode_widths,

@@ -73,7 +73,7 @@ def known_size(setup: Setup, shapes: Shapes | None = None) -> CacheSize | None:
         of_weights = _num_bytes(nnx.state(abstract_model(setup, shapes)))
     memory = machine.gpu_budget(setup.config, stats).less(("of weights", of_weights))
     per_block = capacity.bytes_per_block(setup)
-    if memory.left < 2 * per_block:
+    if memory.left < 2 * per_block + capacity.further_bytes(setup, 2):
         raise sizing.no_room(per_block, memory)
     return None
 
@@ -97,12 +97,16 @@ def fitted(setup: Setup, model: Decoder) -> tuple[CacheSize, Run]:
     if config.gpu_memory_utilization > gpu_flags.memory_share():
         logging.warning("the cache gets what is left of %s", memory.what)
     made: dict[int, tuple[Budget, Run]] = {}
+    fit_into = functools.partial(
+        sizing.most_that_fit, further_bytes=functools.partial(capacity.further_bytes, setup)
+    )
 
     def fit_beside(num_blocks: int) -> int:
         state = state_shapes(setup, model, num_blocks)
         source = Source(setup, graphdef, params, state, by_host=config.loop == "host")
         program = source.kept() or source.compiled()
-        of_state = _num_bytes(dataclasses.replace(state, host=None)) - num_blocks * per_block
+        of_cache = num_blocks * per_block + capacity.further_bytes(setup, num_blocks)
+        of_state = _num_bytes(dataclasses.replace(state, host=None)) - of_cache
         if state.host is not None:
             of_state += _num_bytes(state.host.tables)
         # Two results exist at a time: that of the current run, and that of the last one, which is being read.
@@ -110,17 +114,18 @@ def fitted(setup: Setup, model: Decoder) -> tuple[CacheSize, Run]:
         left = memory.less(("of state", of_state), ("of the compiled loop", of_loop))
         made[num_blocks] = left, source.run(program)
         logging.info("beside the loop compiled for %d blocks: %s", num_blocks, left)
-        return left.left // per_block
+        return fit_into(left.left, per_block)
 
     most = min(sizing.MOST_BLOCKS, sizing.most_blocks(setup.num_places, config.block_size))
     reckoned = capacity.budget(setup, bytes_to_load).left
-    guess = max(reckoned // (per_block + capacity.state_bytes(setup)[1]), 2)
+    guess = max(fit_into(reckoned, per_block + capacity.state_bytes(setup)[1]), 2)
     num_blocks = sizing.fitted(guess, most, fit_beside)
     if num_blocks < 2:
         raise sizing.no_room(per_block, min((left for left, _ in made.values()), key=lambda left: left.left))
     left, run = made[num_blocks]
     why = sizing.CAPPED if num_blocks == sizing.coarse(most) else sizing.FITTED
-    return CacheSize(num_blocks, per_block, config.block_size, why, left), run
+    size = CacheSize(num_blocks, per_block, config.block_size, why, left)
+    return capacity.with_further(setup, size), run
 
 
 def run_of(
@@ -158,10 +163,9 @@ class Source:
 
     @functools.cached_property
     def step_config(self) -> StepConfig:
-        num_blocks = self.state.tables.pool.free_queue.place.shape[
-            -1
-        ]  # behind the axis of replicas, if there is one
-        return self.setup.step_config(num_blocks)
+        # Behind the axis of replicas, if there is one.
+        num_blocks, *more_blocks = (queue.place.shape[-1] for queue in self.state.tables.pool.queues)
+        return self.setup.step_config(num_blocks, more_blocks)
 
     @functools.cached_property
     def arrays(self) -> tuple[Any, ...]:
@@ -279,11 +283,11 @@ def _created(
     prefix_caching: bool,
     mesh: Mesh | None = None,
 ) -> EngineState:
-    config = setup.config
+    config, more_blocks = setup.config, capacity.more_blocks(setup, num_blocks)
 
     def cache() -> KVCache:
         made = num_blocks, config.block_size, setup.layout
-        own = model.create_cache(*made, setup.grouping.width, setup.cache_heads)
+        own = model.create_cache(*made, setup.grouping.width, setup.cache_heads, *more_blocks)
         return own if model.draft is None else kv_cache.joined(own, model.draft.create_cache(*made))
 
     return loop.create(
@@ -294,6 +298,8 @@ def _created(
         prefix_caching=prefix_caching,
         num_groups=setup.grouping.num_groups,
         first_blocks=setup.grouping.first_blocks(config.block_size),
+        classes=setup.grouping.classes,
+        more_blocks=more_blocks,
         policy=setup.policy,
         features=setup.features,
         mesh=mesh,

@@ -53,8 +53,9 @@ class Blocks:
     present: np.ndarray  # bool [num_groups, num_blocks]
     cache_salt: str | None
     # By the layout's names: [num_present, num_layers, ...], of several devices [num_present, devices, ...].
-    # The first group's blocks come first.
+    # The first group's blocks come first. An array has the blocks of its size class alone.
     arrays: dict[str, np.ndarray]
+    classes: tuple[int, ...] = ()  # size class of each group's blocks; empty: there is one
 
     @property
     def num_blocks(self) -> int:
@@ -72,11 +73,12 @@ class Blocks:
 
     def to_bytes(self) -> bytes:
         """Serialise to a safetensors file: the token ids, and each array's bytes, block by block."""
-        said = {
+        said: dict[str, Any] = {
             "kind": dataclasses.asdict(self.block_format),
             "cache_salt": self.cache_salt,
             "arrays": {name: [x.dtype.name, x.shape[1:]] for name, x in self.arrays.items()},
         }
+        said |= {"classes": self.classes} if self.classes else {}
         tensors = {
             OF_CACHE + name: np.ascontiguousarray(x)
             .reshape(-1)
@@ -109,8 +111,14 @@ class Blocks:
             check("token_ids", token_ids, f"int32 [num_blocks, {block_format.block_size}]", is_line)
             present = tensors.pop(PRESENT)
             check_present(present, len(token_ids))
+            classes = tuple(said.get("classes", ()))
+            rule = f"a size class for each of {len(present)} groups"
+            check("classes", classes, rule, not classes or len(classes) == len(present))
+            counts = {int(present.sum())}
+            if classes:
+                counts = {int(present[np.asarray(classes) == each].sum()) for each in {*classes}}
             arrays = {
-                name: _unpacked(tensors.pop(OF_CACHE + name), int(present.sum()), *its)
+                name: _unpacked(tensors.pop(OF_CACHE + name), counts, *its)
                 for name, its in said["arrays"].items()
             }
             check("tensors", sorted(tensors), "those of ids, presence and arrays", not tensors)
@@ -119,7 +127,7 @@ class Blocks:
             raise InputError(f"blocks: {error}") from error
         except Exception as error:  # safetensors, and values of any type where others belong
             raise InputError(f"blocks cannot be read: {type(error).__name__}: {error}") from error
-        return cls(block_format, token_ids, present, salt, arrays)
+        return cls(block_format, token_ids, present, salt, arrays, classes)
 
 
 def check_present(present: np.ndarray, num_blocks: int) -> None:
@@ -134,10 +142,13 @@ def _flat(dtype: np.dtype, shape: tuple[int, ...]) -> tuple[int, int]:
     return shape[0], math.prod(shape[1:]) * dtype.itemsize
 
 
-def _unpacked(flat: np.ndarray, num_blocks: int, dtype_name: str, shape: list[int]) -> np.ndarray:
-    """Return an array [num_blocks, *shape] that lies as bytes. Raises `InputError` for another size."""
+def _unpacked(flat: np.ndarray, counts: set[int], dtype_name: str, shape: list[int]) -> np.ndarray:
+    """Return an array [num_blocks, *shape] that lies as bytes, of one of these numbers of blocks. Raises
+    `InputError` for another size.
+    """
+    num_blocks = len(flat) if flat.ndim == 2 else -1
     dtype, whole = dtype_named(dtype_name), (num_blocks, *shape)
-    is_shape = all(is_int(size) and size > 0 for size in shape)
+    is_shape = all(is_int(size) and size > 0 for size in shape) and num_blocks in counts
     if flat.dtype != np.uint8 or not is_shape or flat.shape != _flat(dtype, whole):
         raise InputError(f"an array of {shown(dtype_name)}{shown(whole)} does not have {flat.shape} bytes")
     return flat.reshape(-1).view(dtype).reshape(whole)

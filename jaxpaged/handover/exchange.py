@@ -47,6 +47,7 @@ class Chain:
 
     token_ids: np.ndarray  # int32 [num_blocks, block_size]
     lines: np.ndarray  # int32 [num_groups, num_blocks]; NULL_BLOCK where a group has none
+    classes: tuple[int, ...] = ()  # size class of each group's blocks; empty: there is one
 
     @property
     def present(self) -> np.ndarray:
@@ -54,9 +55,20 @@ class Chain:
         return self.lines != NULL_BLOCK
 
     @property
-    def block_ids(self) -> np.ndarray:
-        """All blocks, group by group, int32 [num_present]."""
-        return self.lines[self.present]
+    def block_ids(self) -> tuple[np.ndarray, ...]:
+        """All blocks of each size class, group by group, int32 [num_present] each."""
+        return by_class(self.lines, self.present, self.classes)
+
+
+def by_class(values: np.ndarray, present: np.ndarray, classes: Sequence[int]) -> tuple[np.ndarray, ...]:
+    """Return the values of present blocks, group by group, apart for each size class.
+
+    values, present: [num_groups, num_blocks]. classes: of each group's blocks; empty: there is one.
+    """
+    of_groups = np.asarray(classes or (0,) * len(present))
+    return tuple(
+        values[of_groups == each][present[of_groups == each]] for each in range(1 + max(classes, default=0))
+    )
 
 
 @dataclass(frozen=True)
@@ -65,6 +77,7 @@ class Asked:
 
     token_ids: np.ndarray  # int32 [num_blocks, block_size] of the whole sequence
     found: tuple[Any, Any]  # as `programs.locate_blocks` returns it
+    classes: tuple[int, ...] = ()  # size class of each group's blocks; empty: there is one
 
     @property
     def is_ready(self) -> bool:
@@ -74,7 +87,7 @@ class Asked:
     def chain(self) -> Chain:
         """Return what was found. Waits for it."""
         lines, num_blocks = jax.device_get(self.found)
-        return Chain(self.token_ids[:num_blocks], lines[:, :num_blocks])
+        return Chain(self.token_ids[:num_blocks], lines[:, :num_blocks], self.classes)
 
 
 def describe_format(
@@ -106,11 +119,12 @@ def describe_format(
     words = np.asarray(programs.digest(jax.tree.leaves(weights)))
     # What says nothing of K and V may differ, as between two files of one model.
     described = replace(model_config, eos_token_ids=(), max_model_len=1)
+    of_class = [f" of size class {each}" for each in grouping.classes] or [""] * grouping.num_groups
     return BlockFormat(
         block_size=kv_cache.block_size,
         groups="; ".join(
-            f"{spec!r} in layers {', '.join(map(str, layers))}"
-            for spec, layers in zip(grouping.specs, grouping.groups, strict=True)
+            f"{spec!r} in layers {', '.join(map(str, layers))}{apart}"
+            for spec, layers, apart in zip(grouping.specs, grouping.groups, of_class, strict=True)
         ),
         layout=repr(kv_cache.layout),
         dtype=kv_cache.dtype.name,
@@ -123,12 +137,6 @@ def describe_format(
     )
 
 
-def check_classes(state: EngineState) -> None:
-    """Raise `InputError` if the state's blocks have several sizes: K and V of these are not handed over."""
-    num_classes = state.tables.num_classes
-    check("size classes of blocks", num_classes, "1 to be handed over", num_classes == 1)
-
-
 def ask(
     state: EngineState,
     prompt: np.ndarray,
@@ -137,10 +145,10 @@ def ask(
     mesh: Mesh | None = None,
 ) -> Asked:
     """Look for the longest cached beginning of a prompt, in full blocks. Waits for nothing."""
-    check_classes(state)
     token_ids = in_blocks(state, prompt)
     line = padded(state, token_ids), np.int32(len(token_ids)), np.int32(salt)
-    return Asked(token_ids, programs.locate_blocks(state.tables.pool, *line, specs=specs, mesh=mesh))
+    found = programs.locate_blocks(state.tables.pool, *line, specs=specs, mesh=mesh)
+    return Asked(token_ids, found, state.tables.classes)
 
 
 def locate(
@@ -155,16 +163,19 @@ def locate(
 
 
 def read_chunks(state: EngineState, chain: Chain, mesh: Mesh | None = None) -> Iterator[dict[str, jax.Array]]:
-    """Read K and V of a chain chunk by chunk, on the devices. Beyond the chain's end the values are
-    undefined.
+    """Read K and V of a chain chunk by chunk, on the devices; a chunk is of one size class, and the first
+    class comes first. Beyond the chain's end the values are undefined.
     """
-    for ids in _in_chunks(state.kv_cache, chain.block_ids):
-        yield read_ids(state, ids, mesh)
+    for size_class, block_ids in enumerate(chain.block_ids):
+        for ids in _in_chunks(state.kv_cache, block_ids, size_class):
+            yield read_ids(state, ids, size_class, mesh)
 
 
-def read_ids(state: EngineState, ids: np.ndarray, mesh: Mesh | None = None) -> dict[str, jax.Array]:
-    """Read K and V of a chunk of blocks, on the devices."""
-    return programs.read_blocks(state.kv_cache, ids, mesh=mesh)
+def read_ids(
+    state: EngineState, ids: np.ndarray, size_class: int = 0, mesh: Mesh | None = None
+) -> dict[str, jax.Array]:
+    """Read K and V, or states, of a chunk of blocks of a size class, on the devices."""
+    return programs.read_blocks(state.kv_cache, ids, size_class=size_class, mesh=mesh)
 
 
 def written(state: EngineState, ids: np.ndarray, chunk: Chunk, mesh: Mesh | None = None) -> EngineState:
@@ -191,47 +202,60 @@ def on_host(state: EngineState, chain: Chain, mesh: Mesh | None = None) -> dict[
     """Copy K and V of a chain to the host's memory.
 
     Returns arrays [num_present, num_layers, ...], of several devices [num_present, devices, num_layers, ...].
+    An array has the blocks of its size class.
     """
-    num_blocks, size = len(chain.block_ids), chunk_size(state.kv_cache)
-    shapes = shapes_of(state.kv_cache, num_blocks, mesh)
+    shapes = shapes_of(state.kv_cache, [len(ids) for ids in chain.block_ids], mesh)
     arrays = {name: np.empty(like.shape, like.dtype) for name, like in shapes.items()}
-    for i, chunk in enumerate(read_chunks(state, chain, mesh)):
+    filled = dict.fromkeys(arrays, 0)
+    for chunk in read_chunks(state, chain, mesh):
         for name, x in jax.device_get(chunk).items():
-            its = arrays[name][i * size : (i + 1) * size]
-            its[:] = by_block(x, mesh)[: len(its)]
+            blocks = by_block(x, mesh)
+            place = arrays[name][filled[name] : filled[name] + len(blocks)]
+            place[:] = blocks[: len(place)]
+            filled[name] += len(blocks)
     return arrays
 
 
 def cut(
-    arrays: Mapping[str, np.ndarray], num_blocks: int, kv_cache: KVCache, mesh: Mesh | None = None
+    arrays: Mapping[str, np.ndarray], counts: Sequence[int], kv_cache: KVCache, mesh: Mesh | None = None
 ) -> Iterator[Chunk]:
-    """Cut a chain's K and V into chunks, the last one padded with zeros. Raises `InputError` for other
-    arrays.
+    """Cut a chain's K and V into chunks, each class's last one padded with zeros.
+
+    counts: blocks of each size class. Raises `InputError` for other arrays.
     """
-    size, shapes = chunk_size(kv_cache), shapes_of(kv_cache, num_blocks, mesh)
-    found, wanted = ({n: (x.shape, x.dtype.name) for n, x in its.items()} for its in (arrays, shapes))
-    check("blocks: arrays", found, repr(wanted), found == wanted)
+    shapes = shapes_of(kv_cache, counts, mesh)
+    given, wanted = ({n: (x.shape, x.dtype.name) for n, x in each.items()} for each in (arrays, shapes))
+    check("blocks: arrays", given, repr(wanted), given == wanted)
 
-    def chunk(first: int, x: np.ndarray) -> np.ndarray:
-        its = x[first : first + size]
-        if len(its) < size:
-            its = np.concatenate([its, np.zeros_like(x[:1]).repeat(size - len(its), 0)])
-        return its if mesh is None else np.moveaxis(its, 1, 0).reshape(-1, *its.shape[2:])
+    def chunk(first: int, size: int, x: np.ndarray) -> np.ndarray:
+        part = x[first : first + size]
+        if len(part) < size:
+            part = np.concatenate([part, np.zeros_like(x[:1]).repeat(size - len(part), 0)])
+        return part if mesh is None else np.moveaxis(part, 1, 0).reshape(-1, *part.shape[2:])
 
-    return ({name: chunk(i, x) for name, x in arrays.items()} for i in range(0, num_blocks, size))
+    def chunks() -> Iterator[Chunk]:
+        for size_class, count in enumerate(counts):
+            size, names = chunk_size(kv_cache, size_class), kv_cache.movable_of(size_class)
+            for first in range(0, count, size):
+                yield {name: chunk(first, size, arrays[name]) for name in names}
+
+    return chunks()
 
 
-def shapes_of(kv_cache: KVCache, num_blocks: int, mesh: Mesh | None) -> dict[str, jax.ShapeDtypeStruct]:
-    """Return the shapes of a chain's K and V in the host's memory."""
-    read = functools.partial(programs.read_blocks, mesh=mesh)
-    shapes = jax.eval_shape(read, kv_cache, np.zeros(num_blocks, np.int32))
-    if mesh is None:
-        return shapes
-    size = mesh.shape[MODEL]
-    return {
-        name: jax.ShapeDtypeStruct((num_blocks, size, *like.shape[1:]), like.dtype)
-        for name, like in shapes.items()
-    }
+def shapes_of(kv_cache: KVCache, counts: Sequence[int], mesh: Mesh | None) -> dict[str, jax.ShapeDtypeStruct]:
+    """Return the shapes of so many blocks of each size class in the host's memory."""
+    shapes: dict[str, jax.ShapeDtypeStruct] = {}
+    for size_class, count in enumerate(counts):
+        read = functools.partial(programs.read_blocks, size_class=size_class, mesh=mesh)
+        of_class = jax.eval_shape(read, kv_cache, np.zeros(count, np.int32))
+        if mesh is not None:
+            size = mesh.shape[MODEL]
+            of_class = {
+                name: jax.ShapeDtypeStruct((count, size, *like.shape[1:]), like.dtype)
+                for name, like in of_class.items()
+            }
+        shapes |= of_class
+    return shapes
 
 
 def by_block(chunk: np.ndarray, mesh: Mesh | None) -> np.ndarray:
@@ -262,7 +286,8 @@ class Reservation:
 
     adopted: BlockPool
     until_then: BlockPool
-    destinations: np.ndarray  # int32 [num_present]; NULL_BLOCK where K and V are there already
+    # Of each size class, int32 [num_present]; NULL_BLOCK where K and V are there already.
+    destinations: tuple[np.ndarray, ...]
 
 
 def reserve(
@@ -279,14 +304,14 @@ def reserve(
     its = np.zeros((len(present), most), bool)
     its[:, : len(token_ids)] = present
     line = padded(state, token_ids), np.int32(len(token_ids)), np.int32(salt), its
-    check_classes(state)
-    adopted, until_then, info = programs.adopt_blocks(state.tables.pool, *line, mesh=mesh)
+    classes = state.tables.classes
+    adopted, until_then, info = programs.adopt_blocks(state.tables.pool, *line, classes=classes, mesh=mesh)
     destinations, status = jax.device_get((info.destinations, info.status))
     if status in (Status.OUT_OF_BLOCKS, Status.UNCACHEABLE):
         logging.info("%d blocks are not adopted: %s", len(token_ids), Status(int(status)).name)
         return None
     raise_if_error(int(status))
-    return Reservation(adopted, until_then, destinations[its])
+    return Reservation(adopted, until_then, by_class(destinations, its, classes))
 
 
 def fill(
@@ -300,7 +325,12 @@ def fill(
 
     state = with_pool(state, reservation.until_then, mesh)
     yield state
-    for ids, chunk in zip(_in_chunks(state.kv_cache, reservation.destinations), chunks, strict=True):
+    of_chunks = [
+        ids
+        for size_class, destinations in enumerate(reservation.destinations)
+        for ids in _in_chunks(state.kv_cache, destinations, size_class)
+    ]
+    for ids, chunk in zip(of_chunks, chunks, strict=True):
         if ids.any():
             state = written(state, ids, chunk, mesh)
             yield state
@@ -316,18 +346,19 @@ def with_pool(state: EngineState, pool: BlockPool, mesh: Mesh | None = None) -> 
     return replace(state, tables=tables, last_rejected=nothing)
 
 
-def chunk_size(kv_cache: KVCache) -> int:
-    """Return how many blocks a chunk has."""
-    return max(CHUNK_BYTES // block_bytes(kv_cache), 1)
+def chunk_size(kv_cache: KVCache, size_class: int = 0) -> int:
+    """Return how many blocks of a size class a chunk has."""
+    return max(CHUNK_BYTES // max(kv_cache.block_bytes(size_class), 1), 1)
 
 
-def block_bytes(kv_cache: KVCache) -> int:
-    """Return the bytes of a block's K and V."""
-    return sum(x.nbytes for x in kv_cache.movable.values()) // kv_cache.num_blocks
+def chain_bytes(kv_cache: KVCache, num_blocks: int) -> int:
+    """Return the bytes of so many blocks of a chain: with states apart, those of the last block."""
+    further = sum(kv_cache.block_bytes(each) for each in range(1, kv_cache.num_classes))
+    return num_blocks * kv_cache.block_bytes() + (further if num_blocks else 0)
 
 
-def _in_chunks(kv_cache: KVCache, block_ids: np.ndarray) -> Sequence[np.ndarray]:
-    size = chunk_size(kv_cache)
+def _in_chunks(kv_cache: KVCache, block_ids: np.ndarray, size_class: int) -> Sequence[np.ndarray]:
+    size = chunk_size(kv_cache, size_class)
     padded = np.zeros(cdiv(len(block_ids), size) * size, np.int32)
     padded[: len(block_ids)] = block_ids
     return list(padded.reshape(-1, size))

@@ -37,13 +37,14 @@ def adopt_blocks(
     num_blocks: Int[Array, ""],
     salt: Int[Array, ""],
     present: Bool[Array, "num_groups max_blocks"],
+    classes: Static[tuple[int, ...]] = (),
 ) -> PerReplica[tuple[BlockPool, BlockPool, transfer.AdoptInfo]]:
     """Let the pool adopt a chain of blocks (`transfer.adopt`).
 
     Returns the pool for when K and V are written; the pool until then, in which the content of the blocks to
     be written over is no longer found; and which blocks are written.
     """
-    adopted, info = transfer.adopt(pool, token_ids, num_blocks, salt, present)
+    adopted, info = transfer.adopt(pool, token_ids, num_blocks, salt, present, classes)
     ids = info.destinations.reshape(-1)
     until_then, _ = block_pool.evict(pool, ids, ids != block_pool.NULL_BLOCK)
     return adopted, until_then, info
@@ -51,10 +52,10 @@ def adopt_blocks(
 
 @program(results=lambda specs: BY_SHARD)
 def read_blocks(
-    kv_cache: PerReplica[KVCache], block_ids: Int[Array, " n"]
+    kv_cache: PerReplica[KVCache], block_ids: Int[Array, " n"], size_class: Static[int] = 0
 ) -> PerReplica[dict[str, Num[Array, "n ..."]]]:
-    """Read blocks out of the cache."""
-    return transfer.read(kv_cache, block_ids)
+    """Read blocks of a size class out of the cache."""
+    return transfer.read(kv_cache, block_ids, size_class)
 
 
 @program(donate="kv_cache", results=lambda specs: BY_SHARD)
@@ -75,13 +76,14 @@ def arrive_blocks(
     num_blocks: Int[Array, ""],
     salt: Int[Array, ""],
     present: Bool[Array, "num_groups max_blocks"],
-    places: Int[Array, " n"],
+    places: tuple[Int[Array, " n"], ...],
     arrays: PerShard[dict[str, Num[Array, "n ..."]]],
+    classes: Static[tuple[int, ...]] = (),
 ) -> PerReplica[tuple[BlockPool, KVCache, Bool[Array, ""]]]:
     """Let the pool adopt a chain of blocks and the cache take their K and V (`transfer.arrive`). The cache is
     donated.
     """
-    return transfer.arrive(pool, kv_cache, token_ids, num_blocks, salt, present, places, arrays)
+    return transfer.arrive(pool, kv_cache, token_ids, num_blocks, salt, present, places, arrays, classes)
 
 
 @program(results=lambda specs: (ON_EACH, BY_SHARD))
@@ -91,9 +93,9 @@ def depart_blocks(
     token_ids: Int[Array, "max_blocks block_size"],
     num_blocks: Int[Array, ""],
     salt: Int[Array, ""],
-    places: Int[Array, " n"],
+    places: tuple[Int[Array, " n"], ...],
     specs: Static[tuple[CacheSpec, ...]] = (FULL,),
-) -> PerReplica[tuple[Bool[Array, " n"], dict[str, Num[Array, "n ..."]]]]:
+) -> PerReplica[tuple[tuple[Bool[Array, " n"], ...], dict[str, Num[Array, "n ..."]]]]:
     """Read blocks of a chain that are in the cache (`transfer.depart`)."""
     return transfer.depart(pool, kv_cache, token_ids, num_blocks, salt, places, specs)
 

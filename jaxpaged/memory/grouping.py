@@ -63,9 +63,11 @@ class Grouping:
     def with_states(self, spec: CacheSpec) -> "Grouping":
         """Return the grouping with one more group, of layers that keep states in place of K and V.
 
-        These layers have no places among those of K and V: see `KVCache.states`.
+        Their blocks are a size class of their own, and these layers have no places among those of K and V:
+        see `KVCache.states`.
         """
-        return replace(self, specs=(*self.specs, spec), groups=(*self.groups, ()))
+        classes = *(0,) * self.num_groups, 1
+        return replace(self, specs=(*self.specs, spec), groups=(*self.groups, ()), classes=classes)
 
     @property
     def num_layers(self) -> int:

@@ -75,6 +75,27 @@ class KVCache:
         """Arrays that move with a block, by name: its K and V, and its states. `axis_of` counts blocks."""
         return self.blocks | {f"{STATE}{name}": x for name, x in self.states.items()}
 
+    @property
+    def num_classes(self) -> int:
+        """Size classes of the blocks: states that lie in blocks of their own make a second one."""
+        return 2 if self.first_state_block else 1
+
+    def movable_of(self, size_class: int) -> dict[str, Num[Array, "..."]]:
+        """Return the arrays of `movable` in which blocks of a size class lie."""
+        return {name: x for name, x in self.movable.items() if self._class_of(name) == size_class}
+
+    def _class_of(self, name: str) -> int:
+        return 1 if self.first_state_block and name.startswith(STATE) else 0
+
+    def places_of(self, name: str, block_ids: Int[Array, "*n"]) -> Int[Array, "*n"]:
+        """Return where blocks of its size class lie in an array of `movable`, along the axis of blocks."""
+        return self._state_index(block_ids) if name.startswith(STATE) else block_ids
+
+    def block_bytes(self, size_class: int = 0) -> int:
+        """Return the bytes of a block of a size class."""
+        arrays = self.movable_of(size_class).items()
+        return sum(x.nbytes // x.shape[self.axis_of(name)] for name, x in arrays)
+
     def axis_of(self, name: str) -> int:
         """Return the axis of an array of `movable` that counts blocks."""
         return 0 if name.startswith(STATE) else self.axis

@@ -1,5 +1,6 @@
 """Sizes: the bytes of a block, and the number of blocks that fit."""
 
+import bisect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -51,6 +52,7 @@ class CacheSize:
     why: str  # reason for the number of blocks, in words; it refers to the budget if there is one
     budget: Budget | None = None  # memory from which the numbers follow
     more_blocks: tuple[int, ...] = ()  # of each further size class, the null block included
+    more_bytes: tuple[int, ...] = ()  # of a block of each further size class
 
     @property
     def reason(self) -> str:
@@ -58,7 +60,18 @@ class CacheSize:
 
     @property
     def num_bytes(self) -> int:
-        return self.num_blocks * self.bytes_per_block
+        further = zip(self.more_blocks, self.more_bytes, strict=True)
+        return self.num_blocks * self.bytes_per_block + sum(count * size for count, size in further)
+
+    @property
+    def blocks_by_class(self) -> tuple[int, ...]:
+        """Blocks of each size class, the null block included."""
+        return self.num_blocks, *self.more_blocks
+
+    @property
+    def bytes_by_class(self) -> tuple[int, ...]:
+        """Bytes of a block of each size class."""
+        return self.bytes_per_block, *self.more_bytes
 
     @property
     def num_tokens(self) -> int:
@@ -92,8 +105,11 @@ def cache_size(
     block_size: int,
     num_layers: int,
     budget: Budget | None,
+    further_bytes: Callable[[int], int] = lambda num_blocks: 0,
 ) -> CacheSize:
     """Size the cache: `num_blocks` if given, else what the budget leaves, with what is kept of each block.
+
+    further_bytes: returns the bytes of the further size classes' blocks that go with so many of the first.
 
     Not only what the rows can use: what they leave is where finished requests' prefixes stay findable.
     Raises `InputError` if not even one sequence of one block would fit, or if a slot's number, all layers
@@ -105,13 +121,26 @@ def cache_size(
         check("num_blocks", num_blocks, rule, num_blocks <= most)
         return CacheSize(num_blocks, bytes_per_block, block_size, "num_blocks was given")
     assert budget is not None
-    fit = budget.left // (bytes_per_block + state_bytes_per_block)
+    fit = most_that_fit(budget.left, bytes_per_block + state_bytes_per_block, further_bytes)
     if fit < 2:
         raise no_room(bytes_per_block, budget)
     most = min(MOST_BLOCKS, most)
     if fit > most:
         return CacheSize(most, bytes_per_block, block_size, CAPPED, budget)
     return CacheSize(fit, bytes_per_block, block_size, FITTED, budget)
+
+
+def most_that_fit(num_bytes: int, bytes_per_block: int, further_bytes: Callable[[int], int]) -> int:
+    """Return how many blocks fit into so many bytes beside those of further size classes that go with them.
+
+    further_bytes: as for `cache_size`; it must not fall as the number rises.
+    """
+    most = min(max(num_bytes, 0) // max(bytes_per_block, 1), INT32_MAX)
+
+    def is_too_much(num_blocks: int) -> bool:
+        return num_blocks * bytes_per_block + further_bytes(num_blocks) > num_bytes
+
+    return bisect.bisect_left(range(1, most + 1), True, key=is_too_much)
 
 
 def no_room(bytes_per_block: int, budget: Budget) -> InputError:

@@ -135,23 +135,32 @@ def arrive(
     num_blocks: Int[Array, ""],
     salt: Int[Array, ""],
     present: Bool[Array, "num_groups max_blocks"],
-    places: Int[Array, " n"],
+    places: tuple[Int[Array, " n"], ...],
     arrays: dict[str, Num[Array, "n ..."]],
     classes: Sequence[int] = (),
 ) -> tuple[BlockPool, KVCache, Bool[Array, ""]]:
     """Adopt a chain and write the K and V of its new blocks: all of it or nothing.
 
-    `places` says which block of the chain each one of `arrays` is: its group times `max_blocks`, and its
-    place in the line; negative for none. Nothing happens where a new block is not among them, as when one
-    that was there has left since. Returns also whether the chain is there.
+    `places` has a line for each size class of the cache's blocks. It says which block of the chain each one
+    of the class's `arrays` is: its group times `max_blocks`, and its place in the line; negative for none.
+    Nothing happens where a new block is not among them, as when one that was there has left since. Returns
+    also whether the chain is there.
     """
     adopted, info = adopt(pool, token_ids, num_blocks, salt, present, classes)
     destinations = info.destinations.reshape(-1)
-    ids = jnp.where(places >= 0, destinations.at[places].get(mode="clip"), NULL_BLOCK)
-    is_whole = jnp.sum(ids != NULL_BLOCK) == jnp.sum(destinations != NULL_BLOCK)
-    done = (info.status == Status.OK) & is_whole
+    ids = [_at(destinations, line) for line in places]
+    num_brought = sum(jnp.sum(line != NULL_BLOCK) for line in ids)
+    done = (info.status == Status.OK) & (num_brought == jnp.sum(destinations != NULL_BLOCK))
     pool = jax.tree.map(lambda new, old: jnp.where(done, new, old), adopted, pool)
-    return pool, write(kv_cache, jnp.where(done, ids, NULL_BLOCK), arrays), done
+    for size_class, line in enumerate(ids):
+        of_class = {name: arrays[name] for name in kv_cache.movable_of(size_class)}
+        kv_cache = write(kv_cache, jnp.where(done, line, NULL_BLOCK), of_class)
+    return pool, kv_cache, done
+
+
+def _at(block_ids: Int[Array, " m"], places: Int[Array, " n"]) -> Int[Array, " n"]:
+    """Return the blocks at these places; NULL_BLOCK for negative ones."""
+    return jnp.where(places >= 0, block_ids.at[places].get(mode="clip"), NULL_BLOCK)
 
 
 def depart(
@@ -160,16 +169,19 @@ def depart(
     token_ids: Int[Array, "max_blocks block_size"],
     num_blocks: Int[Array, ""],
     salt: Int[Array, ""],
-    places: Int[Array, " n"],
+    places: tuple[Int[Array, " n"], ...],
     specs: Sequence[CacheSpec] = (FULL,),
-) -> tuple[Bool[Array, " n"], dict[str, Num[Array, "n ..."]]]:
+) -> tuple[tuple[Bool[Array, " n"], ...], dict[str, Num[Array, "n ..."]]]:
     """Find blocks of a chain, named as for `arrive`, and read those that are there.
 
     Returns which are, and K and V; of the others they are undefined.
     """
     lines = locate(pool, token_ids, num_blocks, salt, specs).block_ids.reshape(-1)
-    ids = jnp.where(places >= 0, lines.at[places].get(mode="clip"), NULL_BLOCK)
-    return ids != NULL_BLOCK, read(kv_cache, ids)
+    ids = [_at(lines, line) for line in places]
+    arrays: dict[str, Num[Array, "n ..."]] = {}
+    for size_class, line in enumerate(ids):
+        arrays |= read(kv_cache, line, size_class)
+    return tuple(line != NULL_BLOCK for line in ids), arrays
 
 
 def _publish(
@@ -204,27 +216,30 @@ def _publish(
     return pool
 
 
-def read(kv_cache: KVCache, block_ids: Int[Array, " n"]) -> dict[str, Num[Array, "n ..."]]:
-    """Return K and V of these blocks, and their states, block by block, by the names of `KVCache.movable`.
+def read(
+    kv_cache: KVCache, block_ids: Int[Array, " n"], size_class: int = 0
+) -> dict[str, Num[Array, "n ..."]]:
+    """Return K and V of these blocks, or their states, block by block, by the names of `KVCache.movable`.
 
-    In a layout of one array, `all_layers`, a block is one contiguous range. What belongs to no block
-    (`Layout.shared`) is not among them.
+    All blocks are of one size class. In a layout of one array, `all_layers`, a block is one contiguous range.
+    What belongs to no block (`Layout.shared`) is not among them.
     """
-    found = {}
-    for name, x in kv_cache.movable.items():
-        axis = kv_cache.axis_of(name)
-        found[name] = jnp.moveaxis(jnp.take(x, block_ids, axis=axis, mode="clip"), axis, 0)
-    return found
+    blocks = {}
+    for name, x in kv_cache.movable_of(size_class).items():
+        axis, places = kv_cache.axis_of(name), kv_cache.places_of(name, block_ids)
+        blocks[name] = jnp.moveaxis(jnp.take(x, places, axis=axis, mode="clip"), axis, 0)
+    return blocks
 
 
 def write(kv_cache: KVCache, block_ids: Int[Array, " n"], arrays: dict[str, Num[Array, "n ..."]]) -> KVCache:
     """Put what `read` gave into these blocks, each named once; where it is NULL_BLOCK, nothing."""
-    target = jnp.where(block_ids == NULL_BLOCK, kv_cache.num_blocks, block_ids)
-    written = {}
-    for name, x in kv_cache.movable.items():
-        axis = kv_cache.axis_of(name)
+    written = kv_cache.movable
+    for name, new in arrays.items():
+        old, axis = written[name], kv_cache.axis_of(name)
+        places = kv_cache.places_of(name, block_ids)
+        target = jnp.where(places == NULL_BLOCK, old.shape[axis], places)
         at = (*[slice(None)] * axis, target)
-        written[name] = x.at[at].set(jnp.moveaxis(arrays[name], 0, axis), mode="drop")
+        written[name] = old.at[at].set(jnp.moveaxis(new, 0, axis), mode="drop")
     return note_followed(kv_cache.with_movable(written), block_ids, False)
 
 

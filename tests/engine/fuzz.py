@@ -102,10 +102,10 @@ def random_ask(
     temperature = rng.choice([0, 0, 0.8, 1.5])
     tokens = rng.sample(range(vocab_size), 30)
     params = SamplingParams(
-        max_tokens=rng.choice([1, 2, 5, 9, 20, 45]),
+        max_tokens=rng.choice([1, 5, 9, 20, 45, 45]),
         temperature=temperature,
         seed=rng.randrange(2**32),
-        ignore_eos=rng.random() < 0.5,
+        ignore_eos=rng.random() < 0.7,
         n=rng.choice([1, 1, 2, 4]) if temperature else 1,
         **some(0.2, top_k=7, top_p=0.9),
         **some(0.2, min_p=0.05),

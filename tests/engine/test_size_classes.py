@@ -1,4 +1,6 @@
-"""Size classes of blocks at the engine's door, and what does not go with them yet."""
+"""Size classes of blocks at the engine's door, states as one of them, and how they are dumped."""
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -6,19 +8,22 @@ import numpy as np
 import pytest
 
 from jaxpaged.checks import InputError
+from jaxpaged.config import EngineConfig
+from jaxpaged.engine import capacity, start
 from jaxpaged.engine.door import check_blocks
 from jaxpaged.engine.occupancy import occupancy
 from jaxpaged.engine.request import Request
-from jaxpaged.handover import exchange
+from jaxpaged.engine.setup import Setup
 from jaxpaged.memory import kv_cache
 from jaxpaged.memory.block_pool import HELD_ONCE
 from jaxpaged.memory.cache_specs import FULL, SlidingWindow
 from jaxpaged.memory.grouping import Grouping
-from jaxpaged.memory.sizing import CacheSize
-from jaxpaged.research.replay.dump import dump
+from jaxpaged.memory.sizing import Budget, CacheSize
+from jaxpaged.research.replay.dump import dump, load
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.step.config import StepConfig
 from jaxpaged.step.state import EngineState, create_state, create_tables
+from tests import tiny, tiny_states
 
 BLOCK_SIZE, CLASSES = 4, (0, 1, 0)
 
@@ -71,12 +76,64 @@ def test_each_class_may_keep_blocks_of_its_own_free():
         step_config(watermark_blocks=(1,))
 
 
-def test_blocks_of_several_sizes_are_neither_handed_over_nor_written_down(tmp_path):
-    its = state()
-    with pytest.raises(InputError, match="size classes of blocks=2 must be 1 to be handed over"):
-        exchange.locate(its, np.zeros(8, np.int32), 0, (FULL,))
-    with pytest.raises(InputError, match="size classes of blocks=2 must be 1 to be written down"):
-        dump(its, tmp_path / "state", step_config=step_config(), vocab_size=16)
+def setup(mixer: Any, *kinds: Any, **options: Any) -> Setup:
+    return Setup(EngineConfig(**tiny.DEFAULTS | options), tiny_states.config(mixer, *kinds))
+
+
+def test_states_get_as_many_bytes_as_keys_and_values():
+    of_states = setup(tiny_states.DELTA, num_blocks=20_000)
+    size = capacity.cache_size(of_states)
+    [count], [num_bytes] = size.more_blocks, size.more_bytes
+    # Two layers, each: 16 heads of 16 x 16 numbers, for each token of a block its rows, and a tail of 3.
+    assert num_bytes == capacity.bytes_of_states(of_states) > 2 * 4 * 16 * 16 * 16
+    assert count == 20_000 * size.bytes_per_block // num_bytes
+    assert size.num_bytes == 20_000 * size.bytes_per_block + count * num_bytes
+    state = jax.eval_shape(lambda: start.create_state(of_states, tiny_states.model(of_states.whole), 20_000))
+    assert sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state.kv_cache)) == size.num_bytes
+
+
+def test_states_have_at_least_what_a_request_needs_and_no_more_blocks_than_keys_and_values():
+    few = setup(tiny_states.DELTA, num_blocks=60, max_num_batched_tokens=36, max_model_len=120)
+    # A tile of 32 tokens, and the state before it, may begin and end within blocks of 8.
+    [least], bound = capacity.more_blocks(few, 60), few.step_config(60, (2,)).blocks_by_class(119, 8)[1]
+    # Three more rows that decode have two each.
+    assert least == bound + 1 + 3 * 2 > 60 * capacity.bytes_per_block(few) // capacity.bytes_of_states(few)
+    assert capacity.more_blocks(few, 3) == (3,)
+    # States alone: K and V have blocks without bytes.
+    alone = setup(tiny_states.CONVOLUTION, tiny_states.STATE, num_blocks=60)
+    assert (capacity.bytes_per_block(alone), capacity.more_blocks(alone, 60)) == (0, (60,))
+
+
+@pytest.mark.parametrize("kinds", [(), (tiny_states.STATE,)])
+def test_a_budget_is_divided_so_that_one_block_more_would_not_fit(kinds, monkeypatch):
+    budget = Budget(5_000_000, "of a test")
+    monkeypatch.setattr(capacity, "budget", lambda *_: budget)
+    sized = setup(tiny_states.MAMBA, *kinds, num_blocks=None, max_model_len=64)
+    size, of_block = capacity.cache_size(sized), capacity.state_bytes(sized)[1]
+
+    def taken(num_blocks: int) -> int:
+        return num_blocks * (size.bytes_per_block + of_block) + capacity.further_bytes(sized, num_blocks)
+
+    assert taken(size.num_blocks) <= budget.left < taken(size.num_blocks + 1)
+
+
+def test_a_length_for_which_states_have_too_few_blocks_is_refused():
+    size = CacheSize(101, 64, BLOCK_SIZE, "given", more_blocks=(3,), more_bytes=(1000,))
+    tight = setup(tiny_states.DELTA, num_blocks=101, block_size=4, max_model_len=120)
+    with pytest.raises(
+        InputError, match=r"max_model_len=120 needs \d+ blocks of states of 4 tokens, \d+ byte"
+    ):
+        capacity.served_len(tight, size)
+
+
+def test_a_state_with_several_classes_is_written_down_and_read_again(tmp_path):
+    before = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), state())
+    before.tables.pool.further[0].place[2] = HELD_ONCE
+    dump(before, tmp_path / "state", step_config=step_config(), vocab_size=16)
+    after = load(tmp_path / "state")
+    assert after.step_config.grouping.classes == CLASSES
+    pairs = zip(jax.tree.leaves(before.tables), jax.tree.leaves(after.state.tables), strict=True)
+    assert all(np.array_equal(old, new) for old, new in pairs)
 
 
 def test_occupancy_counts_the_blocks_of_all_classes():

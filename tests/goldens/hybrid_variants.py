@@ -46,4 +46,10 @@ HYBRID: dict[str, dict[str, Any]] = {
     },
     "granitemoehybrid_states": {**MAMBA, "num_local_experts": 0, "position_embedding_type": "rope"},
     "granitemoehybrid_both": {**MAMBA, "num_local_experts": 4, "mamba_conv_bias": False},
+    "bamba": {
+        **{name: value for name, value in MAMBA.items() if name.startswith("mamba")},
+        "num_hidden_layers": 3,
+        "attn_layer_indices": [1],
+        "mamba_proj_bias": True,
+    },
 }

@@ -115,7 +115,9 @@ SEEDS = {
 IMPLEMENTATIONS = {"falcon_alibi": "sdpa"}  # its eager attention adds the slopes twice
 # Those that came last, in their order: the seeds of the others stay what they were.
 ADDED = ("llama4_text", "llama4", "gemma3n_text", "gemma4_text", "gemma4_large", "gemma4", "gemma4_experts")
-ADDED += (*NEWER, "cohere2_vision", *HYBRID, "qwen3_5", "qwen3_5_moe")
+LAST = ("bamba",)
+ADDED += (*NEWER, "cohere2_vision", *(each for each in HYBRID if each not in LAST), "qwen3_5", "qwen3_5_moe")
+ADDED += LAST
 # Models of transformers 5.24 that need an image; their decoder does not.
 NEEDS_IMAGES = ("llama4",)
 NUM_TOKENS, EVERY = 40, 3

@@ -203,7 +203,7 @@ def test_what_fails_on_the_way_leaves_an_engine_that_finds_nothing_wrong(blocks,
     driver.reset_prefix_cache()
 
     def broken():
-        yield from list(exchange.cut(blocks.arrays, 6, driver.state.kv_cache))[:1]
+        yield from list(exchange.cut(blocks.arrays, [6], driver.state.kv_cache))[:1]
         raise OSError("the line is cut")
 
     long = tiny.prompts([100] * 4, seed=1)
@@ -216,7 +216,7 @@ def test_what_fails_on_the_way_leaves_an_engine_that_finds_nothing_wrong(blocks,
         driver.exchange.adopt(blocks, broken())
     tiny.check_invariants(driver.state.tables)
     prompt = np.array(PROMPT, np.int32)
-    assert driver.exchange.locate(prompt, None).block_ids.size == 0
+    assert not driver.exchange.locate(prompt, None).present.any()
     assert driver.exchange.adopt_blocks(blocks) == 6
     tiny.check_invariants(driver.state.tables)
     assert driver.exchange.export_blocks(prompt, None).to_bytes() == blocks.to_bytes()
@@ -224,7 +224,7 @@ def test_what_fails_on_the_way_leaves_an_engine_that_finds_nothing_wrong(blocks,
     arrays = {name: np.repeat(x[:1], 15, 0) for name, x in blocks.arrays.items()}
     its = {"token_ids": longer, "present": np.ones((1, 15), bool), "arrays": arrays}
     assert driver.exchange.adopt_blocks(dataclasses.replace(blocks, **its)) == 0
-    assert driver.exchange.locate(prompt, None).block_ids.size == 6, "and nothing gave way to it"
+    assert driver.exchange.locate(prompt, None).present.sum() == 6, "and nothing gave way to it"
     tiny.drain(driver)
     for place in running:
         its_prompt = tuple(place.request.prompt_token_ids.tolist())
@@ -265,6 +265,9 @@ def test_bytes_that_are_no_blocks_are_refused(blocks):
         with_said(arrays={"nothing": ["float32", [2]]}),
         with_said(arrays={"k": ["m8[s/0]", [2]], "v": ["float32", [2]]}),  # which ends a process in NumPy
         with_said(arrays={"k": ["float32", 2], "v": ["float32", [2]]}),
+        with_said(classes=[0, 1]),
+        with_said(classes=7),
+        with_said(classes=[[0]]),
         with_metadata("[" * 100_000 + "]" * 100_000),
         with_metadata(json.dumps(said)[:-1] + ', "more": ' + "[" * 5000 + "]" * 5000 + "}"),
         *(

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from jaxpaged.checks import InputError
-from jaxpaged.memory import block_pool, block_table, group_content, prefix_cache, swap, transfer
+from jaxpaged.memory import block_pool, block_table, group_content, kv_cache, prefix_cache, swap, transfer
 from jaxpaged.memory.block_table import BlockTables
 from jaxpaged.memory.cache_specs import FULL, SlidingWindow
 from jaxpaged.memory.eviction import EVICTION_POLICIES
@@ -407,6 +407,37 @@ def test_classes_equal_plain_pools(policy: str) -> None:
     wanted = {"refused", "copied", "swap", *(["hits"] if history.caches else [])}
     wanted |= {"shared"} - ({"shared"} if policy == "naive" else set())
     assert wanted <= seen.keys(), seen
+
+
+def test_blocks_of_each_class_are_read_and_written_where_they_lie() -> None:
+    """K and V of five blocks, and states of three, whose ids follow: each array has those of its class."""
+    rng, float32 = np.random.default_rng(0), jnp.dtype("float32")
+    empty = kv_cache.create(2, 5, BLOCK_SIZE, 1, 4, float32)
+    empty = kv_cache.with_states(empty, {"s": ((3,), float32)}, 2, 3)
+    drawn = {name: jnp.asarray(rng.random(x.shape, np.float32)) for name, x in empty.movable.items()}
+    cache = empty.with_movable(drawn)
+    assert (empty.num_classes, [*empty.movable_of(1)]) == (2, ["state s"])
+    assert (empty.block_bytes(0), empty.block_bytes(1)) == (2 * 2 * BLOCK_SIZE * 4 * 4, 2 * 3 * 4)
+    for size_class, ids, places in ((0, [4, 1], [4, 1]), (1, [6, 5], [2, 1])):
+        read = transfer.read(cache, jnp.array(ids), size_class)
+        assert read.keys() == cache.movable_of(size_class).keys()
+        for name, x in read.items():
+            np.testing.assert_array_equal(x, drawn[name][np.array(places)])
+        written = transfer.write(empty, jnp.array([ids[1], 0]), read).movable
+        for name, x in written.items():
+            want = np.zeros_like(x)
+            if name in read:
+                want[places[1]] = read[name][0]
+            np.testing.assert_array_equal(x, want)
+    # A copy between pools of other sizes; ids of states in the one are no blocks of K and V in the other.
+    larger = kv_cache.create(2, 9, BLOCK_SIZE, 1, 4, float32)
+    larger = kv_cache.with_states(larger, {"s": ((3,), float32)}, 2, 4)
+    copied = kv_cache.copy_blocks(cache, larger, jnp.array([6, 2, 0]), jnp.array([11, 8, 3])).movable
+    for name, x in copied.items():
+        want = np.zeros_like(x)
+        [source, target] = (2, 3) if name == "state s" else (2, 8)
+        want[target] = drawn[name][source]
+        np.testing.assert_array_equal(x, want)
 
 
 @pytest.mark.nightly

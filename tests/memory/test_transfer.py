@@ -141,8 +141,8 @@ class Side:
         """Return which blocks each group has, and their arrays."""
         hit = locate(self.tables.pool, *_chain(kinds), jnp.int32(salt), specs=self.specs)
         present = np.asarray(hit.block_ids)[:, : int(hit.chain.num_blocks)] != block_pool.NULL_BLOCK
-        given = self.tables.pool, self.kv, *_chain(kinds), jnp.int32(salt), jnp.arange(hit.block_ids.size)
-        is_there, arrays = jax.device_get(depart(*given, specs=self.specs))
+        given = self.tables.pool, self.kv, *_chain(kinds), jnp.int32(salt), (jnp.arange(hit.block_ids.size),)
+        [is_there], arrays = jax.device_get(depart(*given, specs=self.specs))
         assert (is_there.reshape(hit.block_ids.shape)[:, : present.shape[1]] == present).all()
         assert is_there.sum() == present.sum()
         return present, arrays
@@ -184,7 +184,7 @@ class Side:
         new = np.flatnonzero(destinations)
         for left_out in (None, *new[:1]):
             places = np.where(order == left_out, -1, order) if left_out is not None else order
-            line = *_chain(kinds), jnp.int32(salt), jnp.array(present), jnp.array(places)
+            line = *_chain(kinds), jnp.int32(salt), jnp.array(present), (jnp.array(places),)
             its_pool, its_kv, done = arrive(self.tables.pool, self.kv, *line, chunk)
             is_whole = left_out is None and is_adopted
             assert bool(done) == is_whole

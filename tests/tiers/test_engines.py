@@ -1,5 +1,6 @@
 """Engines with tiers: the answers of engines without, and hits in lock-step with the oracle."""
 
+import dataclasses
 import functools
 import gc
 import re
@@ -451,8 +452,8 @@ def test_nothing_that_moves_blocks_copies_the_cache_and_the_loop_knows_nothing_o
     def temp_bytes(num_blocks):
         state = tiered(num_blocks=num_blocks).state
         specs, line = (FULL,), staging.Line.of(state, np.zeros(64, np.int32), 0)
-        places = staging.places_of(state, [], 5)
-        arrays = staging.Target(state, 5).gathered([])
+        sizes = dataclasses.replace(staging.PieceSizes.of(state), of_class=(5,))
+        places, arrays = sizes.places([]), staging.Target(state, sizes).gathered([])
         its = state.tables.pool, state.kv_cache, *line.arguments
         present = np.zeros((1, state.tables.max_blocks_per_seq), bool)
         lowered = (

@@ -45,7 +45,7 @@ class BlockExchange:
         """Copy the cached blocks of a prompt to the host's memory. Waits for the run under way."""
         block_format, chain = self.block_format, self.locate(prompt, cache_salt)
         arrays = exchange.on_host(self._device.state, chain, self._device.mesh)
-        return Blocks(block_format, chain.token_ids, chain.present, cache_salt, arrays)
+        return Blocks(block_format, chain.token_ids, chain.present, cache_salt, arrays, chain.classes)
 
     def locate(self, prompt: np.ndarray, cache_salt: str | None) -> exchange.Chain:
         """Find the cached blocks of a prompt. Waits for the run under way."""
@@ -61,8 +61,9 @@ class BlockExchange:
         """Cache another engine's blocks. Return how many are found: all, or 0. Raises `InputError`."""
         self.block_format.require(blocks)
         exchange.check_lines(blocks, self._specs)
-        num_present = int(blocks.present.sum())
-        chunks = exchange.cut(blocks.arrays, num_present, self._device.state.kv_cache, self._device.mesh)
+        state = self._device.state
+        counts = [len(ids) for ids in exchange.by_class(blocks.present, blocks.present, state.tables.classes)]
+        chunks = exchange.cut(blocks.arrays, counts, state.kv_cache, self._device.mesh)
         return self.adopt(blocks, chunks)
 
     def adopt(self, blocks: Blocks, chunks: Iterator[exchange.Chunk]) -> int:

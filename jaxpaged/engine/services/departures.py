@@ -22,8 +22,8 @@ class Piece:
     """Blocks of a chain that leave together, the last first."""
 
     line: staging.Line
-    places: Sequence[int]  # in the chain
-    keys: Sequence[BlockKey]  # of these
+    pairs: Sequence[Sequence[staging.Pair]]  # the groups' blocks at each place of the chain
+    keys: Sequence[BlockKey]  # of these places
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Departures:
 
     def __init__(self, tiers: Tiers, device: Device) -> None:
         self._tiers, self._device, self._specs = tiers, device, device.step_config.grouping.specs
-        self._size = staging.piece_size(device.state, len(self._specs))
+        self._sizes = staging.PieceSizes.of(device.state)
         self._waiting: collections.deque[Piece | Keep] = collections.deque()
         self._under_way: collections.deque[Future[None]] = collections.deque()
         self._leaving: set[BlockKey] = set()
@@ -65,11 +65,22 @@ class Departures:
             return
         line = staging.Line.of(state, tokens[: len(keys) * state.tables.block_size], salt)
         self._leaving.update(keys[i] for i in new)
-        count = self._size // len(self._specs)
-        for first in range(0, len(new), count):
-            places = new[first : first + count]
-            self._waiting.append(Piece(line, places, [keys[i] for i in places]))
+        pairs = self._pairs(new, len(keys))
+        for piece in self._sizes.cut(pairs):
+            self._waiting.append(Piece(line, [pairs[n] for n in piece], [keys[new[n]] for n in piece]))
         self.begin()
+
+    def _pairs(self, places: Sequence[int], num_blocks: int) -> list[list[staging.Pair]]:
+        """Return the groups' blocks at places of a chain that are worth keeping, if they are there.
+
+        Those of further size classes are large: they are kept where a prompt that ends with the chain reads
+        them next, or one that is a block shorter, because a token must be left to compute.
+        """
+        block_size = self._device.state.tables.block_size
+        is_worth = groups.blocks_read(self._specs, num_blocks, block_size)
+        is_worth[:, :-1] |= groups.blocks_read(self._specs, num_blocks - 1, block_size)
+        is_worth[[group for group, size_class in enumerate(self._sizes.classes) if size_class == 0]] = True
+        return [[(int(group), i) for group in np.flatnonzero(is_worth[:, i])] for i in places]
 
     def keep(self, keys: Sequence[BlockKey], seconds: float) -> None:
         """Keep the blocks of a chain in the tiers, when those have come that were added before."""
@@ -113,22 +124,33 @@ class Departures:
         if isinstance(piece, Keep):
             self._under_way.append(self._thread.submit(self._tiers.keep, piece.keys, piece.seconds))
             return
-        pairs = [(group, i) for i in piece.places for group in range(len(self._specs))]
         state = self._device.state
-        places = staging.places_of(state, pairs, self._size)
+        places = self._sizes.places([pair for together in piece.pairs for pair in together])
         leaving = staging.leaving(state, piece.line, places, self._specs, self._device.mesh)
         self._under_way.append(self._thread.submit(self._put, piece, leaving))
 
     def _put(self, piece: Piece, leaving: staging.Leaving) -> None:
         """Copy a piece and put its blocks into the tiers; in the thread for that."""
         is_there, arrays = leaving.on_host(self._device.mesh)
-        num_groups = len(self._specs)
-        for at, key in enumerate(piece.keys):
-            present = is_there[at * num_groups : (at + 1) * num_groups]
+        classes = self._sizes.classes
+        class_of = {
+            name: size_class
+            for size_class in range(len(is_there))
+            for name in self._device.state.kv_cache.movable_of(size_class)
+        }
+        first = [0] * len(is_there)  # the next block of each size class in the piece
+        for together, key in zip(piece.pairs, piece.keys, strict=True):
+            present, chosen = np.zeros(len(classes), bool), [list[int]() for _ in first]
+            for group, _ in together:
+                size_class = classes[group]
+                place = first[size_class]
+                first[size_class] += 1
+                if is_there[size_class][place]:
+                    present[group] = True
+                    chosen[size_class].append(place)
             if present[0] and not self._has_all(key, present):
-                ids = at * num_groups + np.flatnonzero(present)
-                block = StoredBlock(tuple(present.tolist()), {n: x[ids] for n, x in arrays.items()})
-                self._tiers.put(key, block)
+                of_block = {name: x[chosen[class_of[name]]] for name, x in arrays.items()}
+                self._tiers.put(key, StoredBlock(tuple(present.tolist()), of_block))
             self._leaving.discard(key)
 
     def _has_all(self, key: BlockKey, present: np.ndarray) -> bool:

@@ -3,7 +3,7 @@
 import collections
 import dataclasses
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
@@ -28,7 +28,7 @@ class Piece:
 
     first: int
     end: int  # number of blocks that the chain has then
-    places: np.ndarray
+    places: tuple[np.ndarray, ...]  # of each size class
     blocks: Sequence[Mapping[str, np.ndarray]]
 
 
@@ -89,8 +89,8 @@ class Fetches:
 
     def __init__(self, device: Device) -> None:
         self._device, self._specs = device, device.step_config.grouping.specs
-        self._size = staging.piece_size(device.state, len(self._specs))
-        self._target = staging.Target(device.state, self._size, device.mesh)
+        self._sizes = staging.PieceSizes.of(device.state)
+        self._target = staging.Target(device.state, self._sizes, device.mesh)
         self._under_way: dict[int, Fetch] = {}  # by the number of a prompt's first request
         self._thread = ThreadPoolExecutor(1, "jaxpaged-arrivals")
         self._compile()
@@ -104,7 +104,8 @@ class Fetches:
 
     def num_bytes(self, num_blocks: int) -> int:
         """Return the bytes that are copied to the device for so many blocks of a chain: whole pieces."""
-        return cdiv(num_blocks, self._size // len(self._specs)) * self._target.num_bytes
+        sizes = self._sizes
+        return cdiv(num_blocks, sizes.of_class[0] // sizes.classes.count(0)) * self._target.num_bytes
 
     @property
     def num_rows(self) -> int:
@@ -115,7 +116,7 @@ class Fetches:
         """Write a piece without blocks, so that all is compiled: no measurement counts that."""
         state = self._device.state
         line = staging.Line.of(state, np.zeros(0, np.int32), 0)
-        places, present = staging.places_of(state, [], self._size), np.zeros((len(self._specs), 0), bool)
+        places, present = self._sizes.places([]), np.zeros((len(self._specs), 0), bool)
         self._device.write_piece(line, present, places, self._target.gathered([]))
 
     def add(self, fetch: Fetch) -> None:
@@ -144,13 +145,15 @@ class Fetches:
             present[:, i] = block.present
             present[1:, i] &= read[1:, i]
         fetch.present = present
-        count = self._size // num_groups
-        for first in range(num_here, end, count):
-            numbers = range(first, min(first + count, end))
-            pairs = [(group, i) for i in numbers for group in range(num_groups) if present[group, i]]
-            blocks = [_of_group(found[i - num_here], group) for group, i in pairs]
-            places = staging.places_of(state, pairs, self._size)
-            fetch.waiting.append(Piece(first, numbers.stop, places, blocks))
+        of_places = [
+            [(group, i) for group in range(num_groups) if present[group, i]] for i in range(num_here, end)
+        ]
+        names = [state.kv_cache.movable_of(each).keys() for each in range(len(self._sizes.of_class))]
+        for piece in self._sizes.cut(of_places):
+            pairs = [pair for n in piece for pair in of_places[n]]
+            blocks = [_of_group(found[i - num_here], group, self._sizes.classes, names) for group, i in pairs]
+            places = self._sizes.places(pairs)
+            fetch.waiting.append(Piece(num_here + piece.start, num_here + piece.stop, places, blocks))
 
     def advance(self, rule: Rule) -> None:
         """Write what has come to the device, and let more come. Waits for nothing."""
@@ -223,7 +226,13 @@ class Fetches:
         fetch.arrived.append((piece, done))
 
 
-def _of_group(block: StoredBlock, group: int) -> dict[str, np.ndarray]:
-    """Return one group's part of a block."""
-    at = sum(block.present[:group])
-    return {name: array[at] for name, array in block.arrays.items()}
+def _of_group(
+    block: StoredBlock, group: int, classes: Sequence[int], names: Sequence[Collection[str]]
+) -> dict[str, np.ndarray]:
+    """Return one group's part of a block.
+
+    classes: size class of each group's blocks. names: of the arrays of each class.
+    """
+    size_class = classes[group]
+    place = sum(block.present[other] for other in range(group) if classes[other] == size_class)
+    return {name: block.arrays[name][place] for name in names[size_class]}

@@ -225,7 +225,7 @@ class Offloading(Service):
             if promotion is not None:
                 if arrival.waiting[0][0].request_id == first:  # no other takes it, and it may be aborted
                     self._promoted[first] = set(promotion.promoted)
-                num_bytes = len(promotion.promoted) * exchange.block_bytes(self._device.state.kv_cache)
+                num_bytes = self._chain_bytes(len(promotion.promoted))
                 self.rule.below.note(num_bytes, time.monotonic() - promotion.began)
             for request, answer in arrival.waiting:
                 self._queue.add(request, answer)
@@ -235,12 +235,14 @@ class Offloading(Service):
         wanted = arrival.wanted[len(arrival.asked.chain().token_ids) :]
         below = self.tiers.below_only(wanted)
         seconds = self._compute_seconds(len(wanted))
-        num_bytes = exchange.block_bytes(self._device.state.kv_cache)
         if not below or not self.rule.pays(
-            seconds, self.fetches.num_bytes(len(wanted)), len(below) * num_bytes
+            seconds, self.fetches.num_bytes(len(wanted)), self._chain_bytes(len(below))
         ):
             return None
         return self.tiers.promote(below, time.monotonic() + self.rule.wait(seconds))
+
+    def _chain_bytes(self, num_blocks: int) -> int:
+        return exchange.chain_bytes(self._device.state.kv_cache, num_blocks)
 
     def drop(self, request_ids: Collection[int]) -> list[Request]:
         """Forget the requests with these numbers, and return those that waited for blocks."""
@@ -365,8 +367,10 @@ class Offloading(Service):
         fetch, num_tokens = self._tried.get(delta.request_id), dict[str, int]()
         if fetch is None:
             return num_tokens
-        size, num_bytes = self._config.block_size, exchange.block_bytes(self._device.state.kv_cache)
-        self.tiers.counts[HOST].read_bytes += num_bytes * sum(len(piece.blocks) for piece, _ in fetch.arrived)
+        size, pieces = self._config.block_size, [piece for piece, _ in fetch.arrived]
+        self.tiers.counts[HOST].read_bytes += sum(
+            array.nbytes for piece in pieces for block in piece.blocks for array in block.values()
+        )
         for key in fetch.keys_arrived(delta.num_hit_tokens // size):
             name = self.tiers.below_name if key in fetch.promoted else HOST
             num_tokens[name] = num_tokens.get(name, 0) + size

@@ -7,6 +7,7 @@ from jaxpaged.checks import InputError, check, shown
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.families.afmoe import AFMOE
 from jaxpaged.models.families.apertus import APERTUS
+from jaxpaged.models.families.bamba import BAMBA
 from jaxpaged.models.families.bloom import BLOOM
 from jaxpaged.models.families.cohere import COHERE, COHERE2, COHERE2_MOE
 from jaxpaged.models.families.dots import DOTS1
@@ -113,6 +114,7 @@ FAMILIES = (
     GRANITEMOESHARED,
     GRANITEMOE_SWA,
     GRANITEMOEHYBRID,
+    BAMBA,
     HUNYUAN,
     HUNYUAN_MOE,
     HY_V3,

@@ -87,8 +87,6 @@ def dump(
         "prefix_cache.hash_block: no other can be written down",
         cache is None or cache.hash_fn is prefix_cache.hash_block,
     )
-    num_classes = state.tables.num_classes
-    check("size classes of blocks", num_classes, "1 to be written down", num_classes == 1)
     requests = [event.request for event in events if event.request is not None]
     header = {
         "version": VERSION,
@@ -237,6 +235,7 @@ def _read(arrays: Mapping[str, np.ndarray], given: Outsiders) -> Dump:
     for place in ("device", "host"):
         if sizes[place] is not None:
             sizes[place]["policy"] = _policy(sizes[place]["policy"], given.policy)
+    sizes["classes"] = step_config.grouping.classes
     state = fill({"state": jax.eval_shape(lambda: _new_state(**sizes, kv={}))})["state"]
     with_kv = jax.eval_shape(lambda: _new_state(**sizes, kv=kv))
     requests: Iterator[Rows] = iter(())
@@ -299,13 +298,16 @@ def _new_state(
     max_blocks_per_seq: int,
     block_size: int,
     num_groups: int,
+    classes: tuple[int, ...],
     device: dict[str, Any],
     host: dict[str, Any] | None,
     kv: dict[str, Any],
 ) -> EngineState:
     """Create a state of the sizes in a header; without K and V if the header lacks their shapes."""
 
-    def tables(num_blocks: int, policy: Policy, has_prefix_cache: bool) -> BlockTables:
+    def tables(
+        num_blocks: int, policy: Policy, has_prefix_cache: bool, more_blocks: Sequence[int] = ()
+    ) -> BlockTables:
         return create_tables(
             num_blocks,
             num_rows,
@@ -314,9 +316,11 @@ def _new_state(
             prefix_caching=has_prefix_cache,
             policy=policy,
             num_groups=num_groups,
+            classes=classes,
+            more_blocks=tuple(more_blocks),
         )
 
-    def arrays(num_blocks: int) -> KVCache:
+    def arrays(num_blocks: int, more_blocks: Sequence[int] = (), **_: Any) -> KVCache:
         if not kv:
             return no_layers(num_blocks, block_size)
         sizes = kv | {"num_blocks": num_blocks, "block_size": block_size, "dtype": dtype_named(kv["dtype"])}
@@ -325,19 +329,21 @@ def _new_state(
         if not states:
             return cache
         arrays = {name: (tuple(shape), dtype_named(dtype)) for name, (_, *shape, dtype) in states.items()}
-        return kv_cache.with_states(cache, arrays, next(iter(states.values()))[0])
+        return kv_cache.with_states(cache, arrays, next(iter(states.values()))[0], *more_blocks)
 
-    pool = None if host is None else HostPool(tables(**host), arrays(host["num_blocks"]))
-    return create_state(tables(**device), arrays(device["num_blocks"]), max_model_len, vocab_size, pool)
+    pool = None if host is None else HostPool(tables(**host), arrays(**host))
+    return create_state(tables(**device), arrays(**device), max_model_len, vocab_size, pool)
 
 
 def _pool_sizes(tables: BlockTables) -> dict[str, Any]:
     pool = tables.pool
-    return {
-        "num_blocks": pool.num_blocks,
+    num_blocks, *more_blocks = (queue.num_blocks for queue in pool.queues)
+    sizes = {
+        "num_blocks": num_blocks,
         "policy": pool.policy.name,
         "has_prefix_cache": pool.prefix_cache is not None,
     }
+    return sizes | ({"more_blocks": more_blocks} if more_blocks else {})
 
 
 def no_layers(num_blocks: int, block_size: int) -> KVCache:
@@ -347,8 +353,8 @@ def no_layers(num_blocks: int, block_size: int) -> KVCache:
 def without_layers(state: EngineState) -> EngineState:
     """Return the state with a cache of no layers, which takes no memory and can still be swapped."""
     tables, host = state.tables, state.host
-    device = no_layers(tables.pool.num_blocks, tables.block_size)
-    swapped = None if host is None else no_layers(host.tables.pool.num_blocks, tables.block_size)
+    device = no_layers(tables.pool.queues[0].num_blocks, tables.block_size)
+    swapped = None if host is None else no_layers(host.tables.pool.queues[0].num_blocks, tables.block_size)
     return put_kv(state, device, swapped)
 
 
