@@ -419,7 +419,9 @@ def convolve(
     inputs = jnp.concatenate([kept, x], 1).astype(jnp.float32)
     out = jnp.zeros(x.shape, jnp.float32)
     for j in range(kernel_size):
-        out = out + inputs[:, j : j + num_tokens] * weight[j].astype(jnp.float32)
+        # Rounded by itself: in programs of some shapes XLA would add the unrounded product.
+        product = lax.optimization_barrier(inputs[:, j : j + num_tokens] * weight[j].astype(jnp.float32))
+        out = out + product
     if bias is not None:
         out = out + bias.astype(jnp.float32)
     return out, rows

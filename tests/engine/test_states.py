@@ -1,0 +1,37 @@
+"""Engines over models with states: an answer has the bits of a prompt that has it."""
+
+import numpy as np
+import pytest
+
+from jaxpaged.models.config import STATE
+from jaxpaged.sampling_params import SamplingParams
+from tests import tiny, tiny_states
+
+CASES = [
+    (tiny_states.CONVOLUTION, (STATE,), 4, 64),
+    (tiny_states.CONVOLUTION, (), 1, 33),
+    (tiny_states.DELTA, (), 1, 33),
+    (tiny_states.DELTA, (), 4, 64),
+    (tiny_states.MAMBA, (), 2, 66),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mixer", "kinds", "rows", "tokens"), CASES)
+def test_an_answer_has_the_log_probabilities_of_a_prompt(mixer, kinds, rows, tokens):
+    driver = tiny_states.driver(mixer, *kinds, max_num_seqs=rows, max_num_batched_tokens=tokens)
+
+    def ask(prompt, **options):
+        params = SamplingParams(temperature=0, ignore_eos=True, **options)
+        [request] = tiny.numbered(driver.door.admit(prompt, params))
+        driver.add(request)
+        return tiny.drain(driver)[request.request_id]
+
+    rng = np.random.default_rng(0)
+    for _ in range(4):
+        prompt = rng.integers(0, driver.door.model_config.vocab_size, 20).tolist()
+        answer = ask(prompt, max_tokens=30, logprobs=0)
+        whole = ask([*prompt, *answer.token_ids], max_tokens=1, prompt_logprobs=0)
+        assert [score.logprob for score in answer.scores] == [
+            score.logprob for score in whole.prompt_scores[len(prompt) :]
+        ]
