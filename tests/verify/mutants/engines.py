@@ -191,7 +191,8 @@ FAULTS = (
         "            row.kept = getattr(row, 'kept', {}) | ({} if block is None else {index: block})\n",
         "seen += [self.slots[WINDOW][row.tables[WINDOW][p // SIZE]][p % SIZE] for p in last]",
         "kept = getattr(row, 'kept', {})\n"
-        "        window = row.tables[WINDOW]\n        at_index = lambda i: kept.get(i) if window[i] is None else window[i]\n"
+        "        window = row.tables[WINDOW]\n"
+        "        at_index = lambda i: kept.get(i) if window[i] is None else window[i]\n"
         "        seen += [self.slots[WINDOW][at_index(p // SIZE)][p % SIZE] for p in last]",
         "self.slots[group][row.tables[group][index]][offset] =",
         "self.slots[group][row.tables[group][index] or getattr(row, 'kept', {}).get(index, 0)][offset] =",

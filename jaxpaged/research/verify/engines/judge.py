@@ -114,7 +114,9 @@ def verify_engine(
             continue
         of = random.Random(f"{seed} {number}")
         history = family.make(of, sizes)
-        broken = _judged(adapter, history, terms, report.seen, f"{seed} {number}", reference, failed)
+        broken = _judged(
+            adapter, history, terms, report.seen, f"{seed} {number}", reference, failed, began + seconds
+        )
         world, number = f"{seed} {number}", number + 1
         report.num_histories = number
         if broken is None:
@@ -135,10 +137,10 @@ def verify_engine(
 
 def _judged(
     adapter: Adapter, history: History, terms: Terms, seen: Seen, world: str, reference: Adapter | None,
-    leaving: set[str], only: str | None = None,
+    leaving: set[str], until: float, only: str | None = None,
 ) -> Broken | None:  # fmt: skip
     """Run a history with new tokens. `leaving`: properties that have failed before."""
-    terms.world = world
+    terms.world, terms.until = world, until
     truth = Truth(adapter, reference)
     names = [only] if only else [name for name in RULES if name not in leaving]
     return check(adapter, history, truth, terms, seen, names)
@@ -158,7 +160,9 @@ def _finding(
         other = (
             world if report.way in ("reset", "reference") and serves(adapter, "reset") else f"{world} {tries}"
         )
-        return _judged(adapter, candidate, report.terms, unseen, other, reference, set(), broken.name)
+        return _judged(
+            adapter, candidate, report.terms, unseen, other, reference, set(), until + 5.0, broken.name
+        )
 
     begun = fails(smallest)
     if begun is None:

@@ -19,8 +19,8 @@ RULES = {
     "accounting": "cached tokens told are no more than the prompt has in common with what was there before, "
     "and the prompt's length is told right",
     "lifetime": "each request ends, and each gauge returns to its start when nothing runs",
-    "events": "a block is removed after it was stored, a hash has one content, and a follower's picture gives "
-    "the cached tokens told (at most so many, where layers are in several groups)",
+    "events": "a block is removed after it was stored, a hash has one content, and a follower's picture "
+    "gives the cached tokens told (at most so many, where layers are in several groups)",
 }
 QUIET_S = 5.0  # in which gauges must come to rest
 
@@ -41,6 +41,8 @@ class Terms:
     tolerance: float = 0.05  # of log-probabilities
     slack_blocks: int = 1  # blocks at a prompt's end that need not be found, as drafting heads drop one
     world: str = "0"
+    until: float = float("inf")  # when a history is left off
+    picture: "Picture | None" = None  # of what earlier histories left, where the engine is not reset
 
 
 @dataclass
@@ -129,6 +131,8 @@ def _asked(adapter: Adapter, history: History, truth: Truth, terms: Terms) -> li
             for r in each
         ]  # fmt: skip
         rounds.append([(ask, truth.of(ask, version)) for ask in asks])
+        if time.monotonic() > terms.until:
+            break
     return rounds
 
 
@@ -137,9 +141,12 @@ def _run(adapter: Any, history: History, truth: Truth, terms: Terms, seen: Seen)
         rounds = _asked(adapter, history, truth, terms)
         if serves(adapter, "reset"):
             adapter.reset()
-        picture = Picture(getattr(adapter, "num_groups", 1)) if serves(adapter, "events") else None
-        if picture is not None:
-            adapter.events()
+            terms.picture = None
+        picture = terms.picture
+        if serves(adapter, "events"):
+            if picture is None:
+                picture = terms.picture = Picture(getattr(adapter, "num_groups", 1), serves(adapter, "reset"))
+            picture.take(adapter.events())
         start = dict(adapter.gauges()) if serves(adapter, "gauges") else None
     except Exception as error:  # whatever an adapter raises
         yield Broken("lifetime", f"the engine raises {hints.raised(error, 200)}", 0)
@@ -149,6 +156,8 @@ def _run(adapter: Any, history: History, truth: Truth, terms: Terms, seen: Seen)
     version = 0
     is_same = len(history) > 3 and all(each == history[0] for each in history)
     for number, pairs in enumerate(rounds):
+        if time.monotonic() > terms.until:
+            return
         try:
             if not pairs:
                 adapter.update()
@@ -254,7 +263,8 @@ def common(a: Sequence[Token], b: Sequence[Token]) -> int:
 
 def _counts(
     adapter: Adapter, ask: Ask, answer: Answer, there: Sequence[tuple[Any, tuple[Token, ...]]],
-    partition: Any,    before: tuple[Ask, tuple[Token, ...]] | None, terms: Terms, seen: Seen, number: int, num_together: int,
+    partition: Any,
+    before: tuple[Ask, tuple[Token, ...]] | None, terms: Terms, seen: Seen, number: int, num_together: int,
 ) -> Iterator[Broken]:  # fmt: skip
     cached = answer.cached or 0
     is_ids = isinstance(ask.prompt[0], int)
@@ -309,7 +319,8 @@ def _moved(adapter: Any, start: dict[str, float]) -> str | None:
 class Picture:
     """Picture that a follower of events has of the cache: blocks of the first group, on any medium."""
 
-    def __init__(self, num_groups: int = 1) -> None:
+    def __init__(self, num_groups: int = 1, is_whole: bool = True) -> None:
+        self.is_whole = is_whole  # whether it began with an empty cache
         self.num_groups = num_groups  # with several, what others lack makes hits shorter than the picture's
         self.blocks: dict[Any, Stored] = {}  # by hash
         self.media: dict[Any, set[str]] = {}  # where each is
@@ -317,7 +328,7 @@ class Picture:
 
     def copy(self) -> "Picture":
         """Return a picture that later events do not change."""
-        made = Picture(self.num_groups)
+        made = Picture(self.num_groups, self.is_whole)
         made.blocks = dict(self.blocks)
         return made
 
@@ -328,12 +339,13 @@ class Picture:
             if isinstance(event, AllBlocksCleared):
                 self.blocks.clear()
                 self.media.clear()
+                self.is_whole = True
             elif event.group_idx:
                 self.num_groups = max(self.num_groups, event.group_idx + 1)
             elif isinstance(event, BlockRemoved):
                 for name in event.block_hashes:
                     media = self.media.get(name, set())
-                    if event.medium not in media:
+                    if event.medium not in media and (self.is_whole or name in self.contents):
                         wrong.append(f"block {name} is removed, and was not stored")
                     media.discard(event.medium or "")
                     if not media:
@@ -379,7 +391,7 @@ class Picture:
                 break
             at, parents = at + size, following
         at = min(at, (len(ask.prompt) - 1) // size * size)
-        if cached > at or (cached < at and self.num_groups == 1):
+        if (cached > at and self.is_whole) or (cached < at and self.num_groups == 1):
             return f"{cached} tokens are found, and a follower of the events expects {at}"
         return None
 

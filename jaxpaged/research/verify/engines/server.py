@@ -33,7 +33,7 @@ class Facts:
     events: str | None = None  # ZeroMQ endpoint
     events_replay: str | None = None
     body: str = "{}"  # JSON that is added to each request
-    timeout: float = 60.0
+    timeout: float = 300.0  # seconds; a first request may wait for a compiler
 
 
 class ServerAdapter:
@@ -72,6 +72,7 @@ class ServerAdapter:
             from jaxpaged.kv_events.follower import Follower
 
             self._follower = Follower(facts.events, facts.events_replay)
+            self._late: list[Any] = self._follower.ask()
             self.events = self._events
         if self._read_gauges():
             self.gauges = self._read_gauges
@@ -108,8 +109,10 @@ class ServerAdapter:
             "ignore_eos": True,
             "return_token_ids": True,
         }
-        optional = {"cache_salt": ask.salt, "n": ask.n if ask.n > 1 else None}
-        body |= {name: value for name, value in optional.items() if value is not None}
+        if ask.salt is not None:
+            body["cache_salt"] = ask.salt
+        if ask.n > 1:  # engines refuse several answers at temperature 0
+            body |= {"n": ask.n, "temperature": 1, "top_k": 1}
         if ask.prompt_logprobs:
             body["prompt_logprobs"] = 1
         return body | dict(ask.options) | self._more
@@ -177,8 +180,8 @@ class ServerAdapter:
 
     def _events(self) -> list[Any]:
         """Return events until none has come for a moment."""
-        events: list[Any] = []
-        while new := self._follower.poll(100):
+        events, self._late = self._late, []
+        while new := self._follower.poll(50):
             events += new
         return events
 
