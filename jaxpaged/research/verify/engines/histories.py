@@ -89,7 +89,7 @@ def _warm(of: random.Random, sizes: Sizes) -> History:
 
 
 def _partly(of: random.Random, sizes: Sizes) -> History:
-    """Prompts that begin alike, and part at, before or behind an edge."""
+    """Make prompts that begin alike, and part at, before or behind an edge."""
     head = sizes.length(of)
     rounds = []
     for name in of.sample("ABCD", of.randint(2, 4)):
@@ -131,7 +131,7 @@ def _pressure(of: random.Random, sizes: Sizes) -> History:
 
 
 def _company(of: random.Random, sizes: Sizes) -> History:
-    """Requests together: the same, prompts that begin alike, long beside short; more than fit at once."""
+    """Make requests together: the same, prompts that begin alike, long beside short; more than fit at once."""
     pool = [
         Request((("P", sizes.length(of)), (x, of.randint(1, 2 * sizes.block))), of.randint(1, 8))
         for x in "ABC"
@@ -143,7 +143,7 @@ def _company(of: random.Random, sizes: Sizes) -> History:
 
 
 def _crowd(of: random.Random, sizes: Sizes) -> History:
-    """Prompts that fit together, and answers that do not: some must give way, and come back."""
+    """Make prompts that fit together, and answers that do not: some must give way, and come back."""
     number = of.randint(3, 6)
     room = int(sizes.num_tokens * of.uniform(0.6, 1.8)) // number if sizes.num_tokens else sizes.longest
     length = max(2, min(room, sizes.longest) - of.randint(0, sizes.block))
@@ -153,7 +153,7 @@ def _crowd(of: random.Random, sizes: Sizes) -> History:
 
 
 def _aborts(of: random.Random, sizes: Sizes) -> History:
-    """Clients that leave, alone and in company; then the same prompts, wholly."""
+    """Make clients that leave, alone and in company; then the same prompts, wholly."""
     asks = [
         Request((("P", sizes.length(of)), (x, of.randint(1, sizes.block))), of.randint(3, 12)) for x in "AB"
     ]
@@ -165,13 +165,13 @@ def _aborts(of: random.Random, sizes: Sizes) -> History:
 
 
 def _answers(of: random.Random, sizes: Sizes) -> History:
-    """Several answers to one prompt, which must all be the greedy one."""
+    """Ask for several answers to one prompt, which must all be the greedy one."""
     many = Request((("P", sizes.length(of)),), of.randint(1, sizes.block + 2), n=of.randint(2, 4))
     return ((many,), (replace(many, n=1),), (many, replace(many, n=1)))
 
 
 def _salts(of: random.Random, sizes: Sizes) -> History:
-    """Salts that look alike, and parts of a salt in the place of an adapter's name."""
+    """Make salts that look alike, and parts of a salt in the place of an adapter's name."""
     alike = of.choice(
         (("a", "b"), ("a", "A"), ("a", "a "), ("1", "01"), ("x" * 64 + "1", "x" * 64 + "2"), ("é", "e"))
     )
@@ -189,7 +189,7 @@ def _salts(of: random.Random, sizes: Sizes) -> History:
 
 
 def _many_salts(of: random.Random, sizes: Sizes) -> History:
-    """So many salts that two agree in 16 bits, if a key keeps no more of them."""
+    """Make so many salts that two agree in 16 bits, if a key keeps no more of them."""
     one = Request((("P", sizes.block + 1),), 1)
     number = of.randrange(1 << 30)
     return tuple((replace(one, salt=f"{number}-{i}"),) for i in range(700))
@@ -207,7 +207,7 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 
 
 def _options(of: random.Random, sizes: Sizes) -> History:
-    """Options that must not split the cache: the second request finds what the first left."""
+    """Make options that must not split the cache: the second request finds what the first left."""
     one = Request((("P", sizes.length(of) + 2 * sizes.block),), 2)
     return ((one,), (replace(one, options=of.choice(OPTIONS)),), (one,))
 
@@ -218,13 +218,13 @@ def _updates(of: random.Random, sizes: Sizes) -> History:
 
 
 def _too_long(of: random.Random, sizes: Sizes) -> History:
-    """Prompt that the cache cannot hold, which must be refused, and may not hold up who comes behind it."""
+    """Make a prompt that the cache cannot hold, which must be refused, and may not hold up who comes behind."""
     short = Request((("P", sizes.length(of)),), 2)
     return ((short,), (Request((("L", sizes.num_tokens + sizes.block),), 2), short), (short,))
 
 
 def _mixed(of: random.Random, sizes: Sizes) -> History:
-    """Rounds of all families, one behind another."""
+    """Mix rounds of all families, one behind another."""
     makes = [_warm, _partly, _conversation, _company]
     makes += [_aborts] * ("abort" in sizes.can) + [_answers] * ("n" in sizes.can)
     made = [of.choice(makes)(of, sizes) for _ in range(3)]
@@ -234,7 +234,7 @@ def _mixed(of: random.Random, sizes: Sizes) -> History:
 
 
 def _same(of: random.Random, sizes: Sizes) -> History:
-    """One request twenty times."""
+    """Repeat one request twenty times."""
     return ((Request((("P", sizes.length(of)),), 8),),) * 20
 
 
