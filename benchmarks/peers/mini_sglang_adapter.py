@@ -1,7 +1,8 @@
 """Scheduler, page table and radix cache of mini-sglang behind the contract of `jaxpaged verify engine`.
 
     git clone https://github.com/sgl-project/mini-sglang && pip install torch
-    MINI_SGLANG=mini-sglang jaxpaged verify engine benchmarks.peers.mini_sglang_adapter:MiniSGLang --tolerance 0
+    export MINI_SGLANG=mini-sglang
+    jaxpaged verify engine benchmarks.peers.mini_sglang_adapter:MiniSGLang --tolerance 0
 
 Their cache, prefill and decode managers run as they are; the loop is that of their `Scheduler.normal_loop`,
 on a CPU, and only the model is another, which reads the slots that the page table names.

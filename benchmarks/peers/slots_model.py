@@ -1,4 +1,4 @@
-"""Model for adapters of managers: a slot keeps a token and its place, and the next token follows from slots."""
+"""Model for adapters of managers: a slot keeps a token and its place, from which the next follows."""
 
 import hashlib
 from collections.abc import Iterable

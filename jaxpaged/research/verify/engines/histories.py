@@ -131,7 +131,7 @@ def _pressure(of: random.Random, sizes: Sizes) -> History:
 
 
 def _company(of: random.Random, sizes: Sizes) -> History:
-    """Make requests together: the same, prompts that begin alike, long beside short; more than fit at once."""
+    """Make requests together: the same, some that begin alike, long beside short, more than fit."""
     pool = [
         Request((("P", sizes.length(of)), (x, of.randint(1, 2 * sizes.block))), of.randint(1, 8))
         for x in "ABC"
@@ -218,7 +218,7 @@ def _updates(of: random.Random, sizes: Sizes) -> History:
 
 
 def _too_long(of: random.Random, sizes: Sizes) -> History:
-    """Make a prompt that the cache cannot hold, which must be refused, and may not hold up who comes behind."""
+    """Make a prompt that the cache cannot hold: it is refused, and holds nobody up behind it."""
     short = Request((("P", sizes.length(of)),), 2)
     return ((short,), (Request((("L", sizes.num_tokens + sizes.block),), 2), short), (short,))
 
