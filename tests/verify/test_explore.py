@@ -40,6 +40,7 @@ def test_every_interleaving_of_larger_worlds(name):
     assert lockstep.compare(found) == found.num_edges
     assert found.finding is None, str(found)
     assert bool(found.met["swapped"]) == (name == "swap")
+    assert bool(found.met["accepted"]) == bool(found.met["rejected"]) == (name == "drafts")
 
 
 def twice_in_one_free(patch):
