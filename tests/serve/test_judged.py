@@ -6,19 +6,9 @@ from jaxpaged.research.verify.engines import report
 from jaxpaged.research.verify.engines.judge import verify_engine
 from jaxpaged.research.verify.engines.server import Facts, ServerAdapter
 
-FAMILIES = tuple(
-    [
-        "warm",
-        "partly warm",
-        "conversation",
-        "company",
-        "crowd",
-        "pressure",
-        "aborts",
-        "salts",
-        "options",
-        "mixed",
-    ]
+FAMILIES = (
+    *("warm", "partly warm", "conversation", "company", "crowd"),
+    *("pressure", "aborts", "salts", "options", "mixed"),
 )
 
 
