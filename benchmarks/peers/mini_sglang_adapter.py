@@ -76,10 +76,9 @@ class MiniSGLang:
     serves = frozenset({"abort"})
 
     def __init__(self) -> None:
-        import torch
-
+        torch: Any = importlib.import_module("torch")
         # Pinned memory needs a GPU.
-        torch.Tensor.pin_memory = lambda self, *args: self  # type: ignore[method-assign]
+        torch.Tensor.pin_memory = lambda self, *args: self
         self.torch, self.theirs = torch, theirs()
         empty = torch.empty
         # Their cache file alone sees a torch whose `empty` pins nothing.

@@ -287,7 +287,8 @@ def _cut(request: Request, name: str, most: int) -> Request:
 def _simpler(request: Request) -> Iterator[Request]:
     if request.options:
         yield replace(request, options={})
-    for name, plain in (("n", 1), ("salt", None), ("abort_after", None), ("prompt_logprobs", False)):
+    plain_values: dict[str, Any] = {"n": 1, "salt": None, "abort_after": None, "prompt_logprobs": False}
+    for name, plain in plain_values.items():
         if getattr(request, name) != plain:
             yield replace(request, **{name: plain})
     for fewer in sorted({1, request.max_tokens // 2, request.max_tokens - 1}):

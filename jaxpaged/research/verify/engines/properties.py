@@ -248,8 +248,8 @@ def differs(ask: Ask, answer: Answer, cold: Answer, terms: Terms, seen: Seen) ->
     if answer.prompt_logprobs is not None and cold.prompt_logprobs is not None:
         pairs = list(zip(answer.prompt_logprobs, cold.prompt_logprobs, strict=False))
         if len(answer.prompt_logprobs) != len(cold.prompt_logprobs):
-            got, want = len(answer.prompt_logprobs), len(cold.prompt_logprobs)
-            return f"{got} log-probabilities of the prompt come, and {want} are right"
+            num, right = len(answer.prompt_logprobs), len(cold.prompt_logprobs)
+            return f"{num} log-probabilities of the prompt come, and {right} are right"
         for at, (a, b) in enumerate(pairs):
             if not abs(a - b) <= terms.tolerance:
                 return f"the log-probability of prompt token {at + 1} is {a:.6g} and must be {b:.6g}"

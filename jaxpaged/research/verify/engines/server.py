@@ -95,7 +95,7 @@ class ServerAdapter:
         return frozenset(found)
 
     def _status(self, more: Mapping[str, Any]) -> int:
-        body = self._body(Ask(tuple(self.token_ids[:4]), 1)) | more
+        body = self._body(Ask(tuple(self.token_ids[:4]), 1)) | dict(more)
         return int(self._http.post("/v1/completions", json=body).status_code)
 
     def _body(self, ask: Ask) -> dict[str, Any]:
