@@ -164,6 +164,12 @@ ALLOWED = {
     "jaxpaged/research/lab": {"jaxpaged/__init__.py", "jaxpaged/research/lab/loop.py", *API},
     "jaxpaged/research/bench": {"jaxpaged/__init__.py", "jaxpaged/research/lab", *API},
     "jaxpaged/research/verify/explore": {"jaxpaged/research/verify", *STEP},
+    "jaxpaged/research/verify/engines": {
+        "jaxpaged/research/verify",
+        "jaxpaged/kv_events",
+        "jaxpaged/checks.py",
+        "jaxpaged/untrusted.py",
+    },
     "jaxpaged/research/verify": {"jaxpaged/research/lab/loop.py", *MEMORY},
     "jaxpaged/research/ptx": {"jaxpaged/checks.py"},
     "jaxpaged/commands": {
@@ -174,6 +180,7 @@ ALLOWED = {
         "jaxpaged/research/bench",
         "jaxpaged/research/verify",
         "jaxpaged/research/verify/explore",
+        "jaxpaged/research/verify/engines",
         "jaxpaged/research/ptx",
         "jaxpaged/research/lab",
         *API,

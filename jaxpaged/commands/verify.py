@@ -31,6 +31,7 @@ def add_verify(commands: Commands) -> None:
     verify_parts.add_policy(kinds)
     verify_parts.add_ptx(kinds)
     verify_parts.add_explore(kinds)
+    verify_parts.add_engine(kinds)
 
 
 def _add_kernel(kinds: Commands) -> None:

@@ -1,6 +1,11 @@
-"""The command line of `jaxpaged verify layout`, `policy` and `ptx`. Imports nothing heavy at the top."""
+"""The command line of `jaxpaged verify layout`, `policy`, `ptx`, `explore` and `engine`.
+
+Imports nothing heavy at the top.
+"""
 
 import argparse
+import os
+from typing import Any
 
 from jaxpaged.checks import InputError, checked_int
 from jaxpaged.commands.parser import Commands
@@ -122,3 +127,109 @@ def verify_explore(args: argparse.Namespace) -> int:
     if num_compared:
         print(f"{num_compared} edges are the oracle's")
     return 0 if found.finding is None and found.complete else EXIT_WRONG
+
+
+def add_engine(kinds: Commands) -> None:
+    engine = kinds.add_parser(
+        "engine", help="check a server's or an adapter's answers over random histories of requests"
+    )
+    engine.set_defaults(command=verify_engine)
+    engine.add_argument(
+        "engine", metavar="URL|MODULE:NAME", help="server with OpenAI's interface, or an adapter"
+    )
+    engine.add_argument("--seconds", type=float, default=60.0, metavar="S", help="time limit (default 60)")
+    engine.add_argument("--seed", type=int, default=0, help="seed of the histories (default 0)")
+    engine.add_argument(
+        "--tolerance", type=float, default=0.05, metavar="X",
+        help="largest difference of log-probabilities that is right (default 0.05)",
+    )  # fmt: skip
+    engine.add_argument(
+        "--slack-blocks", type=int, default=1, metavar="N",
+        help="blocks at a prompt's end that need not be found (default 1)",
+    )  # fmt: skip
+    engine.add_argument(
+        "--longest", type=int, default=96, metavar="N", help="tokens of the longest prompt (default 96)"
+    )
+    engine.add_argument(
+        "--families", default="", metavar="NAME,...", help="families of histories (default: all)"
+    )
+    engine.add_argument(
+        "--reference",
+        metavar="URL|MODULE:NAME",
+        help="engine whose answers are right, such as one without a cache",
+    )
+    engine.add_argument("--key", help="API key of the server (default: $JAXPAGED_API_KEY)")
+    engine.add_argument("--model", help="model of the server (default: the first that it lists)")
+    engine.add_argument(
+        "--token-ids", type=int, nargs=2, metavar=("FIRST", "LAST"),
+        help="ids of the tokens of prompts (default: prompts are English words)",
+    )  # fmt: skip
+    engine.add_argument(
+        "--block-size", type=int, default=0, metavar="N", help="tokens of the server's blocks"
+    )
+    engine.add_argument(
+        "--num-blocks", type=int, default=0, metavar="N", help="blocks of the server, to fill them"
+    )
+    engine.add_argument(
+        "--adapter", action="append", default=[], metavar="NAME", help="low-rank adapter it serves"
+    )
+    engine.add_argument("--events", metavar="ENDPOINT", help="ZeroMQ endpoint of the server's cache events")
+    engine.add_argument("--events-replay", metavar="ENDPOINT", help="endpoint that replays them")
+    engine.add_argument(
+        "--body", default="{}", metavar="JSON", help="fields added to each request of the server"
+    )
+    engine.add_argument("--json", metavar="FILE", help="file for the report as JSON")
+    engine.add_argument("--html", metavar="FILE", help="file for the report as a page")
+
+
+def verify_engine(args: argparse.Namespace) -> int:
+    """Print the report; the exit code is 0 if something was verified and every property holds."""
+    from pathlib import Path
+
+    from jaxpaged.research.verify.engines import judge, report
+
+    reference = None if args.reference is None else _engine(args.reference, args)
+    found = judge.verify_engine(
+        _engine(args.engine, args),
+        name=args.engine,
+        seconds=args.seconds,
+        seed=args.seed,
+        tolerance=args.tolerance,
+        slack_blocks=args.slack_blocks,
+        longest=args.longest,
+        families=tuple(filter(None, args.families.split(","))),
+        reference=reference,
+    )
+    print(report.text(found))
+    for path, written in ((args.json, report.as_json), (args.html, report.page)):
+        if path:
+            Path(path).write_text(written(found))
+    return 0 if found.ok else EXIT_WRONG
+
+
+def _engine(named: str, args: argparse.Namespace) -> Any:
+    """Return the adapter of a URL, or the object that MODULE:NAME names; a class or a function makes one."""
+    if named.startswith(("http://", "https://")):
+        from jaxpaged.research.verify.engines.server import Facts, ServerAdapter
+
+        facts = Facts(
+            key=args.key or os.environ.get("JAXPAGED_API_KEY"),
+            model=args.model,
+            token_ids=None if args.token_ids is None else tuple(args.token_ids),
+            block_size=args.block_size,
+            num_blocks=args.num_blocks,
+            adapters=tuple(args.adapter),
+            events=args.events,
+            events_replay=args.events_replay,
+            body=args.body,
+        )
+        return ServerAdapter(named, facts)
+    from jaxpaged.research.verify import frameworks, hints
+
+    found = frameworks.named(named)
+    if hasattr(found, "ask") and not isinstance(found, type):
+        return found
+    try:
+        return found()
+    except Exception as error:  # whatever a user's function raises
+        raise InputError(f"{named!r} makes no adapter: {hints.raised(error)}") from error

@@ -9,7 +9,7 @@ import pytest
 
 from jaxpaged.checks import InputError
 from jaxpaged.commands import verify_parts
-from jaxpaged.memory import block_pool, free_queue
+from jaxpaged.memory import block_pool, block_table, free_queue
 from jaxpaged.research.verify.explore import lockstep, walk
 from jaxpaged.research.verify.explore.worlds import WORLDS
 from jaxpaged.step import admission, scheduler
@@ -40,6 +40,7 @@ def test_every_interleaving_of_larger_worlds(name):
     assert lockstep.compare(found) == found.num_edges
     assert found.finding is None, str(found)
     assert bool(found.met["swapped"]) == (name == "swap")
+    assert bool(found.met["accepted"]) == bool(found.met["rejected"]) == (name == "drafts")
 
 
 def twice_in_one_free(patch):
@@ -78,6 +79,16 @@ def abort_keeps_blocks(patch):
     )
 
 
+def rejected_drafts_stay(patch):
+    """Leave rejected drafts where the last of them is the first of its block."""
+    real = block_table.truncate
+
+    def within(tables, num, *rest):
+        return real(tables, jnp.where(tables.seq_lens % tables.block_size == 1, 0, num), *rest)
+
+    patch.setattr(block_table, "truncate", within)
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     ("plant", "world", "says", "length"),
@@ -87,6 +98,7 @@ def abort_keeps_blocks(patch):
         (stale_content, "three", "is found for tokens", 7),
         (overtaking, "three", "is admitted before", 20),
         (abort_keeps_blocks, "three", "FINISHED, and holds blocks", 3),
+        (rejected_drafts_stay, "drafts", "reads position 6 in a slot with token 3 of 6", 6),
     ],
 )
 def test_planted_faults_are_found_with_the_shortest_story(monkeypatch, plant, world, says, length):

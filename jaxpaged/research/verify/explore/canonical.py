@@ -70,7 +70,11 @@ def key(state: EngineState) -> Key:
     phases = tuple(rows.phase.tolist())
     progress = tuple((int(rows.num_tokens[row]), int(tables.seq_lens[row])) for row in live)
     rejected = tuple(state.last_rejected.tolist())
-    return phases, tuple(live), progress, tuple(lines), free, held, content, chains, host, rejected
+    drafting: Key = ()
+    if rows.drafting is not None:
+        record = (rows.drafting.most, rows.drafting.misses, rows.drafting.wait, rows.drafting.idle)
+        drafting = tuple(tuple(int(each[row]) for each in record) for row in live)
+    return phases, tuple(live), progress, tuple(lines), free, held, content, chains, host, rejected, drafting
 
 
 def _node(slot: int, generation: int, nodes: Names) -> Any:

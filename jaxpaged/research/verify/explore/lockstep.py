@@ -8,6 +8,7 @@ from jaxpaged.research.verify.explore.walk import ARRIVE, STEP, Event, Finding, 
 from jaxpaged.research.verify.explore.worlds import World, next_token
 from jaxpaged.research.verify.oracles import engine_state as reference
 from jaxpaged.research.verify.oracles.engine import Engine
+from jaxpaged.research.verify.oracles.speculation import Lookup
 from jaxpaged.step.state import Phase
 
 PHASES = {
@@ -57,6 +58,7 @@ def oracle_of(world: World) -> Engine:
         num_host_blocks=world.num_host_blocks and world.num_host_blocks + 1,
         prefix_caching=world.prefix_caching,
         preemption_mode="swap" if world.num_host_blocks else "recompute",
+        lookup=Lookup(world.most_drafts, 1, 1) if world.most_drafts else None,
     )
     return Engine(config, next_token)
 

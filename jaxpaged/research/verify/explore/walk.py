@@ -18,6 +18,7 @@ from jaxpaged.step.state import EngineState, Phase
 
 STEP, ARRIVE, ABORT = "step", "arrives", "is aborted"
 BATCH = 128
+TOLD = "admitted", "preempted", "swapped", "hits"  # what steps tell
 type Event = tuple[str, int]  # what happens, and the request; -1 for a step
 
 
@@ -76,7 +77,7 @@ def explore(world: World, *, max_states: int = 1_000_000) -> Walk:
     began = time.monotonic()
     programs, walk = (
         Programs(world),
-        Walk(world, met=dict.fromkeys(("admitted", "preempted", "swapped", "hits"), 0)),
+        Walk(world, met=dict.fromkeys((*TOLD, "accepted", "rejected"), 0)),
     )
     start = programs.state(programs.start)
     answers = [world.answer(ask) for ask in world.asks]
@@ -90,8 +91,9 @@ def explore(world: World, *, max_states: int = 1_000_000) -> Walk:
             wrong = None
             if event[0] == STEP:
                 wrong = _unfair(programs.state(leaves_of[before]), told)
-                for kind, array in zip(walk.met, (told[0], told[1], told[2], told[4]), strict=True):
+                for kind, array in zip(TOLD, (told[0], told[1], told[2], told[4]), strict=True):
                     walk.met[kind] += int(np.sum(array))
+                _count_drafts(walk, programs.state(leaves_of[before]), after, told[3])
             name = key(after)
             number = walk.keys.get(name)
             if number is None:
@@ -115,6 +117,15 @@ def explore(world: World, *, max_states: int = 1_000_000) -> Walk:
     if walk.finding is not None:
         walk.finding.story = tell(programs, walk.finding.path)
     return walk
+
+
+def _count_drafts(walk: Walk, before: EngineState, after: EngineState, planned: np.ndarray) -> None:
+    """Count drafts of rows that decode: a row's new tokens but the first were drafts, and right."""
+    new = after.rows.num_tokens - before.rows.num_tokens
+    decodes = (before.rows.phase == Phase.RUNNING) & (planned > 0)
+    decodes &= before.tables.seq_lens == before.rows.num_tokens - 1
+    walk.met["accepted"] += int(np.sum((new - 1)[decodes & (new > 0)]))
+    walk.met["rejected"] += int(np.sum((planned - new)[decodes & (new > 0)]))
 
 
 def _note(walk: Walk, state: EngineState, before: int, event: Event) -> int:

@@ -12,7 +12,8 @@ from jaxpaged.memory import kv_cache
 from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.models.attention import PassBatch
 from jaxpaged.step import scheduler
-from jaxpaged.step.config import StepConfig
+from jaxpaged.step.config import Lookup, StepConfig
+from jaxpaged.step.features import NO_FEATURES, Features
 from jaxpaged.step.state import (
     EngineState,
     HostPool,
@@ -48,6 +49,7 @@ class World:
     block_size: int = 2
     prefix_caching: bool = True
     aborts: bool = True  # whether the host may abort a request at any time
+    most_drafts: int = 0  # drafts of a row in one step, from what followed its last token before
 
     @property
     def max_model_len(self) -> int:
@@ -57,7 +59,15 @@ class World:
     @property
     def config(self) -> StepConfig:
         """Return what the step is compiled for."""
-        return StepConfig(max_num_seqs=self.max_num_seqs, num_tiles=1, tiles_per_pass=1, attention="xla")
+        lookup = Lookup(most=self.most_drafts, longest=1, shortest=1) if self.most_drafts else None
+        return StepConfig(
+            max_num_seqs=self.max_num_seqs, num_tiles=1, tiles_per_pass=1, attention="xla", lookup=lookup
+        )
+
+    @property
+    def features(self) -> Features:
+        """Return what rows have beside."""
+        return Features(max_drafts=self.most_drafts) if self.most_drafts else NO_FEATURES
 
     def state(self) -> EngineState:
         """Return the state before anything has come."""
@@ -73,7 +83,7 @@ class World:
         if self.num_host_blocks:
             host = HostPool(*parts(self.num_host_blocks, caches=False))
         tables, cache = parts(self.num_blocks, caches=self.prefix_caching)
-        return create_state(tables, cache, self.max_model_len, VOCAB, host)
+        return create_state(tables, cache, self.max_model_len, VOCAB, host, self.features)
 
     def answer(self, ask: Ask) -> list[int]:
         """Return a request's tokens to the end, as it gets them alone."""
@@ -147,7 +157,7 @@ class Programs:
         names = [jax.tree_util.keystr(path) for path, _ in paths]
         self._varying = [i for i, name in enumerate(names) if not name.startswith(FIXED)]
         self.start = [self._leaves[i] for i in self._varying]
-        lines = empty_rows(len(world.asks), world.max_model_len, VOCAB)
+        lines = empty_rows(len(world.asks), world.max_model_len, VOCAB, world.features)
         for i, ask in enumerate(world.asks):
             for array, value in (
                 (lines.phase, Phase.WAITING),
@@ -200,5 +210,7 @@ WORLDS = {
     "priorities": World((Ask((1, 2, 3), 5, priority=1), Ask((1, 2, 4, 1), 6), Ask((2,), 4, priority=1)), 4),
     "swap": World((*_SHARED, Ask((2,), 4)), 4, num_host_blocks=3),
     "four": World((*_SHARED, Ask((2,), 4), Ask((1, 2, 3, 1, 1), 8)), 5, max_num_seqs=3),
+    "drafts": World((Ask((1, 4, 2, 3), 9), Ask((1, 4, 2), 7)), 6, most_drafts=2),
+    "twins": World((Ask((1, 2, 3), 6), Ask((1, 2, 3), 6), Ask((2,), 4)), 4),
     "salts": World((Ask((1, 2, 3), 5), Ask((1, 2, 3), 5, salt=1), Ask((1, 2, 3, 1, 1), 7)), 4),
 }

@@ -1,0 +1,1 @@
+"""Judge of whole engines: histories of requests to a server or an adapter, and what must hold."""
