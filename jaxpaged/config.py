@@ -19,6 +19,7 @@ from jaxpaged.options import (
     option,
     optional,
     ours_or_path,
+    parts_or_paths,
     store_of_blocks,
     text,
     whole,
@@ -98,6 +99,17 @@ class EngineConfig:
         None,
         ours_or_path((), "None or 'package.module:function' of a sampler"),
         flag=text("function that chooses tokens: module:function of yours (default: ours)"),
+    )
+    # Functions that change logits: 'package.module:function' each, or the functions (`jaxpaged.contracts`).
+    # Requests give their arguments as `SamplingParams.extra_args`.
+    logits_processors: Any = option(
+        None,
+        parts_or_paths("None, or a list of 'package.module:function' of processors"),
+        flag={
+            "nargs": "+",
+            "metavar": "MODULE:FUNCTION",
+            "help": "functions of yours that change the logits of requests (default: none)",
+        },
     )
     block_size: int = option(
         16, whole("a positive int, at most 1024", 1, 1024), flag=count("tokens a block (default 16)")

@@ -50,6 +50,7 @@ MODELS = {"smollm2": "tiny.gguf", "Qwen3-Embedding-0.6B": ROOT / "tests" / "gold
 SLOW = {
     "docs/research/attention.md",
     "docs/research/layer_kinds.md",
+    "docs/research/processors.md",
     "docs/research/sampler.md",
     "docs/research/lab.md",
     "docs/guides/adapters.md",
