@@ -89,7 +89,9 @@ VLLM_PATHS: dict[str, dict[str, str]] = {
 _MEDIA = "it is about images, sound and video, and requests are of text; use prompts of text"
 _JAX = "kernels and compilation are JAX's; use attention= for a kernel (docs/research/attention.md)"
 _DESCRIBED = "models are described, not written as modules; use jaxpaged.models (docs/guides/models.md)"
-_COMPILED = "a request's code cannot run in the compiled step; use sampler= (docs/research/contracts.md)"
+_COMPILED = (
+    "it changes logits outside of the compiled step; use logits_processors= (docs/research/processors.md)"
+)
 _INSIDE = "it is the inside of vLLM's engine, here one compiled program; use LLM, AsyncLLM or LLMEngine"
 # vLLM's modules that are not served, with all below them, and names of modules that are: "module" or
 # "module:name". What each is, and what to take instead.

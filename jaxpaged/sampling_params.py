@@ -25,7 +25,7 @@ from jaxpaged.compat import names_of
 from jaxpaged.options import checks_of, choice, number, option, optional, whole
 from jaxpaged.structured_outputs import StructuredOutputsParams, structured_outputs
 from jaxpaged.vllm_names.judge import BEAM_NAMES, SAMPLING_NAMES, Names, without_neutral
-from jaxpaged.vllm_names.methods import missing
+from jaxpaged.vllm_names.methods import VllmClass, missing
 
 # The likeliest tokens that a step can tell of beside the chosen one: vLLM's default `max_logprobs`.
 MAX_LOGPROBS = 20
@@ -134,7 +134,7 @@ def _extra_args(name: str, value: Any) -> dict[str, Any] | None:
 
 @_taking_vllms(SAMPLING_NAMES)
 @dataclasses.dataclass(kw_only=True)
-class SamplingParams:
+class SamplingParams(metaclass=VllmClass):
     """Parameters by which one request's tokens are chosen.
 
     The logits of a step are changed in this order: what `structured_outputs` does not allow is barred, then

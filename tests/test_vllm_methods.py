@@ -66,6 +66,20 @@ def test_each_method_of_vllms_is_there_with_its_arguments_or_refused(title):
     assert not left
 
 
+def test_attributes_of_classes_are_refused_in_a_sentence_too():
+    for made, name, told in (
+        (LLM, "apply_model", "vLLM's LLM.apply_model is not served: the model is arrays"),
+        (AsyncLLM, "collective_rpc", "vLLM's AsyncLLM.collective_rpc is not served: there are no workers"),
+        (LLMEngine, "collective_rpc", "vLLM's LLMEngine.collective_rpc is not served"),
+        (SamplingParams, "verify", "vLLM's SamplingParams.verify is not served"),
+        (LLM, "nothing", "'LLM' object has no attribute 'nothing'"),
+    ):
+        with pytest.raises(AttributeError, match=told):
+            getattr(made, name)
+    with pytest.raises(AttributeError, match="type object 'LLM' has no attribute '__nothing__'"):
+        LLM.__nothing__  # noqa: B018
+
+
 def test_the_table_of_refusals_has_no_names_that_vllm_lacks_or_that_are_served():
     for full in METHODS:
         title, _, name = full.rpartition(".")

@@ -127,7 +127,7 @@ def test_flags_are_taken_with_their_values_and_ours_are_left():
     is_ours = flags_of("serve")
     argv = "--max_model_len 64 -tp 1 -pp 1 -O3 --trust-remote-code m_a --no-enable-dbo "
     argv += "--compilation-config.mode 3 --structured-outputs-config.backend auto "
-    argv += "--load-format=auto --allowed-media-domains a b --host h --unknown -1 -- --nnodes 2"
+    argv += "--tokenizer-mode=auto --allowed-media-domains a b --host h --unknown -1 -- --nnodes 2"
     assert without_vllms(argv.split(), is_ours) == (
         ["--max-model-len", "64", "-tp", "1", "m_a", "--host", "h", "--unknown", "-1", "--", "--nnodes", "2"]
     )

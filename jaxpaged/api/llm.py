@@ -37,10 +37,10 @@ from jaxpaged.pooling.outputs import (
 )
 from jaxpaged.sampling_params import BeamSearchParams, SamplingParams
 from jaxpaged.text.conversations import Message
-from jaxpaged.vllm_names.methods import check_arguments
+from jaxpaged.vllm_names.methods import VllmClass, check_arguments
 
 
-class LLM(LoadedModel):
+class LLM(LoadedModel, metaclass=VllmClass):
     """Model that generates for batches of prompts, or pools them. `LoadedModel` says how it is loaded."""
 
     @functools.cached_property

@@ -260,7 +260,6 @@ ENGINE: dict[str, Verdict] = {
         use="a copy of the model's directory with another config.json",
     ),
     **_only("weights from another place than the model", "model_weights", use="model"),
-    **_only("weights of another form", "load_format", "auto", "hf", "safetensors", "gguf"),
     **_only("a config of another form", "config_format", "auto", "hf"),
     **_only(
         "weights quantised in another way", "quantization_config", use="quantization, or a quantised model"
