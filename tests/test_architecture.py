@@ -39,6 +39,7 @@ VERSIONS = "jaxpaged/contracts/versions.py"
 ATTENTIONS = "jaxpaged/contracts/attentions.py"
 SAMPLERS = "jaxpaged/contracts/samplers.py"
 PROCESSORS = "jaxpaged/contracts/processors.py"
+HOST_PROCESSORS = "jaxpaged/contracts/host_processors.py"
 LAYER_KINDS = "jaxpaged/contracts/layer_kinds.py"
 BLOCK_STORES = "jaxpaged/contracts/block_stores.py"
 MEMORY = {"pallas_kernels", "jaxpaged/memory", VERSIONS, *GROUND}
@@ -59,6 +60,7 @@ STEP = {
     "jaxpaged/sampling_state.py",
     SAMPLERS,
     PROCESSORS,
+    HOST_PROCESSORS,
     *MODELS,
 }
 HANDOVER = {"jaxpaged/handover", *STEP}
@@ -133,7 +135,8 @@ ALLOWED = {
     VERSIONS: {"jaxpaged/checks.py", "pallas_kernels"},
     ATTENTIONS: {"jaxpaged/checks.py", VERSIONS, "pallas_kernels"},
     SAMPLERS: {"jaxpaged/checks.py", VERSIONS},
-    PROCESSORS: {"jaxpaged/checks.py", VERSIONS},
+    PROCESSORS: {"jaxpaged/checks.py", VERSIONS, HOST_PROCESSORS},
+    HOST_PROCESSORS: {"jaxpaged/checks.py"},
     LAYER_KINDS: {"jaxpaged/checks.py", VERSIONS, "jaxpaged/memory"},
     BLOCK_STORES: {"jaxpaged/checks.py", VERSIONS},
     "jaxpaged/tiers": TIERS,

@@ -73,7 +73,7 @@ OF_OURS = {"update_weights", "from_optional", "from_vllm_config"}
 
 @pytest.mark.parametrize("title", sorted(known_names()["calls"]))
 def test_arguments_have_vllms_order_and_defaults(title):
-    """Those that we take by position come first and in order; others are taken by name."""
+    """Arguments that we take by position come first and in order; others are taken by name."""
     wrong = []
     for name, text in known_names()["calls"][title].items():
         ours = getattr(CLASSES[title], name) if hasattr(CLASSES[title], name) else None

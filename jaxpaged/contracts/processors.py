@@ -23,6 +23,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxpaged.checks import InputError, check, checked_bool, checked_int, checked_number, shown, unknown
 from jaxpaged.contracts import versions
+from jaxpaged.contracts.host_processors import NUMBER, HostProcessors, LogitsProcessor, Words
 
 MOST_ARGUMENTS = 16  # of all processors of an engine
 MOST_PROCESSORS = 16
@@ -35,6 +36,7 @@ class RequestRows(NamedTuple):
     token_ids: Int[Array, "rows max_model_len"]  # prompt and answer; what is behind `num_tokens` is no token
     prompt_lens: Int[Array, " rows"]
     num_tokens: Int[Array, " rows"]  # prompt and answer so far: the position of the new token
+    request_ids: Int[Array, " rows"]  # numbers that tell requests apart which are under way
     arguments: Mapping[str, Array]  # values [rows] of `SamplingParams.extra_args`, by name
 
 
@@ -84,9 +86,19 @@ def processor[F: Callable[..., Any]](*, contract: int = 1, **arguments: Any) -> 
     return declared
 
 
-def named(asked: Sequence[Any]) -> tuple[Processor, ...]:
-    """Return the processors that paths or values mean. Raises `InputError`."""
-    found = tuple(_named(each) for each in asked)
+def named(asked: Sequence[Any], max_num_seqs: int, vocab_size: int) -> tuple[Processor, ...]:
+    """Return the processors that paths or values mean; classes of vLLM's form are one, behind the others.
+
+    Raises `InputError`.
+    """
+    parts = [_imported(each) for each in asked]
+    classes = [each for each in parts if isinstance(each, type) and issubclass(each, LogitsProcessor)]
+    found = tuple(
+        _named(given, each) for given, each in zip(asked, parts, strict=True) if each not in classes
+    )
+    if classes:
+        host = HostProcessors(classes, max_num_seqs, vocab_size)
+        found += (Processor(host, ((NUMBER, 0),), name=" ".join(each.__qualname__ for each in classes)),)
     names = [name for each in found for name, _ in each.arguments]
     for name in names:
         check("logits_processors: argument", name, "an argument of one processor", names.count(name) == 1)
@@ -95,36 +107,55 @@ def named(asked: Sequence[Any]) -> tuple[Processor, ...]:
     return found
 
 
-def _named(asked: Any) -> Processor:
-    rule = "a function under @processor, or a Processor (docs/research/processors.md)"
+RULE = "a function under @processor, or a LogitsProcessor class (docs/research/processors.md)"
+
+
+def _imported(asked: Any) -> Any:
+    return versions.imported("logits_processors", asked, RULE) if isinstance(asked, str) else asked
+
+
+def _named(asked: Any, found: Any) -> Processor:
     path = asked if isinstance(asked, str) else ""
-    found = versions.imported("logits_processors", path, rule) if path else asked
     versions.check_version("logits_processors", asked, found, "processor")
     if not isinstance(found, Processor):
         arguments = getattr(found, "arguments", None)
         if not callable(found) or not isinstance(arguments, tuple):
-            raise InputError(f"logits_processors={shown(asked)} must be {rule}")
+            raise InputError(f"logits_processors={shown(asked)} must be {RULE}")
         made = getattr(found, "contract", 1), getattr(found, "__qualname__", "")
         found = Processor(found, arguments, *made)
     return replace(found, name=path or found.name or "processor")
 
 
-def words_of(processors: tuple[Processor, ...], given: Mapping[str, Any] | None) -> tuple[int, ...]:
+def words_of(
+    processors: tuple[Processor, ...], given: Mapping[str, Any] | None, params: Any = None
+) -> tuple[int, ...]:
     """Return a row's words of what a request gives, an int32 each; none for a row that is not processed.
+
+    params: parameters of the request, for processors that the host calls.
 
     Raises `InputError` for arguments that no processor has, and for values of another type.
     """
     given = given or {}
     known = [name for each in processors for name, _ in each.arguments]
+    is_any = any(isinstance(each.function, HostProcessors) for each in processors)
     for name in given:
-        if name not in known:
+        if name not in known and not is_any:
             raise unknown("extra_args: argument ", name, dict.fromkeys(known))
-    applies, words = 0, list[int]()
+    applies, words, keeps = 0, list[int](), None
     for bit, each in enumerate(processors):
+        if isinstance(each.function, HostProcessors):
+            number, keeps = each.function.take(params)
+            applies |= 1 << bit
+            words.append(number)
+            continue
         if not each.arguments or any(name in given for name, _ in each.arguments):
             applies |= 1 << bit
         words += [_encoded(name, given.get(name, default), default) for name, default in each.arguments]
-    return (applies, *words) if applies else ()
+    if keeps is None:
+        return (applies, *words) if applies else ()
+    made = Words((applies, *words))
+    made.keeps = keeps
+    return made
 
 
 def _encoded(name: str, value: Any, like: int | float | bool) -> int:
@@ -144,22 +175,23 @@ def processed(
     logits: Float[Array, "rows vocab"],
     words: Int[Array, "rows words"],
     applies: Bool[Array, " rows"],
-    rows: tuple[Int[Array, "rows max_model_len"], Int[Array, " rows"], Int[Array, " rows"]],
+    rows: tuple[Array, ...],
 ) -> Float[Array, "rows vocab"]:
     """Return the logits changed by the processors of those rows to which they apply.
 
-    words: of each row, as `words_of` makes them. rows: the first three arrays of `RequestRows`.
+    words: of each row, as `words_of` makes them. rows: the arrays of `RequestRows` before the arguments.
     """
     place = 1
     for bit, each in enumerate(processors):
-        arguments = {}
+        arguments, its = {}, applies & ((words[:, 0] >> bit) & 1 == 1)
         for name, default in each.arguments:
             bits = words[:, place]
             if isinstance(default, float):
                 bits = lax.bitcast_convert_type(bits, jnp.float32)
             arguments[name] = bits != 0 if isinstance(default, bool) else bits
             place += 1
-        its = applies & ((words[:, 0] >> bit) & 1 == 1)
+        if isinstance(each.function, HostProcessors):
+            arguments[NUMBER] = jnp.where(its, arguments[NUMBER], 0)
         request = RequestRows(*rows, arguments)
 
         def change(logits: Float[Array, "rows vocab"], each=each, its=its, request=request) -> Any:

@@ -210,7 +210,7 @@ class Door:
             adapter=adapter,
             cache_salt=cache_salt,
             kv_cache_ttl=kv_cache_ttl,
-            arguments=words_of(processors, extra),
+            arguments=words_of(processors, extra, params),
             grammar=grammar,
             grammar_opens=None if grammar is None or asked is None else grammar.opens(asked),
         )

@@ -36,7 +36,9 @@ class LateArena:
             setup = self._device.setup
             mib = setup.config.most_arena_words // 2**18
             config = dataclasses.replace(setup.config, structured_outputs_mib=mib)
+            processors = setup.processors  # the door's own
             setup = dataclasses.replace(setup, config=config)
+            vars(setup)["processors"] = processors
             self._made = setup, self._device.run_with(setup)
             logging.info(
                 "compiled for structured outputs (%d MiB) in %.1f s", mib, time.perf_counter() - began

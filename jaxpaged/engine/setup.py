@@ -16,6 +16,7 @@ from jaxpaged.code_digest import digest_of, trace_anew_if_changed
 from jaxpaged.config import AUTO, PREFILL_TILE, EngineConfig
 from jaxpaged.contracts import attentions, layer_kinds, processors, samplers
 from jaxpaged.contracts.attentions import Attention
+from jaxpaged.contracts.host_processors import HostProcessors
 from jaxpaged.contracts.processors import Processor
 from jaxpaged.contracts.samplers import Sampler
 from jaxpaged.engine import draft_costs
@@ -157,8 +158,14 @@ class Setup:
 
     @functools.cached_property
     def processors(self) -> tuple[Processor, ...]:
-        """Logits processors from outside."""
-        return processors.named(self.config.logits_processors or ())
+        """Logits processors from outside. Raises `InputError`."""
+        config = self.config
+        found = processors.named(config.logits_processors or (), config.max_num_seqs, self.whole.vocab_size)
+        if any(isinstance(each.function, HostProcessors) for each in found):
+            rule = "functions under @processor beside drafts, several devices or processes"
+            is_alone = self.mesh is None and config.speculative_config is None
+            check("logits_processors", config.logits_processors, rule, is_alone)
+        return found
 
     @property
     def attention(self) -> TiledImplementation | Attention:

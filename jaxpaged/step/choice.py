@@ -53,7 +53,7 @@ def allowed(
         changed = edited(logits, rows.rules, options.has_rules, context)
         if processors:
             words, its = rows.features[ARGUMENTS.name][row], rows.token_ids[row]
-            of_rows = its, context.prompt_lens, position
+            of_rows = its, context.prompt_lens, position, rows.arrival[row]
             changed = processed(processors, changed, words, options.has_rules, of_rows)
         return changed if follows is None else automata.not_empty(changed, logits, follows)
 

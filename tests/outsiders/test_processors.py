@@ -6,6 +6,7 @@ import pytest
 from jaxpaged.checks import InputError
 from jaxpaged.config import EngineConfig
 from jaxpaged.contracts import processors
+from jaxpaged.contracts.host_processors import AdapterLogitsProcessor
 from jaxpaged.engine import capacity
 from jaxpaged.engine.door import Door
 from jaxpaged.engine.setup import Setup
@@ -98,3 +99,44 @@ def test_extra_arguments_without_processors_are_refused():
     with pytest.raises(InputError, match="extra_args=.* must be None without logits_processors"):
         door_of(EngineConfig(**tiny.DEFAULTS)).admit([1], SamplingParams(extra_args={"token": 1}))
     assert SamplingParams(extra_args={}).extra_args is None
+
+
+class Barring(AdapterLogitsProcessor):
+    """vLLM's form: a request bars the tokens of its prompt and its newest token."""
+
+    @classmethod
+    def validate_params(cls, params):
+        if (params.extra_args or {}).get("bars", True) is not True:
+            raise ValueError("bars must be True")
+
+    def is_argmax_invariant(self):
+        return False
+
+    def new_req_logits_processor(self, params):
+        def bar(prompt, answer, logits):
+            logits[prompt + answer[-1:]] = -np.inf
+            return logits
+
+        return bar if params.extra_args else None
+
+
+@pytest.mark.slow
+def test_vllms_classes_are_called_by_the_host_and_others_keep_their_bits():
+    driver = tiny.driver(**tiny.SMALL, logits_processors=[Barring])
+    prompts = tiny.prompts([5, 9, 12])
+    plain = SamplingParams(temperature=0, max_tokens=12, logprobs=2)
+    asks = SamplingParams(temperature=0, max_tokens=12, extra_args={"bars": True})
+    for round_ in range(2):  # the lines of the first are used again
+        requests = tiny.add(driver, 1 + 10 * round_, prompts, [asks, plain, asks])
+        together = tiny.drain(driver)
+        for request, prompt in zip(requests[::2], prompts[::2], strict=True):
+            tokens = list(prompt)
+            for _ in range(12):
+                logits = np.array(tiny.reference_logits(tuple(tokens))[-1])
+                logits[[*prompt, *tokens[len(prompt) :][-1:]]] = -np.inf
+                tokens.append(int(np.argmax(logits)))
+            assert together[request.request_id].token_ids == tokens[len(prompt) :]
+        assert together[requests[1].request_id].token_ids == tiny.reference_answer(tuple(prompts[1]), 12)
+    with pytest.raises(InputError, match="extra_args: bars must be True"):
+        driver.door.admit([1], SamplingParams(extra_args={"bars": 1}))
+    tiny.assert_nothing_is_held(driver)
