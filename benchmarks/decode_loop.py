@@ -26,6 +26,7 @@ from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.status import raise_if_error
 from jaxpaged.step import admission, loop
 from jaxpaged.step.config import MAX_STEPS, StepConfig
+from jaxpaged.step.features import NO_FEATURES, Features
 from jaxpaged.step.model import Model
 from jaxpaged.step.state import (
     Counter,
@@ -126,6 +127,7 @@ def create(
     attention: TiledImplementation,
     free_slots: int = 0,
     grouping: Grouping | None = None,
+    features: Features = NO_FEATURES,
 ) -> DecodeLoop:
     """Create a row for each of `seq_lens`, in a pool with blocks for `max_model_len` tokens each.
 
@@ -149,7 +151,7 @@ def create(
     rng = np.random.default_rng(0)
     lens = np.zeros(num_rows, np.int32)
     lens[:num_seqs] = seq_lens
-    rows = empty_rows(num_rows, max_model_len, vocab_size)
+    rows = empty_rows(num_rows, max_model_len, vocab_size, features)
     fields: dict[str, Any] = {
         "phase": np.where(lens > 0, Phase.RUNNING, Phase.EMPTY),
         "arrival": np.arange(num_rows),
@@ -161,7 +163,7 @@ def create(
         "max_num_tokens": np.full(num_rows, max_model_len),
     }
     rows = dataclasses.replace(rows, **{name: value.astype(np.int32) for name, value in fields.items()})
-    state = create_state(tables, kv_cache, max_model_len, vocab_size)
+    state = create_state(tables, kv_cache, max_model_len, vocab_size, features=features)
     state = loop.submit(state, rows, np.arange(num_rows, dtype=np.int32))
     num_tiles = PREFILL_TOKENS // PREFILL_TILE
     config = StepConfig(

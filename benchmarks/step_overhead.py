@@ -4,6 +4,7 @@
     python -m benchmarks.step_overhead --model smollm2                  and the share of a real step
     python -m benchmarks.step_overhead --max_model_len 2048 --max_model_len 131072     and what length costs
     python -m benchmarks.step_overhead --num_groups 1 --num_groups 6    and what groups of layers cost
+    python -m benchmarks.step_overhead --structured_outputs_mib 0 --structured_outputs_mib 64     and an arena
     python -m benchmarks.step_overhead --smoke                          once, tiny
 
 JSON lines on stdout. The engine's own `loop.run` with the model replaced by a constant: all rows decode, of
@@ -20,6 +21,9 @@ published, and is freed. `ratio` is the least time over that of the first length
 With numbers of groups given, the rows of this device's sizes decode in turns with so many groups of layers,
 in a pool of twice as many blocks. The first group sees all tokens, the others a window of `WINDOW` tokens.
 `ratio` is the least time over that of the first number.
+
+With sizes of the arena of structured outputs given, the rows of this device's sizes decode in turns beside
+each; no row has a constraint. `ratio` is the least time over that of the first size.
 """
 
 from collections.abc import Iterator
@@ -40,6 +44,7 @@ from jaxpaged.models import loading
 from jaxpaged.models.constant import ConstantModel
 from jaxpaged.models.load_as import LoadAs
 from jaxpaged.step.config import MAX_STEPS
+from jaxpaged.step.features import Features
 from jaxpaged.step.model import Model
 
 _REPEATS = flags.DEFINE_integer("repeats", 20, f"Runs of {MAX_STEPS} steps.", lower_bound=1, upper_bound=26)
@@ -48,6 +53,9 @@ _DTYPE = flags.DEFINE_string("dtype", "auto", "Of the real model.")
 _LENGTHS = flags.DEFINE_multi_integer("max_model_len", [], "Tokens of a row; may be given several times.")
 _GROUPS = flags.DEFINE_multi_integer(
     "num_groups", [], "Groups of layers; may be given several times.", lower_bound=1, upper_bound=MOST_GROUPS
+)
+_ARENAS = flags.DEFINE_multi_integer(
+    "structured_outputs_mib", [], "MiB of the arena; may be given several times.", lower_bound=0
 )
 _GPU = flags.DEFINE_boolean("gpu", False, "Fail where JAX uses no GPU that our kernels serve.")
 _SMOKE = flags.DEFINE_boolean("smoke", False, "Tiny sizes, two repeats.")
@@ -78,6 +86,10 @@ def main(argv: list[str]) -> None:
         return
     if _GROUPS.value:
         for line in measure_groups(_GROUPS.value, num_rows, 2 * num_blocks, repeats):
+            results.put(line)
+        return
+    if _ARENAS.value:
+        for line in measure_arenas(_ARENAS.value, num_rows, num_blocks, repeats):
             results.put(line)
         return
     for prefix_caching in (True,) if _SMOKE.value else (True, False):
@@ -157,6 +169,33 @@ def measure_groups(
         line = _line("constant", num_rows, num_blocks, True, us[number][2:])
         ratio = min(us[number][2:]) / min(us[numbers[0]][2:])
         yield line | {"num_groups": number, "ratio": round(ratio, 3)}
+
+
+def measure_arenas(
+    sizes: list[int], num_rows: int, num_blocks: int, repeats: int
+) -> Iterator[dict[str, Any]]:
+    """Return the lines of the constant model beside arenas of several sizes in MiB, run in turns."""
+    loops = {
+        size: decode_loop.create(
+            ConstantModel(),
+            kv_cache.create(0, num_blocks, decode_loop.BLOCK_SIZE, 1, 1, ConstantModel.dtype),
+            num_blocks=num_blocks,
+            seq_lens=[64 + row % decode_loop.BLOCK_SIZE for row in range(num_rows)],
+            max_model_len=MAX_MODEL_LEN,
+            prefix_caching=True,
+            attention="xla",
+            features=Features(arena_words=size * 2**18),
+        )
+        for size in sizes
+    }
+    us: dict[int, list[float]] = {size: [] for size in sizes}
+    for _ in range(2 + repeats):  # the first compiles
+        for size, loop in loops.items():
+            us[size].append(loop.seconds_per_step() * 1e6)
+    for size in sizes:
+        line = _line("constant", num_rows, num_blocks, True, us[size][2:])
+        ratio = min(us[size][2:]) / min(us[sizes[0]][2:])
+        yield line | {"structured_outputs_mib": size, "ratio": round(ratio, 3)}
 
 
 def grouping(num_groups: int) -> Grouping:

@@ -258,9 +258,6 @@ for _ in range(60):
         args=("--method", "ngram", "--model-dir", "MODEL", "--output-len", "8", "--max-model-len", "512"),
         changes=(("from jaxpaged.benchmarks.datasets import add_dataset_parser, get_samples", _DATASETS),),
     ),
-    "features/structured_outputs/structured_outputs_offline.py": Script(
-        changes=(("max_model_len=100", "max_model_len=100, structured_outputs_mib=64"),)
-    ),
 }
 
 

@@ -24,6 +24,7 @@ _POOLING_OUTPUTS = "jaxpaged.pooling.outputs"
 _ENCODING = "jaxpaged.pooling.encoding"
 _SERVER = "jaxpaged.api.vllm_server"
 _READER = "jaxpaged.api.metrics_reader"
+_PROCESSORS = "jaxpaged.contracts.host_processors"
 _TEMPLATES = {"load_chat_template": _HELPERS}
 
 
@@ -34,7 +35,10 @@ def _at(location: str, *names: str) -> dict[str, str]:
 
 # vLLM's modules, without the package's name: each name, and where it is defined, "module" or "module:name".
 VLLM_PATHS: dict[str, dict[str, str]] = {
-    "config": _at(_HELPERS, "KVTransferConfig", "PoolerConfig", "ProfilerConfig"),
+    "config": {
+        **_at(_HELPERS, "KVTransferConfig", "PoolerConfig", "ProfilerConfig"),
+        "VllmConfig": f"{_API}.llm_engine",
+    },
     "config.kv_transfer": _at(_HELPERS, "KVTransferConfig"),
     "config.pooler": _at(_HELPERS, "PoolerConfig"),
     "config.profiler": _at(_HELPERS, "ProfilerConfig"),
@@ -83,13 +87,23 @@ VLLM_PATHS: dict[str, dict[str, str]] = {
     "v1.engine.async_llm": _at(f"{_API}.async_llm", "AsyncLLM"),
     "v1.engine.exceptions": _at("jaxpaged.engine.handle", "EngineDeadError"),
     "v1.engine.llm_engine": _at(f"{_API}.llm_engine", "LLMEngine"),
+    "v1.sample.logits_processor": {
+        **_at(_PROCESSORS, "AdapterLogitsProcessor", "BatchUpdate", "LogitsProcessor", "MoveDirectionality"),
+        "RequestLogitsProcessor": "collections.abc:Callable",
+    },
+    "v1.sample.logits_processor.builtin": _at(_PROCESSORS, "process_dict_updates"),
+    "v1.sample.logits_processor.interface": _at(
+        _PROCESSORS, "BatchUpdate", "LogitsProcessor", "MoveDirectionality"
+    ),
     "v1.metrics.reader": _at(_READER, "Counter", "Gauge", "Histogram", "Metric", "Vector"),
     "version": {"__version__": "jaxpaged", "__version_tuple__": "jaxpaged"},
 }
 _MEDIA = "it is about images, sound and video, and requests are of text; use prompts of text"
 _JAX = "kernels and compilation are JAX's; use attention= for a kernel (docs/research/attention.md)"
 _DESCRIBED = "models are described, not written as modules; use jaxpaged.models (docs/guides/models.md)"
-_COMPILED = "a request's code cannot run in the compiled step; use sampler= (docs/research/contracts.md)"
+_COMPILED = (
+    "it changes logits outside of the compiled step; use logits_processors= (docs/research/processors.md)"
+)
 _INSIDE = "it is the inside of vLLM's engine, here one compiled program; use LLM, AsyncLLM or LLMEngine"
 # vLLM's modules that are not served, with all below them, and names of modules that are: "module" or
 # "module:name". What each is, and what to take instead.
@@ -109,7 +123,6 @@ REFUSED_PATHS: dict[str, str] = {
     "benchmarks": "measurements are other ones; use `jaxpaged bench`",
     "collect_env": "it reports vLLM's installation; use `jaxpaged info`",
     "config": "options are plain arguments; use EngineArgs(...) or LLM(...)",
-    "config.VllmConfig": "options are plain arguments; use EngineArgs(...) or LLM(...)",
     "distributed": "devices talk by XLA's own collectives; use tensor_parallel_size or data_parallel_size",
     "distributed.kv_events": "events have classes of their own; use jaxpaged.kv_events",
     "distributed.kv_transfer": "caches are handed over by bytes; use LLM.export_blocks and LLM.adopt_blocks",

@@ -19,13 +19,14 @@ from jaxpaged.options import (
     option,
     optional,
     ours_or_path,
+    parts_or_paths,
     store_of_blocks,
     text,
     whole,
     yes_or_no,
 )
 from jaxpaged.sampling_params import MAX_LOGPROBS, checked_seed
-from jaxpaged.speculation import speculation
+from jaxpaged.speculation import GRAMMAR, speculation
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["gguf", "int8", "int4", "fp8"]
@@ -44,6 +45,7 @@ SchedulingPolicy = Literal["fcfs", "priority"]  # first come first served; or lo
 # Prompts are computed in tiles of so many neighbouring tokens, counted from the prompt's start, so that a
 # token is always computed in the same place of the same shape whatever else is in the batch.
 PREFILL_TILE = 32
+LATE_ARENA_MIB = 64  # for structured outputs, where no option says how much
 DEFAULT_PREFILL_TOKENS = 512
 MOST_BATCHED_TOKENS = 2**20
 MOST_WIDTHS = 4  # each is a pass through all layers to compile
@@ -97,6 +99,17 @@ class EngineConfig:
         None,
         ours_or_path((), "None or 'package.module:function' of a sampler"),
         flag=text("function that chooses tokens: module:function of yours (default: ours)"),
+    )
+    # Functions that change logits: 'package.module:function' each, or the functions (`jaxpaged.contracts`).
+    # Requests give their arguments as `SamplingParams.extra_args`.
+    logits_processors: Any = option(
+        None,
+        parts_or_paths("None, or a list of 'package.module:function' of processors"),
+        flag={
+            "nargs": "+",
+            "metavar": "MODULE:FUNCTION",
+            "help": "functions of yours that change the logits of requests (default: none)",
+        },
     )
     block_size: int = option(
         16, whole("a positive int, at most 1024", 1, 1024), flag=count("tokens a block (default 16)")
@@ -235,11 +248,11 @@ class EngineConfig:
         whole("a positive int, at most 512", 1, 512),
         flag=count("largest rank of an adapter (default 16)"),
     )
-    # MiB of the device's memory for the automata of structured outputs. 0: requests have none.
-    structured_outputs_mib: int = option(
-        0,
-        whole("an int in [0, 4096]", 0, 4096),
-        flag=count("MiB of the device's memory for structured outputs (default 0: requests have none)"),
+    # MiB of the device's memory for the automata of structured outputs. 0: requests have none. None: 64,
+    # which an engine of one process takes when a request first asks for them.
+    structured_outputs_mib: int | None = option(
+        None,
+        flag=count("MiB of the device's memory for structured outputs, 0 for none (default: 64 when asked)"),
     )
     # Drafts of coming tokens, verified in slots that no sequence needs; vLLM's words. Answers stay the same.
     speculative_config: Any = option(
@@ -360,6 +373,10 @@ class EngineConfig:
             self._set(name, checked(name, getattr(self, name)))
         if isinstance(self.kv_offloading_backend, str) and self.kv_offloading_backend == "native":
             self._set("kv_offloading_backend", "host")
+        self._set_int("structured_outputs_mib", "None or an int in [0, 4096]", 0, 4096)
+        drafts = self.speculative_config
+        if self.structured_outputs_mib is None and drafts is not None and drafts.method == GRAMMAR:
+            self._set("structured_outputs_mib", LATE_ARENA_MIB)
         check_together(self)
         self._check_tokens_and_blocks()
         most = self.num_processes
@@ -370,8 +387,14 @@ class EngineConfig:
 
     @property
     def arena_words(self) -> int:
-        """Number of 32-bit words for the automata of structured outputs."""
-        return self.structured_outputs_mib * 2**18
+        """Number of 32-bit words for the automata of structured outputs, from the start on."""
+        return (self.structured_outputs_mib or 0) * 2**18
+
+    @property
+    def most_arena_words(self) -> int:
+        """Number of 32-bit words for the automata of structured outputs when a request has asked for them."""
+        is_late = self.structured_outputs_mib is None and self.num_processes == 1
+        return LATE_ARENA_MIB * 2**18 if is_late else self.arena_words
 
     @property
     def most_drafts(self) -> int:

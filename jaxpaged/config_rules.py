@@ -12,7 +12,7 @@ def check_together(config: Any) -> None:
     drafts, mib = config.speculative_config, config.structured_outputs_mib
     is_replayed = config.enable_trace_replay
     check("speculative_config", drafts, "None with enable_trace_replay", drafts is None or not is_replayed)
-    has_automata = mib > 0 or drafts is None or drafts.method != GRAMMAR
+    has_automata = bool(mib) or drafts is None or drafts.method != GRAMMAR
     check("structured_outputs_mib", mib, f"at least 1 for drafts by method={GRAMMAR!r}", has_automata)
 
 

@@ -118,6 +118,17 @@ def ours_or_path(choices: tuple[str, ...], rule: str) -> Check:
     return check_one
 
 
+def parts_or_paths(rule: str) -> Check:
+    """Check that a value is None, or a list of paths to parts from outside and such parts; empty is None."""
+    check_one = ours_or_path((), rule)
+
+    def check_all(name: str, value: Any) -> Any:
+        check(name, value, rule, value is None or isinstance(value, list | tuple))
+        return tuple(check_one(name, each) for each in value or () if each is not None) or None
+
+    return check_all
+
+
 def store_of_blocks(name: str, value: Any) -> Any:
     """Check that a value names a store of blocks, or is one."""
     value = ours_or_path(("host", "native"), "host, disk:DIR, or 'package.module:Name'")(name, value)

@@ -25,7 +25,7 @@ from jaxpaged.compat import names_of
 from jaxpaged.options import checks_of, choice, number, option, optional, whole
 from jaxpaged.structured_outputs import StructuredOutputsParams, structured_outputs
 from jaxpaged.vllm_names.judge import BEAM_NAMES, SAMPLING_NAMES, Names, without_neutral
-from jaxpaged.vllm_names.methods import missing
+from jaxpaged.vllm_names.methods import VllmClass, missing
 
 # The likeliest tokens that a step can tell of beside the chosen one: vLLM's default `max_logprobs`.
 MAX_LOGPROBS = 20
@@ -126,9 +126,15 @@ def _penalty_flag(default: float) -> Mapping[str, Any]:
     return {"type": float, "default": default, "help": help_}
 
 
+def _extra_args(name: str, value: Any) -> dict[str, Any] | None:
+    is_mapping = isinstance(value, Mapping) and all(isinstance(key, str) for key in value)
+    check(name, value, "None or a mapping of names to values", value is None or is_mapping)
+    return dict(value) if value else None
+
+
 @_taking_vllms(SAMPLING_NAMES)
 @dataclasses.dataclass(kw_only=True)
-class SamplingParams:
+class SamplingParams(metaclass=VllmClass):
     """Parameters by which one request's tokens are chosen.
 
     The logits of a step are changed in this order: what `structured_outputs` does not allow is barred, then
@@ -277,6 +283,8 @@ class SamplingParams:
     )
     # Tokens that the answer is to have, whatever is sampled; what is told of them is the model's. None: none.
     trace_decode_token_ids: tuple[int, ...] | None = option(None, sampling_lists.trace)
+    # Arguments of the engine's `logits_processors`. None: those that need one leave the request alone.
+    extra_args: Mapping[str, Any] | None = option(None, _extra_args)
     # Whether outputs have the answer's text.
     detokenize: bool = option(True, checked_bool)
     # Whether special tokens are left out of the text.

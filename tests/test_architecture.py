@@ -38,6 +38,8 @@ GROUND = {
 VERSIONS = "jaxpaged/contracts/versions.py"
 ATTENTIONS = "jaxpaged/contracts/attentions.py"
 SAMPLERS = "jaxpaged/contracts/samplers.py"
+PROCESSORS = "jaxpaged/contracts/processors.py"
+HOST_PROCESSORS = "jaxpaged/contracts/host_processors.py"
 LAYER_KINDS = "jaxpaged/contracts/layer_kinds.py"
 BLOCK_STORES = "jaxpaged/contracts/block_stores.py"
 MEMORY = {"pallas_kernels", "jaxpaged/memory", VERSIONS, *GROUND}
@@ -57,6 +59,8 @@ STEP = {
     "jaxpaged/sampling_filters.py",
     "jaxpaged/sampling_state.py",
     SAMPLERS,
+    PROCESSORS,
+    HOST_PROCESSORS,
     *MODELS,
 }
 HANDOVER = {"jaxpaged/handover", *STEP}
@@ -131,11 +135,13 @@ ALLOWED = {
     VERSIONS: {"jaxpaged/checks.py", "pallas_kernels"},
     ATTENTIONS: {"jaxpaged/checks.py", VERSIONS, "pallas_kernels"},
     SAMPLERS: {"jaxpaged/checks.py", VERSIONS},
+    PROCESSORS: {"jaxpaged/checks.py", VERSIONS, HOST_PROCESSORS},
+    HOST_PROCESSORS: {"jaxpaged/checks.py"},
     LAYER_KINDS: {"jaxpaged/checks.py", VERSIONS, "jaxpaged/memory"},
     BLOCK_STORES: {"jaxpaged/checks.py", VERSIONS},
     "jaxpaged/tiers": TIERS,
     # What parts from outside import; nothing of ours does.
-    "jaxpaged/contracts": {"jaxpaged/sampling.py", ATTENTIONS, SAMPLERS, BLOCK_STORES, *MEMORY},
+    "jaxpaged/contracts": {"jaxpaged/sampling.py", ATTENTIONS, SAMPLERS, PROCESSORS, BLOCK_STORES, *MEMORY},
     "jaxpaged/memory": MEMORY,
     "jaxpaged/models": MODELS,
     "jaxpaged/parallel": {"jaxpaged/models", "jaxpaged/digest.py", *GROUND},

@@ -90,8 +90,8 @@ def test_each_refusal_says_what_to_use():
 def test_what_is_not_served_says_what_to_take():
     with pytest.raises(ImportError, match="kv_transfer is not served: .*LLM.export_blocks"):
         importlib.import_module("jaxpaged.distributed.kv_transfer.kv_connector.v1.base")
-    with pytest.raises(ImportError, match="config.VllmConfig is not served: .*EngineArgs"):
-        from jaxpaged.config import VllmConfig  # noqa: F401
+    with pytest.raises(ImportError, match="config.WeightTransferConfig is not served: .*EngineArgs"):
+        from jaxpaged.config import WeightTransferConfig  # noqa: F401
     with pytest.raises(ImportError, match="ModelRegistry is not served: .*jaxpaged.models"):
         from jaxpaged import ModelRegistry  # noqa: F401
     assert not hasattr(importlib.import_module("jaxpaged.config"), "nobody_has_this")

@@ -50,6 +50,7 @@ MODELS = {"smollm2": "tiny.gguf", "Qwen3-Embedding-0.6B": ROOT / "tests" / "gold
 SLOW = {
     "docs/research/attention.md",
     "docs/research/layer_kinds.md",
+    "docs/research/processors.md",
     "docs/research/sampler.md",
     "docs/research/lab.md",
     "docs/guides/adapters.md",
@@ -107,8 +108,8 @@ def pages_to_run() -> list[Any]:
 
 
 @pytest.fixture
-def workplace(tmp_path, monkeypatch):
-    """Make a folder with what pages name, and let engines be tiny."""
+def workplace(tmp_path, monkeypatch, request):
+    """Make a folder with what pages name, and let engines be tiny, with programs that other tests have."""
     write_gguf(tmp_path / "tiny.gguf")
     (tmp_path / "trace.jsonl").write_text(
         "".join(f"{json.dumps(line)}\n" for line in tracing.conversations(40))
@@ -121,7 +122,8 @@ def workplace(tmp_path, monkeypatch):
 
     def make_tiny(self, model="smollm2", **options):
         sizes = dict(tiny.DEFAULTS)
-        if options.get("enable_lora") or options.get("structured_outputs_mib"):
+        has_automata = "structured.md" in request.node.name or options.get("structured_outputs_mib")
+        if options.get("enable_lora") or has_automata:
             sizes |= tiny_lora.LORA
         if options.get("runner") == "pooling":
             sizes = {"dtype": "float32", "max_num_seqs": 4, "block_size": 8, "keep_programs": False}

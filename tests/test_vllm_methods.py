@@ -1,5 +1,6 @@
 """vLLM's methods and arguments: each is served, taken where it asks for nothing, or refused in a sentence."""
 
+import ast
 import dataclasses
 import inspect
 import json
@@ -64,6 +65,48 @@ def test_each_method_of_vllms_is_there_with_its_arguments_or_refused(title):
             judged = ARGUMENTS if takes_others and title != "SamplingParams" else arguments * takes_others
             left += [f"{name}({each}=)" for each in arguments if each not in taken and each not in judged]
     assert not left
+
+
+# Weights come as arrays, not as a transfer engine's request; parameters are made by names alone.
+OF_OURS = {"update_weights", "from_optional", "from_vllm_config"}
+
+
+@pytest.mark.parametrize("title", sorted(known_names()["calls"]))
+def test_arguments_have_vllms_order_and_defaults(title):
+    """Arguments that we take by position come first and in order; others are taken by name."""
+    wrong = []
+    for name, text in known_names()["calls"][title].items():
+        ours = getattr(CLASSES[title], name) if hasattr(CLASSES[title], name) else None
+        if not callable(ours) or name in OF_OURS:
+            continue
+        [function] = ast.parse(f"def f({text}): ...").body
+        args = function.args
+        ordered = [each.arg for each in (*args.posonlyargs, *args.args)]
+        defaults = dict(zip(reversed(ordered), reversed(args.defaults), strict=False))
+        defaults |= {each.arg: d for each, d in zip(args.kwonlyargs, args.kw_defaults, strict=True) if d}
+        taken = {n: p for n, p in inspect.signature(ours).parameters.items() if n != "self"}
+        by_place = [n for n, p in taken.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
+        if by_place[: len(ordered)] != ordered[: len(by_place)]:
+            wrong.append(f"{name}: {by_place}, not {ordered}")
+        for argument in defaults.keys() & taken.keys():
+            told = ast.unparse(defaults[argument])
+            if isinstance(defaults[argument], ast.Constant) and repr(taken[argument].default) != told:
+                wrong.append(f"{name}: {argument}={taken[argument].default!r}, not {told}")
+    assert not wrong
+
+
+def test_attributes_of_classes_are_refused_in_a_sentence_too():
+    for made, name, told in (
+        (LLM, "apply_model", "vLLM's LLM.apply_model is not served: the model is arrays"),
+        (AsyncLLM, "collective_rpc", "vLLM's AsyncLLM.collective_rpc is not served: there are no workers"),
+        (LLMEngine, "collective_rpc", "vLLM's LLMEngine.collective_rpc is not served"),
+        (SamplingParams, "verify", "vLLM's SamplingParams.verify is not served"),
+        (LLM, "nothing", "'LLM' object has no attribute 'nothing'"),
+    ):
+        with pytest.raises(AttributeError, match=told):
+            getattr(made, name)
+    with pytest.raises(AttributeError, match="type object 'LLM' has no attribute '__nothing__'"):
+        LLM.__nothing__  # noqa: B018
 
 
 def test_the_table_of_refusals_has_no_names_that_vllm_lacks_or_that_are_served():

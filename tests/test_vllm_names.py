@@ -127,7 +127,7 @@ def test_flags_are_taken_with_their_values_and_ours_are_left():
     is_ours = flags_of("serve")
     argv = "--max_model_len 64 -tp 1 -pp 1 -O3 --trust-remote-code m_a --no-enable-dbo "
     argv += "--compilation-config.mode 3 --structured-outputs-config.backend auto "
-    argv += "--load-format=auto --allowed-media-domains a b --host h --unknown -1 -- --nnodes 2"
+    argv += "--tokenizer-mode=auto --allowed-media-domains a b --host h --unknown -1 -- --nnodes 2"
     assert without_vllms(argv.split(), is_ours) == (
         ["--max-model-len", "64", "-tp", "1", "m_a", "--host", "h", "--unknown", "-1", "--", "--nnodes", "2"]
     )
@@ -190,8 +190,8 @@ def test_other_connectors_are_refused_with_what_to_use(value, message):
             r"^best_of=2, an option of vLLM's up to \S+ \(the best of several answers\), is not ",
         ),
         ({"guided_decoding": {}}, r"^guided_decoding={}, .* must be None; use structured_outputs$"),
-        ({"logits_processors": [print]}, r"^logits_processors=\[<built-in .* use logit_bias or bad_words$"),
-        ({"extra_args": {"a": 1}}, "^extra_args={'a': 1}, an option of vLLM's since .* must be None or {}$"),
+        ({"logits_processors": [print]}, r"^logits_processors=\[<built-in .* use logits_processors of "),
+        ({"vllm_xargs": {"a": 1}}, "^vllm_xargs={'a': 1}, an option of vLLM's since .* use extra_args$"),
         ({"watermarking": True}, "^watermarking=True, .* must be None or False$"),
         ({"flat_logprobs": np.bool_(True)}, "^flat_logprobs=.*True.*, .* must be None or False$"),
     ],

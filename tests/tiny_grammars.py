@@ -20,8 +20,9 @@ END = 0  # the end-of-sequence token of drivers that `with_grammars` returns
 
 
 def with_grammars(driver: Driver, compile_: Callable[[StructuredOutputsParams], Any] | None = None) -> Driver:
-    """Let a driver's requests have grammars, and token 0 for their end. It needs `structured_outputs_mib`."""
-    grammars = Grammars(compile_ or compiled, VOCAB, driver.config.arena_words)
+    """Let a driver's requests have grammars, and token 0 for their end."""
+    make_ready, num_words = driver.late_arena.prepare, driver.config.most_arena_words
+    grammars = Grammars(compile_ or compiled, VOCAB, num_words, make_ready=make_ready)
     model_config = dataclasses.replace(driver.door.model_config, eos_token_ids=(END,))
     driver.door = dataclasses.replace(driver.door, grammars=grammars, model_config=model_config)
     return driver

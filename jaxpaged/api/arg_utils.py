@@ -29,6 +29,7 @@ OF_LLM: dict[str, tuple[Any, Any]] = {
     "hf_overrides": (Any, None),
     "rope_scaling": (Any, None),
     "rope_theta": (float | None, None),
+    "load_format": (str, "auto"),
 }
 # vLLM's for engines of asyncio that a server makes: what they log.
 OF_ASYNC: dict[str, tuple[Any, Any]] = {

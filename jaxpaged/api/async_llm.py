@@ -23,7 +23,7 @@ from jaxpaged.engine.request import Request
 from jaxpaged.lora import LoRARequest
 from jaxpaged.models import loading
 from jaxpaged.sampling_params import SamplingParams
-from jaxpaged.vllm_names.methods import check_arguments, missing, not_from_config
+from jaxpaged.vllm_names.methods import VllmClass, check_arguments, missing, not_from_config
 
 # Text is cut into tokens at some two million characters a second: more than this in another thread.
 TOKENIZED_HERE = 4_000
@@ -44,7 +44,7 @@ class Admitted:
         return self.requests[0].prompt_token_ids
 
 
-class AsyncLLM:
+class AsyncLLM(metaclass=VllmClass):
     """A model that answers any number of coroutines of one event loop.
 
     Options are those of `LLM`. Raises `InputError` for a user's mistake.

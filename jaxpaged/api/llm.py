@@ -37,10 +37,10 @@ from jaxpaged.pooling.outputs import (
 )
 from jaxpaged.sampling_params import BeamSearchParams, SamplingParams
 from jaxpaged.text.conversations import Message
-from jaxpaged.vllm_names.methods import check_arguments
+from jaxpaged.vllm_names.methods import VllmClass, check_arguments
 
 
-class LLM(LoadedModel):
+class LLM(LoadedModel, metaclass=VllmClass):
     """Model that generates for batches of prompts, or pools them. `LoadedModel` says how it is loaded."""
 
     @functools.cached_property
@@ -283,13 +283,17 @@ class LLM(LoadedModel):
         prompts: Any,
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         *,
-        pooling_task: str = "embed",
+        pooling_task: str | None = None,
         use_tqdm: bool = True,
         **others: Any,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        """Return what the model makes of each text: see `Pooling.encode`. `others`: as in `generate`."""
+        """Return what the model makes of each text: see `Pooling.encode`. `others`: as in `generate`.
+
+        `pooling_task`: None is "embed".
+        """
         check_arguments("LLM.encode", others)
-        return self._pooling().encode(prompts, pooling_params, pooling_task=pooling_task)
+        task = "embed" if pooling_task is None else pooling_task
+        return self._pooling().encode(prompts, pooling_params, pooling_task=task)
 
     def embed(
         self, prompts: Any, *, use_tqdm: bool = True, pooling_params: Any = None, **others: Any

@@ -21,7 +21,7 @@ from jaxpaged.engine.request import Delta, Request
 from jaxpaged.engine.texts import texts
 from jaxpaged.lora import LoRARequest
 from jaxpaged.sampling_params import SamplingParams
-from jaxpaged.vllm_names.methods import check_arguments, missing, not_from_config
+from jaxpaged.vllm_names.methods import VllmClass, check_arguments, missing, not_from_config
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +73,7 @@ class VllmConfig:
 _OF_MODEL = ("get_metrics", "release_kv_cache_memory", "sleep", "wake_up")
 
 
-class LLMEngine(VllmMethods):
+class LLMEngine(VllmMethods, metaclass=VllmClass):
     """Takes requests one by one, and gives what is new of their answers at each `step`. For one thread.
 
     The model runs in the engine's own thread, also between two steps: a step gives all that has come since

@@ -1,5 +1,6 @@
 """Loaded models: files, tokenizer and engine of one model, with what every way to ask it needs."""
 
+import dataclasses
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
@@ -17,7 +18,7 @@ from jaxpaged.api.prompts import (
     tokenization,
 )
 from jaxpaged.api.vllm_methods import VllmMethods
-from jaxpaged.checks import InputError, check, checked_bool, checked_choice
+from jaxpaged.checks import InputError, check, checked_bool, checked_choice, shown
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine import gpu_flags, machine
 from jaxpaged.engine.adapters import Adapters
@@ -27,6 +28,8 @@ from jaxpaged.engine.setup import resolve_dtype
 from jaxpaged.handover.blocks import Blocks
 from jaxpaged.lora import LoRARequest
 from jaxpaged.models import loading, overrides
+from jaxpaged.models.decoder import Decoder
+from jaxpaged.models.load_as import LoadAs
 from jaxpaged.parallel.processes import join
 from jaxpaged.pooling.head import OF_HEAD, is_for_pooling
 from jaxpaged.pooling.head import read as read_head
@@ -42,6 +45,29 @@ if TYPE_CHECKING:
     from jaxpaged.research.learn.learner import Learner
 
 
+DUMMY = "dummy"  # load format of weights that are drawn; the others say what the files are anyway
+LOAD_FORMATS = "auto", "hf", "safetensors", "gguf", DUMMY
+# What `LLM.collective_rpc` does, by vLLM's names of a worker's methods.
+RELOAD, CONFIGURE = "reload_weights", "update_config"
+
+
+@dataclasses.dataclass
+class Source:
+    """Source of a model's weights: its files, or random numbers until those are wanted."""
+
+    files: loading.Checkpoint
+    drawn: loading.Checkpoint | None
+
+    @property
+    def now(self) -> loading.Checkpoint:
+        """Checkpoint from which weights are loaded."""
+        return self.drawn or self.files
+
+    def model(self, load_as: LoadAs) -> Decoder:
+        """Load the model in this form. Raises `InputError`."""
+        return self.now.model(load_as)
+
+
 class LoadedModel(VllmMethods):
     """Base of `LLM`: a model that is loaded once, its tokenizer, and the engine that answers.
 
@@ -54,9 +80,10 @@ class LoadedModel(VllmMethods):
     or "auto": what the model's files are made for; `pooler_config` and `hf_overrides` say how, where the
     files do not (see `jaxpaged.pooling.head`). `hf_overrides`, `rope_scaling` and `rope_theta` stand in place
     of fields of the model's config.json, as in vLLM (see `jaxpaged.models.overrides`). `options`: the fields
-    of `EngineConfig`, and those of vLLM's options that change nothing. With `num_processes`, every process
-    makes the same: process 0 has the model to ask, the others work for it and raise `SystemExit` when it
-    ends. Raises `InputError`, a `ValueError`, for a user's mistake.
+    of `EngineConfig`, and those of vLLM's options that change nothing. `load_format`: "dummy" draws random
+    weights by `seed`, for which a config is enough; other values are vLLM's for files. With `num_processes`,
+    every process makes the same: process 0 has the model to ask, the others work for it and raise
+    `SystemExit` when it ends. Raises `InputError`, a `ValueError`, for a user's mistake.
     """
 
     pooling: Pooling | None = None  # of a model that pools; None: it answers
@@ -76,11 +103,13 @@ class LoadedModel(VllmMethods):
         hf_overrides: Mapping[str, Any] | None = None,
         rope_scaling: Mapping[str, Any] | None = None,
         rope_theta: float | None = None,
+        load_format: str | None = "auto",
         **options: Any,
     ) -> None:
         self.config = engine_config(options)
         self.profile_directory = profile_directory(options.get("profiler_config"))
         self.model_name = str(model)
+        load_format = checked_choice("load_format", load_format or "auto", LOAD_FORMATS)
         runner = checked_choice("runner", runner or "auto", ("auto", "generate", "pooling"))
         checked_bool("skip_tokenizer_init", skip_tokenizer_init)
         source = checked_choice("generation_config", generation_config or "auto", ("auto", "vllm"))
@@ -95,6 +124,8 @@ class LoadedModel(VllmMethods):
         of_head = {name: said.pop(name) for name in OF_HEAD if name in said}
         checkpoint = loading.open_checkpoint(model, revision=revision, tokenizer=tokenizer, overrides=said)
         self.path = checkpoint.path
+        self._source = Source(checkpoint, checkpoint.drawn(c.seed) if load_format == DUMMY else None)
+        checkpoint = self._source.now
         if runner == "pooling" or (runner == "auto" and is_for_pooling(checkpoint.path)):
             machine.keep_on_disk(c.keep_programs)
             self.tokenizer = checkpoint.tokenizer
@@ -113,7 +144,7 @@ class LoadedModel(VllmMethods):
         self.engine = Engine(
             self.config,
             checkpoint.config,
-            checkpoint.model,
+            self._source.model,
             self.tokenizer,
             record_trace=record_trace,
             shapes=checkpoint.abstract,
@@ -127,6 +158,27 @@ class LoadedModel(VllmMethods):
         if name in ("engine", "_default_params") and self.pooling is not None:
             raise InputError("runner='pooling' must be 'generate' for a model to answer")
         raise missing("LLM", name)
+
+    def collective_rpc(
+        self, method: Any, timeout: float | None = None, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> list[None]:
+        """Do what vLLM's workers would for two calls, and return a list of one None.
+
+        "update_config" with {"load_config": {"load_format": "auto"}} lets later loads read the model's files,
+        after `load_format="dummy"`. "reload_weights" loads them: it waits for what is in flight, and forgets
+        cached prefixes. Raises `InputError` for any other call: there are no workers.
+        """
+        said = [*args, *(kwargs or {}).values()]
+        if method == CONFIGURE and said == [{"load_config": {"load_format": "auto"}}]:
+            self._source.drawn = None
+        elif method == RELOAD and not said:
+            self.engine.sleep(2, "wait")
+            self.engine.wake_up()
+        else:
+            rule = f"{RELOAD!r}, or {CONFIGURE!r} with {{'load_config': {{'load_format': 'auto'}}}}"
+            what = f"collective_rpc: method={shown(method)} must be {rule}: there are no workers"
+            raise InputError(f"{what}; use the methods of LLM, such as update_weights")
+        return [None]
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> Self:

@@ -16,6 +16,7 @@ MODEL_OPTIONS = (
     "hf_overrides",
     "rope_scaling",
     "rope_theta",
+    "load_format",
 )  # arguments of `LLM` itself, beside the engine's options
 
 
@@ -42,6 +43,10 @@ def add_engine_options(parser: Parser) -> None:
     )
     group.add_argument(
         "--rope-theta", metavar="N", type=float, help="base of RoPE's frequencies in place of the model's"
+    )
+    group.add_argument(
+        "--load-format",
+        help="dummy: random weights, by --seed; all other names: the model's files (default)",
     )
     for names, flag in flags_of(EngineConfig).values():
         group.add_argument(*names, **flag)

@@ -1,5 +1,5 @@
-"""Contracts of the parts that users may write: layouts, policies, attention, samplers, kinds of layers,
-stores of blocks.
+"""Contracts of the parts that users may write: layouts, policies, attention, samplers, logits processors,
+kinds of layers, stores of blocks.
 
 A part from outside needs nothing of ours but what stands here. `docs/research/contracts.md` says what may
 change between releases. A part declares the version that it is written for as `contract`.
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jaxpaged.contracts.attentions import Attention, Support, attention
     from jaxpaged.contracts.block_stores import BlockKey, BlockStore, StoredBlock
+    from jaxpaged.contracts.processors import Processor, RequestRows, processor
     from jaxpaged.contracts.samplers import Sampler, SamplingOptions, keys, sampler
     from jaxpaged.contracts.versions import SERVED
     from jaxpaged.memory.cache_specs import CacheSpec
@@ -32,8 +33,10 @@ __all__ = [
     "PackedView",
     "Policy",
     "Pool",
+    "Processor",
     "RankedQueue",
     "Ranking",
+    "RequestRows",
     "Sampler",
     "SamplingOptions",
     "Sizes",
@@ -44,6 +47,7 @@ __all__ = [
     "keys",
     "likeliest",
     "policy",
+    "processor",
     "sampler",
 ]
 
@@ -52,6 +56,7 @@ HOMES = {
     **dict.fromkeys(("Attention", "Support", "attention"), "jaxpaged.contracts.attentions"),
     **dict.fromkeys(("BlockKey", "BlockStore", "StoredBlock"), "jaxpaged.contracts.block_stores"),
     **dict.fromkeys(("Sampler", "SamplingOptions", "keys", "sampler"), "jaxpaged.contracts.samplers"),
+    **dict.fromkeys(("Processor", "RequestRows", "processor"), "jaxpaged.contracts.processors"),
     "CacheSpec": "jaxpaged.memory.cache_specs",
     "policy": "jaxpaged.memory.eviction",
     "Policy": "jaxpaged.memory.policies",

@@ -14,6 +14,7 @@ SERVED: dict[str, tuple[int, ...]] = {
     "policy": (1,),
     "attention": (1,),
     "sampler": (1,),
+    "processor": (1,),
     "layer_kind": (1,),
     "block_store": (1,),
 }

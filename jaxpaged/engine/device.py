@@ -94,6 +94,7 @@ class Device:
         self.graphdef, self.params = nnx.split(model)
         self._state = start.create_state(setup, model, num_blocks)
         self.kept_run = kept_run  # the compiled loop; None: `loop.run` compiles it when it is called
+        self.by_host = False  # whether the host launches each step
         self.send_call: SendCall | None = None
         self.observer: CacheObserver | None = None
         self.weight_version = 0  # how often the weights have changed, or what the last update said
@@ -124,7 +125,7 @@ class Device:
         it. `run_nothing` makes each call that the engine will make, without an effect.
         """
         began = time.perf_counter()
-        by_host = self.setup.config.loop == "host"
+        by_host = self.by_host = self.setup.config.loop == "host"
         if self.kept_run is None:
             self.kept_run = self._compiled(by_host=by_host)
         if processes is not None:  # none may wait in a collective while another still compiles
@@ -135,7 +136,7 @@ class Device:
             if self.setup.config.loop != "auto" or not machine.may_fail_to_launch(error):
                 raise
             logging.warning("this device does not run the serving loop as one program: %s", error)
-            by_host = True
+            by_host = self.by_host = True
             del self._state  # it was donated, and two would not fit
             self._state = self._new_state()
             self.kept_run = self._compiled(by_host=True)
@@ -194,6 +195,25 @@ class Device:
         self._state = dataclasses.replace(self._state, rows=dataclasses.replace(self._state.rows, **arrays))
 
     # Grammars and adapters.
+
+    def run_with(self, setup: Setup) -> Run:
+        """Compile the loop over a state with what another setup's has, or read it from disk. For any thread.
+
+        The state stays as it is until `take_arena`.
+        """
+        params = jax.tree.map(updates.shape_of, self.params)
+        state = start.state_shapes(setup, nnx.merge(self.graphdef, params), self.num_blocks)
+        source = start.Source(setup, self.graphdef, params, state, by_host=self.by_host)
+        return source.run(source.kept() or source.compiled())
+
+    def take_arena(self, setup: Setup, run: Run) -> None:
+        """Take memory for automata, by a setup that has them, and run this loop from now on.
+
+        Rows keep their requests. No run is under way.
+        """
+        rows, arena = loop.with_arena(self._state.rows, num_words=setup.features.arena_words, mesh=self.mesh)
+        self._state = dataclasses.replace(self._state, rows=rows, arena=arena)
+        self.setup, self.kept_run = setup, run
 
     @CALLS.shared
     def write_automaton(self, blocks: np.ndarray, first: int, count: int) -> None:

@@ -23,6 +23,7 @@ from jaxpaged.checks import (
 )
 from jaxpaged.config import EngineConfig
 from jaxpaged.contracts.block_stores import MOST_KEPT_SECONDS
+from jaxpaged.contracts.processors import words_of
 from jaxpaged.engine.adapters import Adapter, Adapters
 from jaxpaged.engine.arena import Grammar
 from jaxpaged.engine.candidates import check_told
@@ -152,7 +153,7 @@ class Door:
         first = self._first(prompt_token_ids, as_sampled, **options)
         if first.grammar is not None and self.grammars is not None:
             first = dataclasses.replace(first, grammar=self.grammars.for_search(first.grammar, width))
-        first = dataclasses.replace(first, beams=params)
+        first = dataclasses.replace(first, beams=params, arguments=())
         self._check_blocks(first)
         return [first.row_of_search(i) for i in range(first.group_size)]
 
@@ -175,6 +176,8 @@ class Door:
         self._check_tokens(params)
         if self.step_config.sampler is not None:
             self.step_config.sampler.check_request(params)
+        processors, extra = self.step_config.processors, params.extra_args
+        check("extra_args", extra, "None without logits_processors", bool(processors) or not extra)
         check_texts("stop", params.stop or (), MAX_STOPS, MAX_STOP_CHARS)
         check_texts("bad_words", params.bad_words or (), MAX_BAD_WORDS, MAX_BAD_WORD_CHARS)
         for name in ("stop", "bad_words"):
@@ -207,6 +210,7 @@ class Door:
             adapter=adapter,
             cache_salt=cache_salt,
             kv_cache_ttl=kv_cache_ttl,
+            arguments=words_of(processors, extra, params),
             grammar=grammar,
             grammar_opens=None if grammar is None or asked is None else grammar.opens(asked),
         )

@@ -21,6 +21,7 @@ from jaxpaged.engine.device import Device
 from jaxpaged.engine.door import Door
 from jaxpaged.engine.drafted import Draft, shapes_beside
 from jaxpaged.engine.host_rows import HostRows
+from jaxpaged.engine.late_arena import LateArena
 from jaxpaged.engine.occupancy import Occupancy, occupancy
 from jaxpaged.engine.replicas import Replicas
 from jaxpaged.engine.request import Delta, Request
@@ -123,6 +124,7 @@ class Driver:
         self.services: list[Service] = []
         if adapters is not None:
             self.services.append(AdapterSlots(self.device, config.max_loras, adapters.nothing))
+        self.late_arena = LateArena(self.device)
         if config.arena_words:
             self.services.append(DeviceGrammars(self.device, self.rows, self._replicas))
         self._filler = RowFiller(self.device, self.rows, self.queue, self._replicas, self.services)
@@ -183,6 +185,7 @@ class Driver:
 
     def add(self, request: Request, answer: Sequence[int] | None = None) -> None:
         """Queue a request that came through the door, with what is known of its answer."""
+        self.late_arena.is_due |= request.grammar is not None
         known = request.continues if answer is None else answer
         if not any(service.takes_new(request, known) for service in self.services):
             self.queue.add(request, known)
@@ -206,8 +209,9 @@ class Driver:
         `RunLengthController` choose.
         """
         self.first_run = []
+        begun = self._take_arena() if self.late_arena.must_open else []
         must_read_first = any(service.must_read_first for service in self.services)
-        deltas = self.settle() if must_read_first else []
+        deltas = begun + (self.settle() if must_read_first else [])
         is_idle = not (self.queue or self.rows.has_any or self._unread)
         for service in self.services:
             service.before_fill(is_idle=is_idle)
@@ -229,6 +233,20 @@ class Driver:
         """Read the report of the run under way, so that the device has no work left."""
         unread, self._unread = self._unread, None
         return [] if unread is None else self._read(unread)
+
+    def _take_arena(self) -> list[Delta]:
+        """Let requests have grammars from now on. Those in rows stay there. Waits for the run under way."""
+        began = time.perf_counter()
+        deltas = self.settle()
+        self.late_arena.open()
+        grammars = DeviceGrammars(self.device, self.rows, self._replicas)
+        place = sum(isinstance(service, AdapterSlots) for service in self.services)
+        self.services.insert(place, grammars)
+        grammars.warm_up()
+        self._filler.warm_up()
+        jax.block_until_ready(self._run(max_steps=0))
+        logging.info("structured outputs are ready after %.1f s without a step", time.perf_counter() - began)
+        return deltas
 
     def fill_rows(self) -> None:
         """Give rows to the first requests in the queue."""
@@ -265,7 +283,7 @@ class Driver:
 
         Raises `InputError` with several replicas, and with what a snapshot lacks: drafts, structured outputs.
         """
-        check_snapshot(self.config)
+        check_snapshot(self.device.setup.config)
         values = jax.device_get(without_kv(self.state))
         queue = tuple(self.queue)
         return Snapshot(values, self.step_config, self.door.model_config.vocab_size, queue)

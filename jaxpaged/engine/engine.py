@@ -73,7 +73,7 @@ class Engine:
             processes.follow(self._driver.device.follow)
         self.config, self.cache_size = config, self._driver.cache_size
         door = self._driver.door
-        grammars = grammars_of(config, door.model_config, tokenizer)
+        grammars = grammars_of(config, door.model_config, tokenizer, self._driver.late_arena.prepare)
         self.door = dataclasses.replace(door, tokenizer=tokenizer, grammars=grammars)
         self.tokenizer = tokenizer
         self._worker = Worker(self._driver)

@@ -25,13 +25,16 @@ MOST_FOLLOWED = 64  # grammars of them that the host follows
 MOST_REFUSED = 1024  # constraints that are remembered as too large
 
 
-def grammars_of(config: EngineConfig, model_config: ModelConfig, tokenizer: Any) -> "Grammars | None":
+def grammars_of(
+    config: EngineConfig, model_config: ModelConfig, tokenizer: Any, make_ready: Callable[[], None]
+) -> "Grammars | None":
     """Return what compiles and keeps an engine's grammars; None without room for them, or a tokenizer."""
-    if tokenizer is None or not config.arena_words:
+    if tokenizer is None or not config.most_arena_words:
         return None
     vocab_size = model_config.vocab_size
     cache = GrammarCache(tokenizer, vocab_size, model_config.eos_token_ids)
-    return Grammars(None, vocab_size, config.arena_words, cache.close, cache.get, cache.under_way)
+    sizes = vocab_size, config.most_arena_words
+    return Grammars(None, *sizes, cache.close, cache.get, cache.under_way, make_ready)
 
 
 class Grammars:
@@ -42,6 +45,7 @@ class Grammars:
     close: ends what compiles.
     ask: returns the future of what `compile_` does, by constraint and client; in its place.
     under_way: returns the keys of constraints that are compiled now.
+    make_ready: makes the engine ready for a request with a grammar, before one is made of it.
     """
 
     def __init__(
@@ -52,9 +56,10 @@ class Grammars:
         close: Callable[[], None] = lambda: None,
         ask: Callable[[StructuredOutputsParams, Hashable], Future[Any]] | None = None,
         under_way: Callable[[], Sequence[str]] = list,
+        make_ready: Callable[[], None] = lambda: None,
     ) -> None:
         self._compile, self._vocab_size, self._num_words = compile_, vocab_size, num_words
-        self._ask, self.close, self.under_way = ask, close, under_way
+        self._ask, self.close, self.under_way, self._make_ready = ask, close, under_way, make_ready
         self._kept: collections.OrderedDict[str, Grammar] = collections.OrderedDict()
         # Those of requests under way are found, too, when others have taken their room.
         self._in_use: weakref.WeakValueDictionary[str, Grammar] = weakref.WeakValueDictionary()
@@ -105,6 +110,7 @@ class Grammars:
                 while len(self._refused) > MOST_REFUSED:
                     self._refused.popitem(last=False)
             raise
+        self._make_ready()
         with self._lock:
             made = self._in_use[key] = self._kept.setdefault(key, made)
             most = KEPT_ARENAS * self._num_words

@@ -13,8 +13,8 @@ from jaxpaged.engine import gpu_flags
 from jaxpaged.memory.sizing import Budget
 from pallas_kernels.compilation_cache import compilation_cache_dir
 
-# Bytes of JAX's memory on a GPU for what runs beside the loop: requests written into rows, reports read, and
-# what is lost between arrays.
+# Bytes of JAX's memory on a GPU for what runs beside the loop: requests written into rows, reports read, what
+# is lost between arrays, and the arena of structured outputs that is taken late.
 GPU_BYTES_FREE = 256 * 2**20
 # Numbers of two parameters of glibc's `mallopt`, and the threshold up to which glibc adapts by itself.
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3

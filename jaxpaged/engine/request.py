@@ -39,6 +39,7 @@ class Request:
     continues: tuple[int, ...] = ()  # the answer's first tokens, which are known already
     cache_salt: str | None = None
     kv_cache_ttl: float | None = None  # seconds for which tiers keep its prompt's blocks; 0: no longer
+    arguments: tuple[int, ...] = ()  # words of `contracts.processors.words_of`
     is_read_whole: bool = False  # whether nobody reads its tokens before its end
     request_id: int = 0  # rises from request to request, from 1 on; given to it when it is queued
 

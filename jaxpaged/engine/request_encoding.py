@@ -30,6 +30,9 @@ def row_values(request: Request, config: EngineConfig, vocab_size: int, num_toke
         stop_token_ids=request.stop_token_ids,
         edits=request.edits,
     )
+    sampling = sampling_state.row_values(SamplingState, options)
+    if request.arguments:  # what processors change counts as a rule
+        sampling["has_rules"] = True
     width = request.beams.beam_width if request.beams else 0
     return {
         "phase": Phase.HELD if request.index >= width > 0 else Phase.WAITING,
@@ -41,7 +44,7 @@ def row_values(request: Request, config: EngineConfig, vocab_size: int, num_toke
         "num_tokens": num_tokens,
         "max_num_tokens": request.max_num_tokens,
         "num_prompt_logprobs": params.prompt_logprobs or 0 if params.tells_prompt else -1,
-        "sampling": sampling_state.row_values(SamplingState, options),
+        "sampling": sampling,
         "rules": sampling_state.row_values(LogitRules, options),
         "beams": {
             "width": width,

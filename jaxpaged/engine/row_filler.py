@@ -15,7 +15,7 @@ from jaxpaged.engine.request_encoding import filled, row_values
 from jaxpaged.engine.request_queue import Queued, RequestQueue
 from jaxpaged.engine.services.service import InUse, Service
 from jaxpaged.step.channels import CHANNELS
-from jaxpaged.step.state import empty_rows
+from jaxpaged.step.state import Rows, empty_rows
 
 # Requests submitted in one dispatch, and tokens written in one.
 SUBMIT_LINES = 8
@@ -36,11 +36,18 @@ class RowFiller:
         self._device, self._rows, self._queue, self._replicas = device, rows, queue, replicas
         self._services = services  # the driver's list, to which more may come
         self._config, self._vocab_size = device.setup.config, device.setup.model_config.vocab_size
-        # What submitted requests are filled into, a line each.
-        self._empty_lines = empty_rows(SUBMIT_LINES, 0, self._vocab_size, device.setup.features)
+        self._empty_lines = self._lines()
+
+    def _lines(self) -> Rows:
+        """Return what submitted requests are filled into, a line each."""
+        return empty_rows(SUBMIT_LINES, 0, self._vocab_size, self._device.setup.features)
 
     def warm_up(self) -> None:
-        """Make each call to the device once, without an effect, so that all is compiled."""
+        """Make each call to the device once, without an effect, so that all is compiled.
+
+        Needed again when the rows have other fields.
+        """
+        self._empty_lines = self._lines()
         self._submit([])
         self._device.abort(np.zeros(len(self._rows), np.int32))
 

@@ -14,8 +14,10 @@ from jax.sharding import Mesh
 from jaxpaged.checks import InputError, check
 from jaxpaged.code_digest import digest_of, trace_anew_if_changed
 from jaxpaged.config import AUTO, PREFILL_TILE, EngineConfig
-from jaxpaged.contracts import attentions, layer_kinds, samplers
+from jaxpaged.contracts import attentions, layer_kinds, processors, samplers
 from jaxpaged.contracts.attentions import Attention
+from jaxpaged.contracts.host_processors import HostProcessors
+from jaxpaged.contracts.processors import Processor
 from jaxpaged.contracts.samplers import Sampler
 from jaxpaged.engine import draft_costs
 from jaxpaged.memory import eviction, kv_cache
@@ -81,7 +83,7 @@ class Setup:
         """
         self._check_draft()
         self._check_states()
-        _ = self.mesh, self.features
+        _ = self.mesh, self.features, self.processors
         if rule := self.layout.why_not_heads(self.whole.num_kv_heads):
             raise InputError(f"kv_layout={self.layout}: {rule}")
         self._check_loop_over_layers()
@@ -154,6 +156,17 @@ class Setup:
         """Sampler from outside; None for ours."""
         return None if self.config.sampler is None else samplers.named(self.config.sampler)
 
+    @functools.cached_property
+    def processors(self) -> tuple[Processor, ...]:
+        """Logits processors from outside. Raises `InputError`."""
+        config = self.config
+        found = processors.named(config.logits_processors or (), config.max_num_seqs, self.whole.vocab_size)
+        if any(isinstance(each.function, HostProcessors) for each in found):
+            rule = "functions under @processor beside drafts, several devices or processes"
+            is_alone = self.mesh is None and config.speculative_config is None
+            check("logits_processors", config.logits_processors, rule, is_alone)
+        return found
+
     @property
     def attention(self) -> TiledImplementation | Attention:
         """Implementation of attention for prompts and answers, on this machine."""
@@ -167,13 +180,14 @@ class Setup:
     @property
     def has_outsiders(self) -> bool:
         """Whether a part that the loop computes with is from outside."""
-        is_ours = self.sampler is None and not isinstance(self.attention, Attention) and not self.kinds
+        is_ours = not (self.sampler or isinstance(self.attention, Attention) or self.kinds or self.processors)
         return not (is_ours and layouts.is_ours(self.layout) and self.policy in eviction.OURS)
 
     @property
     def _parts(self) -> tuple[object, ...]:
         """Parts that may be from outside."""
-        return self.layout, self.attention, self.sampler, self.policy, *dict.fromkeys(self.kinds)
+        parts = self.layout, self.attention, self.sampler, *self.processors, self.policy
+        return *parts, *dict.fromkeys(self.kinds)
 
     @functools.cached_property
     def code_digest(self) -> str | None:
@@ -266,6 +280,7 @@ class Setup:
             tiles_per_pass=self.tiles_per_pass,
             attention=self.attention,
             sampler=self.sampler,
+            processors=self.processors,
             watermark_blocks=watermarks if more_blocks else watermarks[0],
             grouping=self.grouping.of_step,
             reuse_answers=config.reuse_answers,

@@ -17,7 +17,7 @@ from jaxpaged.models.files import hf, kept
 from jaxpaged.models.load_as import LoadAs
 from jaxpaged.models.names import Names
 from jaxpaged.models.quantised.codes import Quantisation
-from jaxpaged.models.weights import StoredWeights
+from jaxpaged.models.weights import DrawnWeights, StoredWeights
 from jaxpaged.sampling_params import FROM_MODEL
 from pallas_kernels import native
 
@@ -41,6 +41,16 @@ class Checkpoint:
     # Makes the quantisation that keeps the files' quantised weights; None if no weight is quantised.
     keep_quantised: Callable[[], Quantisation] | None = None
     quant_method: str | None = None  # the config's name of a directory's quantisation
+    seed: int | None = None  # of weights that are drawn; None: they are the files'
+
+    def drawn(self, seed: int) -> "Checkpoint":
+        """Return the model with random weights in place of the files', which need not be there."""
+
+        def draw() -> Mapping[str, Any]:
+            return DrawnWeights(self.config, self.module_names, seed)
+
+        without = {"files": (), "keep_quantised": None, "quant_method": None}
+        return dataclasses.replace(self, names=self.module_names, load_weights=draw, seed=seed, **without)
 
     def model(self, load_as: LoadAs) -> Decoder:
         """Load the model in this form.
@@ -54,7 +64,8 @@ class Checkpoint:
             return Decoder(StoredWeights(self.config, self.names, tensors, load_as, quantisation))
 
         files = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in self.files]
-        form = (str(load_as.dtype), native.why_not(load_as.dtype), load_as.form)
+        form = [str(load_as.dtype), native.why_not(load_as.dtype), load_as.form]
+        form += [] if self.seed is None else ["drawn", self.seed]
         return kept.model(
             build,
             lambda: self.abstract(load_as),

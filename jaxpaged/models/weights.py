@@ -4,7 +4,7 @@ import functools
 import itertools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -340,14 +340,34 @@ _CHUNK = 1 << 18  # numbers per chunk, which fit a processor's cache
 def random_weights(config: ModelConfig, names: Names, seed: int) -> dict[str, np.ndarray]:
     """Draw float32 weights that keep activations near 1 in size: for tests and for benchmarks of shapes."""
     rng = np.random.default_rng(seed)
+    return {name: _drawn(rng, name, shape) for name, shape in stored_shapes(config, names)}
 
-    def draw(name: str, shape: Shape) -> np.ndarray:
-        noise = rng.standard_normal(shape, dtype=np.float32)
-        if name.endswith("norm.weight"):
-            return 1 + 0.1 * noise
-        return np.asarray(noise * (0.1 if name.endswith("bias") else math.prod(shape[-1:]) ** -0.5))
 
-    return {name: draw(name, shape) for name, shape in stored_shapes(config, names)}
+def _drawn(rng: np.random.Generator, name: str, shape: Shape) -> np.ndarray:
+    noise = rng.standard_normal(shape, dtype=np.float32)
+    if name.endswith("norm.weight"):
+        return 1 + 0.1 * noise
+    return np.asarray(noise * (0.1 if name.endswith("bias") else math.prod(shape[-1:]) ** -0.5))
+
+
+class DrawnWeights(Mapping[str, np.ndarray]):
+    """Random weights of a model by their names, like `random_weights`, each drawn when it is read.
+
+    A weight depends on the seed and its name alone.
+    """
+
+    def __init__(self, config: ModelConfig, names: Names, seed: int) -> None:
+        self._shapes, self._seed = dict(stored_shapes(config, names)), seed
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        shape = self._shapes[name]
+        return _drawn(np.random.default_rng([self._seed, *name.encode()]), name, shape)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._shapes)
+
+    def __len__(self) -> int:
+        return len(self._shapes)
 
 
 def by_role(config: ModelConfig, names: Names, tensors: Tensors) -> dict[str, np.ndarray]:

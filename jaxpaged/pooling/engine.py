@@ -28,7 +28,7 @@ ROW_TOKENS = 512  # of each row that may run, there is room in the cache, beside
 UNSERVED = {
     "tensor_parallel_size": 1, "data_parallel_size": 1, "num_processes": 1, "enable_lora": False,
     "calculate_kv_scales": False, "sampler": None, "layer_kind": None, "kv_offloading_size": None,
-    "kv_events_config": None,
+    "kv_events_config": None, "logits_processors": None,
 }  # fmt: skip
 
 

@@ -99,7 +99,7 @@ class ChatPrompts:
             raise InputError("tools: it is not known how the model writes calls; give --tool-call-parser")
         # Without room for automata, strict tools are as others are.
         strict = None
-        if parser is not None and self._llm.engine.config.structured_outputs_mib > 0:
+        if parser is not None and self._llm.engine.config.most_arena_words:
             its = TOOL_PARSERS[parser]
             strict = strict_calls(its, tools or (), self._llm.tokenizer, parallel=parallel is not False)
         return Form(

@@ -73,14 +73,14 @@ def answer(
         def choose_some(its: Slots) -> tuple[Int[Array, " slots"], Values]:
             """Choose tokens, and make the values of those channels that have one for each choice."""
             options = rows.sampling.take(its.row, its.is_due)
-            made = choose(its, options, rows, its_grammars, state.arena, sampler)
+            made = choose(its, options, rows, its_grammars, state.arena, config)
             made = row_features.of_choice(rows, its.row, made)
             return made.token_ids, channels.of_choice(state.channels, made)
 
         def score_some(chosen: tuple[Slots, Int[Array, " slots"]]) -> Scores:
             its, token_ids = chosen
             options = rows.sampling.take(its.row, its.is_due)
-            logits, edit = allowed(its, options, rows, its_grammars, state.arena)
+            logits, edit = allowed(its, options, rows, its_grammars, state.arena, config.processors)
             temperature = rows.beams.temperature[its.row]
             if config.logprobs_mode == "raw_logprobs":
                 return score(logits, token_ids, options.num_logprobs, temperature)

@@ -9,12 +9,15 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
+from jaxpaged.contracts.processors import Processor, processed
 from jaxpaged.contracts.samplers import Sampler, SamplingOptions
 from jaxpaged.sampling import Context, edited, likeliest, sample
 from jaxpaged.sampling_state import SamplingState
 from jaxpaged.step import automata
 from jaxpaged.step.automata import GrammarRows
 from jaxpaged.step.channels import Choice, Edit
+from jaxpaged.step.config import StepConfig
+from jaxpaged.step.row_features import ARGUMENTS
 from jaxpaged.step.state import Rows
 
 
@@ -34,6 +37,7 @@ def allowed(
     rows: Rows,
     grammars: GrammarRows | None,
     arena: UInt32[Array, " words"] | None,
+    processors: tuple[Processor, ...] = (),
 ) -> tuple[Float[Array, "slots vocab"], Edit]:
     """Return the logits that the slots' grammars leave, and what applies their rules to logits.
 
@@ -47,6 +51,10 @@ def allowed(
 
     def edit(logits: Float[Array, "rows vocab"]) -> Float[Array, "rows vocab"]:
         changed = edited(logits, rows.rules, options.has_rules, context)
+        if processors:
+            words, its = rows.features[ARGUMENTS.name][row], rows.token_ids[row]
+            of_rows = its, context.prompt_lens, position, rows.arrival[row]
+            changed = processed(processors, changed, words, options.has_rules, of_rows)
         return changed if follows is None else automata.not_empty(changed, logits, follows)
 
     return logits, edit
@@ -58,13 +66,14 @@ def choose(
     rows: Rows,
     grammars: GrammarRows | None,
     arena: UInt32[Array, " words"] | None,
-    sampler: Sampler | None,
+    config: StepConfig,
 ) -> Choice:
-    """Choose a token in each slot, from what `allowed` leaves. `sampler`: one from outside, if there is one.
+    """Choose a token in each slot, from what `allowed` leaves, by the config's sampler.
 
     A token is -1 if the sampler has chosen one that is not in the vocabulary.
     """
-    logits, edit = allowed(slots, options, rows, grammars, arena)
+    logits, edit = allowed(slots, options, rows, grammars, arena, config.processors)
+    sampler = config.sampler
     if sampler is None:
         token_ids = sample(logits, options, slots.position, edit)
     else:

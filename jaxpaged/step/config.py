@@ -9,6 +9,7 @@ from jaxpaged.arithmetic import cdiv
 from jaxpaged.checks import check
 from jaxpaged.config import PREFILL_TILE, LogprobsMode
 from jaxpaged.contracts.attentions import Attention
+from jaxpaged.contracts.processors import Processor
 from jaxpaged.contracts.samplers import Sampler
 from jaxpaged.memory.cache_specs import CacheSpec
 from jaxpaged.memory.grouping import Grouping, one_group
@@ -89,6 +90,7 @@ class StepConfig:
     tiles_per_pass: int  # tiles in one forward pass; a step may make several passes
     attention: TiledImplementation | Attention
     sampler: Sampler | None = None  # None: ours
+    processors: tuple[Processor, ...] = ()  # of logits, from outside
     # Blocks that stay free when a request is admitted beside running ones; with several size classes a number
     # for each.
     watermark_blocks: int | tuple[int, ...] | Array = 0

@@ -92,7 +92,7 @@ def write_drafts(
             cache = draft_pass.hand_on(cache, state.tables, features, tiles, drafts_now[row])
         behind, logits = 1 + ahead, draft_pass.logits(model, hidden)
         due = Slots(logits, row, runs, start + behind, row)
-        chosen = choose(due, options, its_rows, done.grammars, state.arena, config.sampler).token_ids
+        chosen = choose(due, options, its_rows, done.grammars, state.arena, config).token_ids
         token = chosen[jnp.minimum(slots.of_row, row.shape[0] - 1)]
         at = jnp.where(drafts_now, jnp.arange(max_seqs), max_seqs), position + behind
         grammars = done.grammars

@@ -27,6 +27,7 @@ from jaxpaged.models.layers import AdapterParam
 from jaxpaged.parallel.mesh import BY_SHARD, ON_EACH
 from jaxpaged.status import Status
 from jaxpaged.step import scheduler
+from jaxpaged.step.automata import no_grammars
 from jaxpaged.step.config import MAX_STEPS, StepConfig
 from jaxpaged.step.features import NO_FEATURES, Features
 from jaxpaged.step.model import Model
@@ -292,6 +293,14 @@ def submit(
 ) -> PerReplica[EngineState]:
     """Put new requests into free rows (see `state.place_requests`); the state is donated."""
     return place_requests(state, requests, rows)
+
+
+@program(donate="rows")
+def with_arena(
+    rows: PerReplica[Rows], *, num_words: Static[int]
+) -> PerReplica[tuple[Rows, UInt32[Array, " words"]]]:
+    """Return rows that may have automata, and an arena of zeros for them. The rows are donated."""
+    return replace(rows, grammars=no_grammars(rows.phase.shape[0])), jnp.zeros(num_words, jnp.uint32)
 
 
 @program(donate="token_ids", results=lambda specs: ON_EACH)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
+from jaxpaged.contracts.processors import WORDS
 from jaxpaged.step.channels import Choice
 
 
@@ -59,7 +60,14 @@ REPLAY = RowFeature(
     encode=_replay_len,
     of_choice=_given_tokens,
 )
-ROW_FEATURES = {feature.name: feature for feature in (REPLAY,)}
+# Words of the request's arguments for logits processors; all zero: none applies.
+ARGUMENTS = RowFeature(
+    "arguments",
+    "logits_processors",
+    empty=lambda num_rows: np.zeros((num_rows, WORDS), np.int32),
+    encode=lambda request, num_tokens: request.arguments,
+)
+ROW_FEATURES = {feature.name: feature for feature in (REPLAY, ARGUMENTS)}
 
 
 def switched_on(config: Any) -> tuple[str, ...]:

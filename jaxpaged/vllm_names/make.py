@@ -267,10 +267,10 @@ def modules(archive: Path) -> dict[str, list[str]]:
     return found
 
 
-def signatures(archive: Path) -> dict[str, dict[str, list[str] | None]]:
-    """Return the public methods of the classes of `SIGNED`, with the names of their arguments.
+def signatures(archive: Path) -> dict[str, dict[str, str | None]]:
+    """Return the public methods of the classes of `SIGNED`, with their arguments as Python writes them.
 
-    A property or a field has None. What a base has comes first.
+    Types are left out. A property or a field has None. What a base has comes first.
     """
     classes: dict[str, ast.ClassDef] = {}
     with tarfile.open(archive) as files:
@@ -285,7 +285,15 @@ def signatures(archive: Path) -> dict[str, dict[str, list[str] | None]]:
     return {name: dict(_members(name, classes)) for name in SIGNED if name in classes}
 
 
-def _members(name: str, classes: dict[str, ast.ClassDef]) -> Iterator[tuple[str, list[str] | None]]:
+def names_of(arguments: str) -> list[str]:
+    """Return the names of arguments as Python writes them."""
+    [function] = ast.parse(f"def f({arguments}): ...").body
+    assert isinstance(function, ast.FunctionDef)
+    its = function.args
+    return [each.arg for each in (*its.posonlyargs, *its.args, *its.kwonlyargs)]
+
+
+def _members(name: str, classes: dict[str, ast.ClassDef]) -> Iterator[tuple[str, str | None]]:
     for base in reversed(classes[name].bases):
         if _last_name(base) in classes:
             yield from _members(_last_name(base), classes)
@@ -294,13 +302,22 @@ def _members(name: str, classes: dict[str, ast.ClassDef]) -> Iterator[tuple[str,
             yield field, None
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             continue
-        args = [each.arg for each in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
-        args = [each for each in args if each not in ("self", "cls")]
+        args = _arguments(node.args)
         if node.name == "__init__" and "Output" in name:  # its arguments are its fields
-            yield from dict.fromkeys(args).items()
+            yield from dict.fromkeys(names_of(args)).items()
         elif node.name[0] != "_":
             is_property = any(ast.unparse(each).endswith("property") for each in node.decorator_list)
             yield node.name, None if is_property else args
+
+
+def _arguments(args: ast.arguments) -> str:
+    """Return a method's arguments behind the object, without types."""
+    for each in (*args.posonlyargs, *args.args, *args.kwonlyargs, args.vararg, args.kwarg):
+        if each is not None:
+            each.annotation = None
+    text = ast.unparse(args)
+    first, _, others = text.partition(", ")
+    return others if first in ("self", "cls") else text
 
 
 def _public_names(tree: ast.Module, *, is_package: bool) -> Iterator[str]:
@@ -349,7 +366,12 @@ def table(archives: list[Path]) -> dict[str, Any]:
             if entry["last"] == versions[-1]:
                 del entry["last"]
     made = {"versions": versions, "short": dict(sorted(short.items())), "names": names}
-    return made | {"modules": modules(archives[-1]), "signatures": signatures(archives[-1])}
+    calls = signatures(archives[-1])
+    names_alone = {
+        title: {name: None if text is None else names_of(text) for name, text in members.items()}
+        for title, members in calls.items()
+    }
+    return made | {"modules": modules(archives[-1]), "signatures": names_alone, "calls": calls}
 
 
 def lines(made: dict[str, Any]) -> Iterator[str]:
@@ -368,13 +390,15 @@ def lines(made: dict[str, Any]) -> Iterator[str]:
     yield ' "modules": {'
     yield from _rows(made["modules"], "  ")
     yield " },"
-    yield ' "signatures": {'
-    classes = [*made["signatures"].items()]
-    for name, members in classes:
-        yield f"  {json.dumps(name)}: {{"
-        yield from _rows(members, "   ")
-        yield "  }" if name == classes[-1][0] else "  },"
-    yield " }"
+    for key in ("signatures", "calls"):
+        yield f" {json.dumps(key)}: {{"
+        classes = [*made[key].items()]
+        for name, members in classes:
+            yield f"  {json.dumps(name)}: {{"
+            its = {each: said for each, said in members.items() if key == "signatures" or said}
+            yield from _rows(its, "   ")
+            yield "  }" if name == classes[-1][0] else "  },"
+        yield " }," if key == "signatures" else " }"
     yield "}"
 
 

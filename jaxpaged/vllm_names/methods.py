@@ -1,5 +1,6 @@
 """Fates of vLLM's methods, and of their arguments, that are not served. `names.json` has what vLLM has."""
 
+from abc import ABCMeta
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,7 +16,9 @@ def _not_there(meaning: str, names: str, use: str = "") -> dict[str, Verdict]:
 # Methods and attributes of any class, or "Class.name" of one, that are refused: why, and what to take.
 METHODS: dict[str, Verdict] = {
     **_not_there(
-        "there are no workers to call", "collective_rpc", use="the methods of LLM, such as update_weights"
+        "there are no workers to call",
+        "AsyncLLM.collective_rpc LLMEngine.collective_rpc",
+        use="the methods of LLM, such as update_weights",
     ),
     **_not_there("the model is arrays, not a module", "apply_model", use="LLM.weights"),
     **_not_there(
@@ -139,6 +142,19 @@ def missing(title: str, name: str) -> AttributeError:
             use = f" (use {verdict.use})" if verdict.use else ""
             return AttributeError(f"vLLM's {title}.{name} is not served: {verdict.meaning}{use}")
     return AttributeError(f"{title!r} object has no attribute {name!r}")
+
+
+class VllmClass(ABCMeta):
+    """Class by the name of one of vLLM's: an attribute that it lacks is refused in a sentence."""
+
+    def __getattr__(cls, name: str) -> Any:
+        """Raise `AttributeError`, with what to take in the place of an attribute of vLLM's."""
+        if name.startswith("__"):
+            raise AttributeError(f"type object {cls.__name__!r} has no attribute {name!r}")
+        known = known_names()["signatures"]
+        raise missing(
+            next((each.__name__ for each in cls.__mro__ if each.__name__ in known), cls.__name__), name
+        )
 
 
 def not_from_config(title: str) -> InputError:

@@ -252,7 +252,7 @@ ENGINE: dict[str, Verdict] = {
     **_only("answers other than text", "convert", "auto", "none", use="runner='pooling'"),
     **_only("answers other than text", "override_pooler_config", use="pooler_config"),
     **_only("answers other than text", "io_processor_plugin"),
-    **_only("code of the user's in each step", "logits_processors logits_processor_pattern"),
+    **_only("code of the user's in each step", "logits_processor_pattern", use="logits_processors"),
     **_only(
         "another description of the model than its config.json",
         "hf_config_path model_class_overrides override_attention_dtype override_neuron_config "
@@ -260,7 +260,6 @@ ENGINE: dict[str, Verdict] = {
         use="a copy of the model's directory with another config.json",
     ),
     **_only("weights from another place than the model", "model_weights", use="model"),
-    **_only("weights of another form", "load_format", "auto", "hf", "safetensors", "gguf"),
     **_only("a config of another form", "config_format", "auto", "hf"),
     **_only(
         "weights quantised in another way", "quantization_config", use="quantization, or a quantised model"
@@ -424,8 +423,8 @@ REQUEST: dict[str, Verdict] = {
     **_only("raw scores", "softmax", True, use="use_activation"),
     **_only("more for the template", "instruction additional_data"),
     **_only("text behind the answer", "suffix"),
-    **_only("code of the user's in each step", "logits_processors", use="logit_bias or bad_words"),
-    **_only("options of plugins", "extra_args vllm_xargs"),
+    **_only("code of the user's in each step", "logits_processors", use="logits_processors of the engine"),
+    **_only("options of plugins", "vllm_xargs", use="extra_args"),
     **_only("embeddings as prompts", "prompt_embeds"),
     **_only("calls by an older form", "functions", use="tools"),
     **_only("calls by an older form", "function_call", "none", "auto", use="tool_choice"),

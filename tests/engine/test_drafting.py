@@ -122,7 +122,8 @@ def test_drafts_of_forced_text_alone_need_room_for_automata():
     drafts = {"speculative_config": {"method": "grammar"}}
     assert setup(None, structured_outputs_mib=1, **drafts).step_config(9).lookup == ByGrammar(7)
     with pytest.raises(InputError, match="structured_outputs_mib=0 must be at least 1 for drafts by method="):
-        setup(None, **drafts).check()
+        setup(None, structured_outputs_mib=0, **drafts).check()
+    assert setup(None, **drafts).config.structured_outputs_mib == 64
 
 
 def test_the_drafting_model_is_found_by_its_name(tmp_path):

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 
+from jaxpaged import config
 from jaxpaged.checks import InputError
 from jaxpaged.engine.arena import Arena, Grammar
 from jaxpaged.engine.grammars import Grammars
@@ -122,6 +123,43 @@ def test_forced_text_is_drafted_and_no_answer_changes(drafts):
     tiny.assert_nothing_is_held(driver)
 
 
+@pytest.mark.slow
+def test_an_engine_takes_the_arena_when_a_request_first_asks(monkeypatch):
+    """Requests that run meanwhile stay in their rows, and their answers and scores do not change."""
+    monkeypatch.setattr(config, "LATE_ARENA_MIB", 1)
+    options = {name: value for name, value in OPTIONS.items() if name != "structured_outputs_mib"}
+    sampled = SamplingParams(temperature=0.8, max_tokens=30, seed=5, logprobs=3)
+
+    def answer(*, asks: bool):
+        driver = tiny_grammars.with_grammars(tiny.driver(**options))
+        [first] = tiny.add(driver, 1, tiny.prompts([20]), [sampled])
+        deltas = [delta for _ in range(9) for delta in driver.turn(max_steps=1)]
+        assert (driver.state.arena, driver.state.rows.grammars) == (None, None)
+        before = driver.state.tables.seq_lens[0]
+        if asks:
+            params = SamplingParams(temperature=0, max_tokens=30, **asking(1))
+            [asked] = tiny.add(driver, 2, tiny.prompts([9]), [params])
+            deltas += driver.turn(max_steps=1)
+            assert driver.state.tables.seq_lens[0] >= before > 20, "it has kept its row"
+        while driver.has_work:
+            deltas += driver.turn(max_steps=1)
+        tiny.assert_nothing_is_held(driver)
+        if asks:
+            want = tiny.reference_greedy(
+                tiny.prompts([9])[0], params, tiny_grammars.oracle(params.structured_outputs)
+            )
+            assert collect([each for each in deltas if each.request_id == asked.request_id]).token_ids == want
+            with pytest.raises(InputError, match="structured_outputs_mib=1 must be None for a snapshot"):
+                driver.snapshot()
+        else:
+            assert driver.snapshot().state.arena is None
+        return collect([each for each in deltas if each.request_id == first.request_id])
+
+    alone, beside = answer(asks=False), answer(asks=True)
+    assert alone.token_ids == beside.token_ids
+    assert alone.scores == beside.scores
+
+
 def test_what_finds_no_room_waits_and_who_needs_none_overtakes(driver):
     def large(seed):
         its = tiny_grammars.compiled(asking(seed)["structured_outputs"])
@@ -179,8 +217,8 @@ def test_what_could_never_fit_or_run_is_refused_at_the_door(driver):
         ):
             grammars.get(StructuredOutputsParams(regex="0"))
     assert len(compiled) == 1, "the refusal is remembered"
-    config = dataclasses.replace(driver.door.model_config, eos_token_ids=())
-    door = dataclasses.replace(driver.door, model_config=config)
+    endless = dataclasses.replace(driver.door.model_config, eos_token_ids=())
+    door = dataclasses.replace(driver.door, model_config=endless)
     with pytest.raises(InputError, match="None for a model without an end-of-sequence token"):
         door.admit([1], SamplingParams(**asking(1)))
     with pytest.raises(InputError, match=r"after_token_id=97 must be a token id, an int in \[0, 97\)"):

@@ -19,7 +19,7 @@ from tests import tiny
 from tests.tiny_gguf import write_gguf
 
 # The same shapes as in test_cli.py and test_llm.py, so that they share a program.
-ENGINE = tiny.DEFAULTS
+ENGINE = tiny.DEFAULTS | {"structured_outputs_mib": 0}
 # Takes tools, and shows how calls are written.
 TEMPLATE = (
     "{% for t in tools or [] %}<tool_call>{{ t.function.name }};{% endfor %}"
