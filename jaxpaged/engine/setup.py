@@ -423,7 +423,6 @@ class Setup:
             return
         name = "with latent attention, whose heads share one vector a token"
         check("tensor_parallel_size", c.tensor_parallel_size, f"1 {name}", c.tensor_parallel_size == 1)
-        check("quantization", c.quantization, f"None {name}", c.quantization is None)
         check("enable_lora", c.enable_lora, f"False {name}", not c.enable_lora)
 
     def _check_loop_over_layers(self) -> None:

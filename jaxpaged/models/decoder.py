@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -227,7 +228,9 @@ class DecoderLayers(nnx.Module):
         self.attention_norm = norm(weights, "attention_norm")
         attends = self.config.attention_part is not None
         latent = self.config.latent
-        made = Attention if latent is None else functools.partial(LatentAttention, latent=latent)
+        made: Callable[[Weights], Any] = Attention
+        if latent is not None:
+            made = functools.partial(LatentAttention, latent=latent)
         self.attention: Any = made(weights) if attends else None
         self.mixer: Any = mixer_of(weights)
         self.attention_out_norm = norm(weights, "attention_out_norm")
