@@ -460,8 +460,9 @@ class Setup:
             check(name, drafts.method, f"{rule}reads one residual", self.whole.altup is None)
         has_latents = self.whole.latent is not None
         rule = f"{has_latents}, as it is of the model"
-        its = draft.latent is not None
-        check(f"{what}: latent attention", its, rule, its == has_latents)
+        drafts_by_latents = draft.latent is not None
+        ok = drafts_by_latents == has_latents
+        check(f"{what}: latent attention", drafts_by_latents, rule, ok)
         first, reads = self.grouping.specs[0], together(draft.cache_specs)
         rule = f"what a layer of the model keeps, {first!r}, or less"
         check(f"{what}: attention", reads, rule, first in (FULL, reads))

@@ -18,6 +18,7 @@ from jaxpaged.models.positions import PositionTables, of_layer, turned
 from jaxpaged.models.weights import Weights
 from pallas_kernels import native
 from pallas_kernels.gpu import dense_product
+from pallas_kernels.xla import products as xla
 
 
 class LatentAttention(nnx.Module):
@@ -114,8 +115,7 @@ class HeadProducts(nnx.Module):
             out = lax.map(of_head, (by_head, jnp.arange(self.num_heads, dtype=jnp.int32)))
         else:
             its = kernel if number is None else lax.dynamic_index_in_dim(kernel, number, keepdims=False)
-            dimensions = (((2,), (1,)), ((0,), (0,)))
-            out = lax.dot_general(by_head, its, dimensions, preferred_element_type=jnp.float32)
+            out = xla.product(by_head, its, contract=0)
         return jnp.swapaxes(out, 0, 1)
 
 

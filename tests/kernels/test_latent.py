@@ -14,7 +14,6 @@ from tests.kernels import native_targets
 
 NO_NATIVE = native_targets.why_not("float32")
 needs_native = pytest.mark.skipif(bool(NO_NATIVE), reason=f"no native kernels: {NO_NATIVE}")
-IMPLEMENTATIONS = ["xla", pytest.param("native", marks=needs_native)]
 BLOCK_SIZE, RANK, ROPE = 8, 40, 8
 SEQ_LENS, QUERY_LENS = (37, 1, 16, 9), (37, 1, 1, 3)  # a prompt, its first token alone, a step, drafts
 SCALE = 0.17
@@ -40,8 +39,16 @@ def inputs(num_heads, rope=ROPE):
     return jnp.asarray(q), pool, entries, jnp.asarray(tables), *lengths
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize(("num_heads", "rope", "window"), [(4, ROPE, None), (48, 0, None), (4, ROPE, 11)])
+CASES = [(4, ROPE, None), (48, 0, None), (4, ROPE, 11)]
+
+
+@pytest.mark.parametrize(
+    ("implementation", "num_heads", "rope", "window"),
+    [
+        *(pytest.param("native", *case, marks=needs_native) for case in CASES),
+        *(pytest.param("xla", *case, marks=pytest.mark.slow) for case in CASES),
+    ],
+)
 def test_attention_over_latents_equals_the_oracle(implementation, num_heads, rope, window):
     q, pool, entries, tables, *lengths = inputs(num_heads, rope)
     same = {"v_dim": RANK, "scale": SCALE, "sliding_window": window}
