@@ -144,13 +144,15 @@ def choose(
         if not isinstance(layout, Fp8):
             raise ValueError("calculate_kv_scales=True must go with a kv_cache_dtype of fp8")
         layout = Fp8(layout.cache_dtype, layout.base, is_measured=True)
+    alone = layout.keys_alone()
     if keys_alone:
-        alone = layout.keys_alone()
         if alone is None:
             raise ValueError(
                 f"{kv_layout=} with {kv_cache_dtype=} must be 'token_major' with 'auto' for latent attention"
             )
         layout = alone
+    elif alone == layout:
+        raise ValueError(f"{kv_layout=} must go with latent attention: it has no place for values")
     return layout.on(jax.default_backend())
 
 

@@ -9,6 +9,7 @@ from jaxpaged.models import loading
 from jaxpaged.models.families import from_hf
 from jaxpaged.models.load_as import LoadAs
 from jaxpaged.research.lab import decoders
+from pallas_kernels import layouts
 from tests import tiny, tiny_latents
 from tests.models.test_decoder import GOLDENS, paged_logits, stored
 from tests.models.test_families import hf, without
@@ -29,6 +30,22 @@ from tests.models.test_families import hf, without
 def test_options_that_latents_do_not_serve_are_refused(options, message):
     with pytest.raises(InputError, match=message):
         tiny_latents.driver(**tiny.SMALL | options)
+
+
+def test_other_models_have_no_cache_of_keys_alone():
+    with pytest.raises(InputError, match="kv_layout=.* must go with latent attention: it has no place for"):
+        tiny.driver(**tiny.SMALL, kv_layout=layouts.Latent())
+
+
+def test_the_words_of_the_layout_make_it_again():
+    words = layouts.words(layouts.Latent())
+    assert words == {
+        "kv_layout": "token_major",
+        "kv_cache_dtype": "auto",
+        "measures_scales": False,
+        "keys_alone": True,
+    }
+    assert layouts.choose(**words) == layouts.Latent()
 
 
 @pytest.mark.parametrize(
