@@ -1,8 +1,12 @@
 """Latent attention in models and engines: what is refused, how files are read, and quantised products."""
 
+import json
+
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from jaxpaged.checks import InputError
 from jaxpaged.models import loading
@@ -105,3 +109,35 @@ def test_products_with_latents_of_each_head_stay_unquantised():
     want = np.array(golden["logits"])
     # Codes of 8 bits err by up to 1/254 of a group's largest number, in each of some 30 products.
     assert np.abs(logits - want).mean() < 0.05 * np.abs(want).max()
+
+
+@pytest.mark.slow
+def test_a_file_in_fp8_with_blocks_of_scales_is_its_numbers(tmp_path):
+    """Products of each head are widened, others stay as they are: both are the numbers of the codes."""
+    folder, block = GOLDENS / "families/deepseek_v3", 32
+    said, codes, numbers = hf("deepseek_v3"), {}, {}
+    for name, weight in load_file(folder / "model.safetensors").items():
+        if not name.endswith("_proj.weight") and "kv_a_proj" not in name:
+            codes[name] = numbers[name] = weight
+            continue
+        shape = tuple(-(-size // block) for size in weight.shape)
+        scales = (0.001 + np.arange(np.prod(shape), dtype=np.float32).reshape(shape) / 4096).astype(
+            np.float32
+        )
+        wide = np.kron(scales, np.ones((block, block), np.float32))[tuple(map(slice, weight.shape))]
+        code = np.clip(weight.astype(np.float32) / wide, -448, 448).astype(ml_dtypes.float8_e4m3fn)
+        codes |= {name: code, f"{name.removesuffix('weight')}weight_scale_inv": scales}
+        numbers[name] = code.astype(np.float32) * wide
+    found = []
+    quantised = {"quant_method": "fp8", "weight_block_size": [block, block]}
+    for which, tensors, more in (("codes", codes, {"quantization_config": quantised}), ("wide", numbers, {})):
+        path = tmp_path / which
+        path.mkdir()
+        (path / "config.json").write_text(json.dumps(said | more))
+        save_file(
+            {name: np.ascontiguousarray(its) for name, its in tensors.items()}, path / "model.safetensors"
+        )
+        model = loading.open_checkpoint(path).model(LoadAs(jnp.dtype("float32")))
+        assert model.layers.attention.q.is_quantised == (which == "codes")
+        found.append(paged_logits(model, stored("families/deepseek_v3")["token_ids"], 8, 8))
+    np.testing.assert_allclose(*found, atol=2e-4, rtol=2e-4)
