@@ -8,7 +8,7 @@ import numpy as np
 def choose(e: Any, logits: np.ndarray, correction: np.ndarray) -> list[tuple[int, float]]:
     """Return one token's experts and their weights, by scores with a correction that weights do not have.
 
-    Of groups of neighbouring experts those are left whose two best add up to most; of these, the best.
+    Of groups of neighbouring experts those are left whose best few add up to most; of these, the best.
     """
     if e.scoring == "sigmoid":
         scores = 1 / (1 + np.exp(-logits))
@@ -17,8 +17,8 @@ def choose(e: Any, logits: np.ndarray, correction: np.ndarray) -> list[tuple[int
         scores = scores / scores.sum()
     ranked = (logits if e.ranks_logits else scores) + correction
     groups = ranked.reshape(e.num_groups, -1)
-    best_two = np.sort(groups, axis=1)[:, -2:].sum(axis=1)
-    left = np.argsort(-best_two, kind="stable")[: e.num_chosen_groups]
+    of_group = np.sort(groups, axis=1)[:, -e.group_best :].sum(axis=1)
+    left = np.argsort(-of_group, kind="stable")[: e.num_chosen_groups]
     size = groups.shape[1]
     ranked = np.where(np.isin(np.arange(len(ranked)) // size, left), ranked, -np.inf)
     chosen = np.argsort(-ranked, kind="stable")[: e.num_chosen]

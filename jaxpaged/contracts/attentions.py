@@ -182,8 +182,9 @@ def call(
     if table_rows is not None:
         block_tables = block_tables[jnp.clip(table_rows, 0, block_tables.shape[0] - 1)]
     cache: tuple[Any, Any] = pool, None
-    if isinstance(pool.layout, Dense) and pool.layout.names == ("k", "v"):
-        cache, block_tables = (pool.arrays["k"], pool.arrays["v"]), pool.array_blocks(block_tables)
+    if isinstance(pool.layout, Dense) and "kv" not in pool.layout.axes:
+        k, v = (pool.arrays[name] for name in pool.layout.names)
+        cache, block_tables = (k, v), pool.array_blocks(block_tables)
     given = {"scale": scale} | {name: value for name, value in options.items() if value is not None}
     if own.ragged is not None:
         flat, place, cu_query_lens = _flat(q, query_starts, seq_lens)

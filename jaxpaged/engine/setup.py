@@ -83,6 +83,7 @@ class Setup:
         """
         self._check_draft()
         self._check_states()
+        self._check_latents()
         _ = self.mesh, self.features, self.processors
         if rule := self.layout.why_not_heads(self.whole.num_kv_heads):
             raise InputError(f"kv_layout={self.layout}: {rule}")
@@ -139,7 +140,10 @@ class Setup:
         config = self.config
         try:
             chosen = layouts.choose(
-                config.kv_layout, config.kv_cache_dtype, measures_scales=config.calculate_kv_scales
+                config.kv_layout,
+                config.kv_cache_dtype,
+                measures_scales=config.calculate_kv_scales,
+                keys_alone=self.whole.latent is not None,
             )
             layouts.check(chosen, config.block_size, self.whole.head_dim, self.dtype)
         except ValueError as error:
@@ -427,6 +431,15 @@ class Setup:
         rule = f"at least {least}, the tokens that a convolution reads before its own"
         check("block_size", c.block_size, rule, c.block_size >= least)
 
+    def _check_latents(self) -> None:
+        """Raise `InputError` for an option that latent attention does not serve."""
+        c = self.config
+        if self.whole.latent is None:
+            return
+        name = "with latent attention, whose heads share one vector a token"
+        check("tensor_parallel_size", c.tensor_parallel_size, f"1 {name}", c.tensor_parallel_size == 1)
+        check("enable_lora", c.enable_lora, f"False {name}", not c.enable_lora)
+
     def _check_loop_over_layers(self) -> None:
         """Raise `InputError` if layers cannot be computed in a loop: on a GPU XLA cannot multiply in one."""
         if not self.config.loop_over_layers or jax.default_backend() == "cpu":
@@ -460,6 +473,11 @@ class Setup:
             check(f"{what}: max_model_len", draft.max_model_len, rule, draft.max_model_len >= longest)
         else:  # positions beyond those it was made for cost it hits, at most
             check(name, drafts.method, f"{rule}reads one residual", self.whole.altup is None)
+        has_latents = self.whole.latent is not None
+        rule = f"{has_latents}, as it is of the model"
+        drafts_by_latents = draft.latent is not None
+        ok = drafts_by_latents == has_latents
+        check(f"{what}: latent attention", drafts_by_latents, rule, ok)
         first, reads = self.grouping.specs[0], together(draft.cache_specs)
         rule = f"what a layer of the model keeps, {first!r}, or less"
         check(f"{what}: attention", reads, rule, first in (FULL, reads))

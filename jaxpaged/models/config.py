@@ -9,6 +9,7 @@ from typing import Literal
 from jaxpaged.checks import InputError, check, checked_bool, checked_choice, checked_int, checked_number
 from jaxpaged.memory.cache_specs import FULL, CacheSpec, ChunkedLocal, SlidingWindow
 from jaxpaged.models.drafting.description import DraftHead
+from jaxpaged.models.latents import Latent
 from jaxpaged.models.mixers.description import Mixer
 from jaxpaged.models.ropes import DynamicScaling, LongScaling, Rope, Temperature
 
@@ -87,7 +88,8 @@ class Experts:
     correction: bool = False  # whether a bias per expert is added to scores for the choice only
     ranks_logits: bool = False  # whether that bias is added to the router's output, before the sigmoid
     router_soft_cap: float | None = None  # of the router's output
-    num_groups: int = 1  # groups of neighbouring experts; a group's score sums its two highest
+    num_groups: int = 1  # groups of neighbouring experts
+    group_best: int = 2  # experts of a group whose scores add up to the group's: its highest
     num_chosen_groups: int = 1  # number of best groups from which experts are chosen
     scale: float = 1.0  # factor of the final weights
     shared_size: int = 0  # width of the expert that all tokens share; 0: none
@@ -178,6 +180,8 @@ class ModelConfig:
     mlp_bias: bool = False
     experts: Experts | None = None
 
+    # Latent attention: then KV heads are one, as wide as a token's vector in the cache.
+    latent: Latent | None = None
     mixer: Mixer | None = None  # of layers with states
 
     # Logits.
@@ -221,6 +225,9 @@ class ModelConfig:
             check("model config: layer_inputs", None, "there with AltUp", self.layer_inputs is not None)
         if self.experts is not None:
             self._check_experts(self.experts)
+        if self.latent is not None:
+            its, is_one = (self.num_kv_heads, self.head_dim), (1, self.latent.width)
+            check("model config: KV heads and their width", its, f"{is_one} for latents", its == is_one)
         untied = not (self.lm_head_bias and self.tie_word_embeddings)
         check("model config: lm_head_bias", self.lm_head_bias, "False with a tied embedding", untied)
         rule = f"a token id, an int in [0, {self.vocab_size})"
@@ -239,7 +246,8 @@ class ModelConfig:
         groups = checked_int("model config: groups of experts", e.num_groups, rule, 1, e.num_experts)
         check("model config: groups of experts", groups, rule, e.num_experts % groups == 0)
         size = e.num_experts // groups
-        check("model config: groups of experts", groups, "of two or more experts", groups == 1 or size > 1)
+        enough = groups == 1 or size >= e.group_best
+        check("model config: groups of experts", groups, "of two or more experts", enough)
         rule = f"an int in [1, {groups}], the number of groups"
         chosen = checked_int("model config: groups a token", e.num_chosen_groups, rule, 1, groups)
         rule = f"an int in [1, {chosen * size}], the number of experts in the chosen groups"

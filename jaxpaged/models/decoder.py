@@ -1,6 +1,8 @@
 """A decoder in Flax NNX, as its description says: each part is made once, and computed in one place."""
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -16,6 +18,7 @@ from jaxpaged.models.attention import PassBatch, planned
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.experts import ExpertsMLP
 from jaxpaged.models.feed_forward import MLP, stack
+from jaxpaged.models.latent_attention import LatentAttention
 from jaxpaged.models.load_as import LoadAs
 from jaxpaged.models.mixers.registry import mixer_of
 from jaxpaged.models.names import Names, layers_with
@@ -93,6 +96,10 @@ class Decoder(nnx.Module):
         c = self.config
         depth = c.num_kv_layers if num_layers is None else num_layers
         heads = heads or (c.num_kv_heads, c.head_dim)
+        if c.latent is not None:
+            alone = layout.keys_alone()
+            assert alone is not None
+            layout = alone
         cache = kv_cache.create(depth, num_blocks, block_size, *heads, self.dtype, layout)
         if c.mixer is None:
             return cache
@@ -220,7 +227,11 @@ class DecoderLayers(nnx.Module):
         self.config = weights.config
         self.attention_norm = norm(weights, "attention_norm")
         attends = self.config.attention_part is not None
-        self.attention: Any = Attention(weights) if attends else None
+        latent = self.config.latent
+        made: Callable[[Weights], Any] = Attention
+        if latent is not None:
+            made = functools.partial(LatentAttention, latent=latent)
+        self.attention: Any = made(weights) if attends else None
         self.mixer: Any = mixer_of(weights)
         self.attention_out_norm = norm(weights, "attention_out_norm")
         self.mlp_norm = norm(weights, "mlp_norm")

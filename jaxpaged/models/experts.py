@@ -157,7 +157,7 @@ class ExpertsMLP(nnx.Module):
         if c.num_groups == 1:
             return ranked
         groups = ranked.reshape(ranked.shape[0], c.num_groups, -1)
-        best, _ = lax.top_k(groups, 2)
+        best, _ = lax.top_k(groups, c.group_best)
         _, numbers = lax.top_k(best.sum(axis=-1), c.num_chosen_groups)
         chosen = jnp.any(numbers[..., None] == jnp.arange(c.num_groups), axis=1)
         return jnp.where(chosen[..., None], groups, -jnp.inf).reshape(ranked.shape)

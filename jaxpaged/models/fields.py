@@ -265,6 +265,9 @@ class Fields:
             beta_slow=given.positive("beta_slow", 1.0),
             truncate=given.flag("truncate", True),
             attention_factor=given.positive("attention_factor", default),
+            mscale_all_dim=checked_number(
+                "model config: mscale_all_dim", given.get("mscale_all_dim", 0.0), "a number >= 0", 0
+            ),
         )
 
     def _long(self, given: "Fields") -> LongScaling:

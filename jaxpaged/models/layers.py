@@ -203,7 +203,7 @@ class Linear(nnx.Module):
 
 
 # Order in which a product reads a weight [out_features, in_features].
-_PACKED: dict[ProductImplementation, Callable[[Any], Any]] = {
+PACKED: dict[ProductImplementation, Callable[[Any], Any]] = {
     "native": native.pack,
     "mosaic_gpu": dense_product.pack,
     "xla": lambda weight: weight.T,
@@ -211,7 +211,7 @@ _PACKED: dict[ProductImplementation, Callable[[Any], Any]] = {
 
 
 def _packed(weight: Any, implementation: ProductImplementation) -> Any:
-    pack = _PACKED[implementation]
+    pack = PACKED[implementation]
     return weight.mapped(pack) if isinstance(weight, Change) else pack(weight)
 
 

@@ -153,7 +153,11 @@ def in_layer(config: ModelConfig) -> dict[str, Shape]:
     inputs = hidden if c.draft_head is None or c.draft_head.kind == "mtp" else 2 * hidden
     if c.mixer is not None:
         shapes |= c.mixer.weights(hidden)
-    shapes |= _linear("qkv", (heads + 2 * kv_heads, inputs), c.qkv_bias)
+    if c.latent is not None:
+        heads = c.num_q_heads * c.latent.v_dim
+        shapes |= c.latent.weights(hidden, c.num_q_heads)
+    else:
+        shapes |= _linear("qkv", (heads + 2 * kv_heads, inputs), c.qkv_bias)
     if any(kind.shares_kv is not None for kind in c.layers):
         shapes |= _linear("q", (heads, hidden), c.qkv_bias)
     shapes |= _linear("o", (hidden, heads), c.o_bias)
@@ -185,7 +189,7 @@ def in_layer(config: ModelConfig) -> dict[str, Shape]:
     return shapes | _mlp("", e.dense_size, c) if e.dense_layers else shapes
 
 
-_ATTENTION = ("qkv", "o", "q_norm", "k_norm", "sinks", "attention_gate")
+_ATTENTION = ("latent", "qkv", "o", "q_norm", "k_norm", "sinks", "attention_gate")
 
 
 def layers_with(config: ModelConfig, role: str) -> Sequence[int]:

@@ -40,6 +40,7 @@ class YarnScaling:
     beta_slow: float = 1.0
     truncate: bool = True  # whether the ramp begins and ends at whole pairs
     attention_factor: float = 1.0
+    mscale_all_dim: float = 0.0  # latent attention multiplies its scores by a factor of it; 0: by none
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -33,6 +33,7 @@ from pallas_kernels.layouts.fused import Fused
 from pallas_kernels.layouts.head_major import HeadMajor
 from pallas_kernels.layouts.int4_grouped import Int4Grouped
 from pallas_kernels.layouts.int8_per_token import Int8PerToken
+from pallas_kernels.layouts.latent import Latent
 from pallas_kernels.layouts.split_x import SplitX
 from pallas_kernels.layouts.token import Token
 from pallas_kernels.layouts.token_major import TOKEN_MAJOR
@@ -45,6 +46,7 @@ __all__ = [
     "BlockSlice",
     "Dense",
     "Fp8",
+    "Latent",
     "Layout",
     "Location",
     "PackedView",
@@ -111,8 +113,16 @@ def named(layout: str | Layout) -> Layout:
     return found
 
 
-def choose(kv_layout: str | Layout, kv_cache_dtype: str = "auto", *, measures_scales: bool = False) -> Layout:
+def choose(
+    kv_layout: str | Layout,
+    kv_cache_dtype: str = "auto",
+    *,
+    measures_scales: bool = False,
+    keys_alone: bool = False,
+) -> Layout:
     """Choose the layout for these options, in its form for JAX's default device.
+
+    keys_alone: whether it is for latent attention, whose values are a part of its keys.
 
     Raises: ValueError for a combination that means nothing.
     """
@@ -134,17 +144,28 @@ def choose(kv_layout: str | Layout, kv_cache_dtype: str = "auto", *, measures_sc
         if not isinstance(layout, Fp8):
             raise ValueError("calculate_kv_scales=True must go with a kv_cache_dtype of fp8")
         layout = Fp8(layout.cache_dtype, layout.base, is_measured=True)
+    alone = layout.keys_alone()
+    if keys_alone:
+        if alone is None:
+            raise ValueError(
+                f"{kv_layout=} with {kv_cache_dtype=} must be 'token_major' with 'auto' for latent attention"
+            )
+        layout = alone
+    elif alone == layout:
+        raise ValueError(f"{kv_layout=} must go with latent attention: it has no place for values")
     return layout.on(jax.default_backend())
 
 
 def words(layout: Layout) -> dict[str, Any]:
     """Return the options with which `choose` makes the layout. Raise ValueError if there are none."""
     outside = f"{type(layout).__module__}:{type(layout).__qualname__}"
+    has_keys_alone = layout.keys_alone() == layout
     for kv_layout, kv_cache_dtype, measures in itertools.product(
         (*LAYOUTS, outside), CACHE_DTYPES, (False, True)
     ):
         try:
             options: dict[str, Any] = {"kv_cache_dtype": kv_cache_dtype, "measures_scales": measures}
+            options |= {"keys_alone": True} if has_keys_alone else {}
             if choose(kv_layout, **options) == layout.on(jax.default_backend()):
                 return {"kv_layout": kv_layout, **options}
         except (ValueError, TypeError):

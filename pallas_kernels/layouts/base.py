@@ -178,6 +178,12 @@ class Layout(abc.ABC):
         """Return the form that suits a platform, such as "cpu" or "gpu": it holds the same numbers."""
         return self
 
+    def keys_alone(self) -> "Layout | None":
+        """Return the form for latent attention, whose values are a part of its keys: it has no place for
+        them. None if there is none.
+        """
+        return None
+
     def why_not(self, block_size: int, head_dim: int, dtype: jnp.dtype) -> str | None:
         """Return the rule that such blocks break, such as "block_size must be 1"; None if they break none."""
         return None

@@ -60,15 +60,15 @@ def shape(axes: Axes, sizes: Sizes) -> tuple[int, ...]:
 
 def put(
     arrays: Arrays,
-    names: tuple[str, str],
+    names: tuple[str, ...],
     axes: Axes,
-    new: tuple[jax.Array, jax.Array],
+    new: tuple[jax.Array, ...],
     slots: jax.Array,
     block_size: int,
 ) -> dict[str, jax.Array]:
-    """Write tokens of K and V to the arrays of these names, and return these arrays.
+    """Write tokens of K and V, or of K alone, to the arrays of these names, and return these arrays.
 
-    new: K and V, [num_tokens, num_kv_heads] each, with head_dim last if the arrays have that axis.
+    new: [num_tokens, num_kv_heads] each, with head_dim last if the arrays have that axis.
     """
     found = {name: arrays[name] for name in names}
     block, offset = jnp.divmod(slots, block_size)

@@ -1,6 +1,8 @@
 """The layout `token_major`, the default."""
 
+from pallas_kernels.layouts.base import Layout
 from pallas_kernels.layouts.dense import Dense
+from pallas_kernels.layouts.latent import Latent
 
 
 class TokenMajor(Dense):
@@ -9,6 +11,9 @@ class TokenMajor(Dense):
     """
 
     axes = ("block", "token", "head", "dim")
+
+    def keys_alone(self) -> Layout:
+        return Latent()
 
 
 TOKEN_MAJOR = TokenMajor()  # the default

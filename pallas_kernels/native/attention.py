@@ -12,6 +12,7 @@ from pallas_kernels.native import library
 
 CACHE_DTYPES = ("int8", "float8_e4m3fn", "float8_e5m2")  # beside the queries' own
 UNBOUNDED = 2**31 - 1  # tokens: a window or chunk that holds any sequence
+MOST_HEADS = 16  # query heads of one KV head that a tile has: more are tiles of their own, for other threads
 GROUP = 16  # tokens of a packed cache that have K's scales in common
 
 
@@ -75,6 +76,22 @@ def tiled_paged_attention(
 
     Queries at or beyond seq_lens get zeros.
     """
+    num_tiles, tile_len, num_q_heads, head_dim = q.shape
+    if pool.sizes.num_kv_heads == 1 and num_q_heads > MOST_HEADS and alibi_slopes is None and sinks is None:
+        parts = next(n for n in range(-(-num_q_heads // MOST_HEADS), num_q_heads + 1) if num_q_heads % n == 0)
+        split = q.reshape(num_tiles, tile_len, parts, -1, head_dim).swapaxes(1, 2)
+        rows = jnp.arange(num_tiles, dtype=jnp.int32) if table_rows is None else table_rows
+        out = tiled_paged_attention(
+            split.reshape(num_tiles * parts, tile_len, -1, head_dim),
+            pool,
+            block_tables,
+            *(jnp.repeat(x, parts) for x in (query_starts, seq_lens, rows)),
+            scale=scale,
+            window=window,
+            chunk=chunk,
+            soft_cap=soft_cap,
+        )
+        return out.reshape(split.shape).swapaxes(1, 2).reshape(q.shape)
     function = library.registered(_function(pool.layout, q.dtype), q.dtype)
     call = jax.ffi.ffi_call(function, jax.ShapeDtypeStruct(q.shape, q.dtype))
     at = (block_tables, query_starts, seq_lens)

@@ -31,14 +31,17 @@ def pack[A: Array | np.ndarray](weight: A) -> A:
 
 
 def product(
-    x: Float[Array, "num_rows in_features"],
+    x: Float[Array, "*num_heads num_rows in_features"],
     packed: Float[Array, "*num_layers num_panels num_steps panel_width values"],
     out_features: int,
     layer: int | Int[Array, ""] = 0,
-) -> Float[Array, "num_rows out_features"]:
+) -> Float[Array, "*num_heads num_rows out_features"]:
     """Compute `x @ weight.T` in float32, for `packed = pack(weight)`, where `serves(x.dtype)`.
 
     layer: which weight of a stack, `packed[i] = pack(weights[i])`. A loop over layers then copies no weight.
+
+    With heads each head's rows have a weight of their own: `packed[layer, head]`, or `packed[head]` without
+    layers.
 
     A row's bits do not depend on the other rows, nor on how many there are. Rows of zeros give zeros and take
     no time.
@@ -48,11 +51,11 @@ def product(
     if x.dtype != packed.dtype:
         raise TypeError(f"{x.dtype=} must be the packed weight's {packed.dtype}")
     num_panels, num_steps, _, values = packed.shape[-4:]
-    missing = num_steps * values - x.shape[1]
+    missing = num_steps * values - x.shape[-1]
     if not (0 <= missing < values and 0 <= num_panels * PANEL_WIDTH - out_features < PANEL_WIDTH):
-        raise ValueError(f"a weight of {packed.shape=} does not take rows of {x.shape[1]} to {out_features}")
-    x = jnp.pad(x, ((0, 0), (0, missing)))
+        raise ValueError(f"a weight of {packed.shape=} does not take rows of {x.shape[-1]} to {out_features}")
+    x = jnp.pad(x, (*((0, 0),) * (x.ndim - 1), (0, missing)))
     stack = packed.reshape(-1, *packed.shape[-4:])
-    result = jax.ShapeDtypeStruct((x.shape[0], out_features), jnp.float32)
+    result = jax.ShapeDtypeStruct((*x.shape[:-1], out_features), jnp.float32)
     layer = jnp.asarray(layer, jnp.int32)
     return jax.ffi.ffi_call(registered("product", x.dtype), result)(x, stack, layer)

@@ -28,6 +28,7 @@ from pallas_kernels.ops.attention import (
 )
 from pallas_kernels.ops.caches import copy_blocks, reshape_and_cache, swap_blocks, write
 from pallas_kernels.ops.choice import Implementation, ProductImplementation, TiledImplementation
+from pallas_kernels.ops.latent import latent_attention
 from pallas_kernels.ops.products import product, quantised_product
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "ProductImplementation",
     "TiledImplementation",
     "copy_blocks",
+    "latent_attention",
     "paged_attention",
     "paged_attention_v1",
     "paged_attention_v2",

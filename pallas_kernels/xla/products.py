@@ -6,13 +6,14 @@ from jax import lax
 
 
 def product(x: jax.Array, kernel: jax.Array, contract: int) -> jax.Array:
-    """Multiply x [num_rows, in_features] by a matrix: [num_rows, out_features] float32.
+    """Multiply x [*num_heads, num_rows, in_features] by a matrix, or each head's rows by a matrix of the
+    head's own: [*num_heads, num_rows, out_features] float32.
 
-    contract: the axis of `kernel` that counts inputs, 0 or 1.
+    contract: the axis of `kernel` that counts inputs, 0 or 1, without the heads in front.
     """
-    num_rows = x.shape[0]
+    heads, num_rows = tuple(range(x.ndim - 2)), x.shape[-2]
     if num_rows == 1 and x.dtype == jnp.bfloat16 and jax.default_backend() == "cpu":
         # One row of bfloat16 runs at 2 GFLOP/s there, two at 40.
-        x = jnp.concatenate([x, x])
-    dimensions = (((1,), (contract,)), ((), ()))
-    return lax.dot_general(x, kernel, dimensions, preferred_element_type=jnp.float32)[:num_rows]
+        x = jnp.concatenate([x, x], axis=-2)
+    dimensions = (((x.ndim - 1,), (len(heads) + contract,)), (heads, heads))
+    return lax.dot_general(x, kernel, dimensions, preferred_element_type=jnp.float32)[..., :num_rows, :]

@@ -32,6 +32,7 @@ from jaxpaged.grammar import recursive
 from jaxpaged.handover.blocks import Blocks
 from jaxpaged.memory.invariants import check_invariants
 from jaxpaged.models.changes import named
+from jaxpaged.models.families.deepseek import names_of_halves
 from jaxpaged.models.weights import random_weights
 from jaxpaged.sampling_params import BeamSearchParams, SamplingParams
 from jaxpaged.status import Status
@@ -243,7 +244,9 @@ class Fuzz:
     def _update(self) -> list[Delta]:
         """Put in the weights of now, which may be the engine's already. Blocks of others are not for it."""
         self._exported = None
-        weights = random_weights(self.driver.setup.whole, NAMES, (0, 7)[self._weights])
+        whole = self.driver.setup.whole
+        names = NAMES if whole.latent is None else names_of_halves(whole)
+        weights = random_weights(whole, names, (0, 7)[self._weights])
         return self.driver.lifecycle.update_weights(self.driver.lifecycle.read_names(named(weights)))
 
     def _change(self, rng: random.Random) -> list[Delta]:

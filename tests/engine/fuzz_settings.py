@@ -13,7 +13,7 @@ from jaxpaged.models.decoder import Decoder
 from jaxpaged.models.families.llama import NAMES
 from jaxpaged.models.weights import StoredWeights, random_weights
 from jaxpaged.tiers.rule import Rule
-from tests import tiny, tiny_head, tiny_lora, tiny_states
+from tests import tiny, tiny_head, tiny_latents, tiny_lora, tiny_states
 
 BLOCK_GIB = 2048 / 2**30  # of the tiny model's two layers
 
@@ -140,6 +140,18 @@ SETTINGS: dict[str, Callable[[Path], Driver]] = {
         )
     ),
     "states alone": lambda _: tiny_states.driver(tiny_states.CONVOLUTION, tiny_states.STATE, **TIGHT),
+    "latents": lambda _: tiny_latents.driver(**TIGHT),
+    "latents, swap, drafts": lambda _: tiny_latents.driver(
+        **SWAP, speculative_config={"prompt_lookup_min": 1}
+    ),
+    "latents and windows, suffixes, disk": lambda folder: _fetching(
+        tiny_latents.driver(
+            *(tiny_latents.FULL, tiny_latents.WINDOW),
+            **SWAP | TWO_KINDS | BY_SUFFIXES,
+            **_tiers(8, folder, 20),
+        )
+    ),
+    "latents, drafts by itself": lambda _: tiny_latents.driver(**SWAP | BY_MODEL, draft=tiny_latents.ITSELF),
     "two kinds of layers, drafts by a head": lambda _: _of_kinds(
         FULL, WINDOW, draft=tiny_head.draft(), **SWAP | TWO_KINDS | tiny_head.BY_HEAD
     ),

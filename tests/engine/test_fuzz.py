@@ -32,6 +32,13 @@ def test_answers_of_a_model_with_states_are_those_of_the_request_alone(tmp_path)
     assert all(sum(kind) > 0 for kind in zip(*counts, strict=True)), "some whole, and some given up"
 
 
+@pytest.mark.slow
+def test_answers_of_a_model_with_latents_are_those_of_the_request_alone(tmp_path):
+    fuzz = Fuzz("latents, swap, drafts", tmp_path)
+    counts = [fuzz.run(seed) for seed in range(2)]
+    assert all(sum(kind) > 0 for kind in zip(*counts, strict=True)), "some whole, and some given up"
+
+
 @pytest.mark.parametrize("setting", slow_and_nightly(DRAFTING, ["swap, drafts", "swap, drafts by itself"]))
 def test_answers_are_the_same_with_drafts_and_without(setting, tmp_path):
     """Alone, to the last bit of each score; then in random company."""

@@ -16,18 +16,20 @@ import torch
 from family_variants import EXPERTS, HALF_WINDOWED, LLAMA4, OWN_SIZES, SIZES, TINY
 from family_variants import VARIANTS as OLDER
 from hybrid_variants import HYBRID
+from latent_variants import LATENT
 from make_tiny_llamas import greedy
 from newer_variants import NEWER
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, Mistral4ForCausalLM
 
 HERE = Path(__file__).parent / "families"
-VARIANTS = OLDER | NEWER | HYBRID
+VARIANTS = OLDER | NEWER | HYBRID | LATENT
 MODEL_TYPES = {"falcon_grouped": "falcon", "falcon_alibi": "falcon", "gpt_neox_sequential": "gpt_neox"}
 MODEL_TYPES |= {"cohere_normed": "cohere", "stablelm_parallel": "stablelm"}
 MODEL_TYPES |= {"granitemoehybrid_experts": "granitemoehybrid", "laguna_elements": "laguna"}
 MODEL_TYPES |= {"cohere2_moe_rms": "cohere2_moe", "gpt_bigcode_heads": "gpt_bigcode"}
 MODEL_TYPES |= {f"granitemoehybrid_{name}": "granitemoehybrid" for name in ("states", "both")}
+MODEL_TYPES |= {"deepseek_v2_lite": "deepseek_v2", "deepseek_v3_plain": "deepseek_v3"}
 MODEL_TYPES |= dict.fromkeys(("gemma4_large", "gemma4_experts"), "gemma4_text")
 # Models of text and images: what is inside, and as small a vision part as there may be.
 MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
@@ -111,13 +113,20 @@ SEEDS = {
     "gemma3n_text": 104,
     "granitemoehybrid": 100,
     "qwen3_next": 301,
+    "deepseek_v2": 401,
+    "deepseek_v2_lite": 402,
+    "deepseek_v3": 110,
+    "deepseek_v3_plain": 111,
+    "glm4_moe_lite": 112,
+    "mistral4": 113,
+    "minicpm3": 114,
 }  # where the answer would hang on a rounding
 IMPLEMENTATIONS = {"falcon_alibi": "sdpa"}  # its eager attention adds the slopes twice
 # Those that came last, in their order: the seeds of the others stay what they were.
 ADDED = ("llama4_text", "llama4", "gemma3n_text", "gemma4_text", "gemma4_large", "gemma4", "gemma4_experts")
 LAST = ("bamba",)
 ADDED += (*NEWER, "cohere2_vision", *(each for each in HYBRID if each not in LAST), "qwen3_5", "qwen3_5_moe")
-ADDED += LAST
+ADDED += (*LAST, *LATENT)
 # Models of transformers 5.24 that need an image; their decoder does not.
 NEEDS_IMAGES = ("llama4",)
 NUM_TOKENS, EVERY = 40, 3
@@ -133,6 +142,8 @@ def main(names: list[str]) -> None:
         wrap_gemma3n()
     if not names or "mimo_v2" in names:
         fuse_mimo()
+    if not names or "kimi_k2" in names:
+        rename_kimi()
 
 
 def fuse_mimo() -> None:
@@ -172,6 +183,19 @@ def fuse_mimo() -> None:
     (folder / "golden.json").write_text((inside / "golden.json").read_text())
 
 
+def rename_kimi() -> None:
+    """Write DeepSeek V3's model without groups as Kimi K2 has it: transformers has no such type."""
+    inside, folder = HERE / "deepseek_v3_plain", HERE / "kimi_k2"
+    folder.mkdir(exist_ok=True)
+    said = json.loads((inside / "config.json").read_text())
+    ropes = said.pop("rope_parameters")
+    said |= {"model_type": "kimi_k2", "rope_theta": ropes["rope_theta"], "rope_scaling": None}
+    said |= {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
+    (folder / "config.json").write_text(json.dumps(said, indent=2))
+    for name in ("model.safetensors", "golden.json"):
+        (folder / name).write_bytes((inside / name).read_bytes())
+
+
 def wrap_gemma3n() -> None:
     """Write Gemma 3n's text model as the model of text, images and sound has it: that needs timm."""
     inside, folder = HERE / "gemma3n_text", HERE / "gemma3n"
@@ -191,6 +215,9 @@ def made(name: str, variant: dict[str, Any]) -> torch.nn.Module:
     few = {"vocab_size": SIZES["vocab_size"], "initializer_range": 0.25, "eos_token_id": 2}
     config = AutoConfig.for_model(model_type, **few | sizes | variant)
     attention = IMPLEMENTATIONS.get(name, "eager")
+    if name == "mistral4":  # it is the decoder inside of mistral3, and no class of its own by its type
+        config._attn_implementation = attention
+        return Mistral4ForCausalLM(config).eval()
     return AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
 
 

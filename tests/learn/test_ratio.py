@@ -43,6 +43,7 @@ POOLS = {
             pytest.param(f"families/{name}", "float32", marks=pytest.mark.nightly)
             for name in ("lfm2", "qwen3_5_text")
         ),
+        pytest.param("families/deepseek_v3", "float32", marks=pytest.mark.nightly),  # latents
         # Caps of scores and logits; sinks and experts. Both have layers with a window, and without.
         pytest.param("families/gemma2", "float32", marks=pytest.mark.nightly),
         pytest.param("families/gpt_oss", "float32", marks=pytest.mark.nightly),

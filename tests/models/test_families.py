@@ -17,7 +17,7 @@ from jaxpaged.models import decoder, experts, families, layers, loading, weights
 from jaxpaged.models.families import from_hf
 from jaxpaged.models.load_as import LoadAs
 from jaxpaged.models.ropes import LongScaling, Rope
-from reference.model import frequency
+from reference.ropes import frequency
 from tests.models.test_decoder import GOLDENS, batch_of
 
 

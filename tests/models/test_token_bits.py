@@ -14,6 +14,7 @@ from jaxpaged.models.decoder import Decoder
 from jaxpaged.models.load_as import LoadAs
 from jaxpaged.models.weights import StoredWeights, random_weights
 from jaxpaged.sampling import score
+from tests import tiny_latents
 from tests.kernels import native_targets
 from tests.models.test_decoder import GOLDENS
 
@@ -47,6 +48,7 @@ def wide_gemma3n() -> Decoder:
         "wide gemma3n",  # AltUp, Laurel, inputs of layers, sparse activations
         pytest.param("families/gpt_oss", marks=pytest.mark.nightly),  # sinks, windows, experts
         pytest.param("families/bloom", marks=pytest.mark.nightly),  # slopes
+        pytest.param("latents", marks=pytest.mark.nightly),  # products of each head, and a window
     ],
 )
 def test_a_token_has_the_same_bits_in_a_tile_and_in_a_decoding_step(name):
@@ -55,6 +57,9 @@ def test_a_token_has_the_same_bits_in_a_tile_and_in_a_decoding_step(name):
     """
     if name == "wide gemma3n":
         model = wide_gemma3n()
+    elif name == "latents":
+        kinds = tiny_latents.FULL, tiny_latents.WINDOW
+        model = tiny_latents.load(FLOAT32, tiny_latents.config(*kinds))
     else:
         model = loading.open_checkpoint(GOLDENS / name).model(FLOAT32)
     graphdef, params = nnx.split(model)

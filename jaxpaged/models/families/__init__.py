@@ -10,6 +10,14 @@ from jaxpaged.models.families.apertus import APERTUS
 from jaxpaged.models.families.bamba import BAMBA
 from jaxpaged.models.families.bloom import BLOOM
 from jaxpaged.models.families.cohere import COHERE, COHERE2, COHERE2_MOE
+from jaxpaged.models.families.deepseek import (
+    DEEPSEEK_V2,
+    DEEPSEEK_V3,
+    GLM4_MOE_LITE,
+    KIMI_K2,
+    MINICPM3,
+    MISTRAL4,
+)
 from jaxpaged.models.families.dots import DOTS1
 from jaxpaged.models.families.ernie_moe import ERNIE4_5_MOE
 from jaxpaged.models.families.exaone import EXAONE, EXAONE4, EXAONE_MOE
@@ -98,6 +106,12 @@ FAMILIES = (
     GLM,
     GLM4,
     GLM4_MOE,
+    GLM4_MOE_LITE,
+    DEEPSEEK_V2,
+    DEEPSEEK_V3,
+    KIMI_K2,
+    MISTRAL4,
+    MINICPM3,
     MINIMAX_M2,
     MIMO_V2_FLASH,
     MIMO_V2,

@@ -30,8 +30,22 @@ from jaxpaged.models.quantised.codes import (
     packed,
 )
 
-# Roles that are quantised. Routers and learned positions are small, and stay unquantised.
-PRODUCTS = ("qkv", "q", "attention_gate", "o", "gate_up", "up", "down", "shared.gate_up", "shared.down")
+# Roles that are quantised. Routers and learned positions are small, and stay unquantised. So do products of
+# each head with latents, whose inputs are outputs in the files.
+PRODUCTS = (
+    "latent.q_a",
+    "latent.q",
+    "latent.kv_a",
+    "qkv",
+    "q",
+    "attention_gate",
+    "o",
+    "gate_up",
+    "up",
+    "down",
+    "shared.gate_up",
+    "shared.down",
+)
 EXPERTS = ("experts.gate_up", "experts.down")
 TABLES = ("embedding", "layer_inputs_table", "lm_head")
 ROLES = {f"{role}.weight" for role in (*PRODUCTS, *EXPERTS, *TABLES)}

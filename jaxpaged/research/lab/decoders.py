@@ -25,6 +25,8 @@ class Decoder:
     num_params: those that compute a token: of experts, the chosen ones.
     weight_bytes: all weights; None: `num_params` in bfloat16.
     specs: what each layer reads; empty: each reads everything.
+    kv_arrays: 2 for K and V; 1 where one vector a token is both.
+    hidden_size: None: that of all query heads.
     """
 
     num_params: float
@@ -34,6 +36,8 @@ class Decoder:
     head_dim: int
     weight_bytes: float | None = None
     specs: tuple[CacheSpec, ...] = field(default=(), metadata={"static": True})
+    kv_arrays: int = 2
+    hidden_size: int | None = None
 
     @property
     def kv_bytes(self) -> int:
@@ -43,12 +47,12 @@ class Decoder:
     @property
     def layer_bytes(self) -> int:
         """Bytes of a token's K and V in a layer."""
-        return 2 * 2 * self.num_kv_heads * self.head_dim
+        return 2 * self.kv_arrays * self.num_kv_heads * self.head_dim
 
     @property
     def hidden_bytes(self) -> int:
         """Bytes of a layer's output for a token; all query heads have the same width."""
-        return 2 * self.num_q_heads * self.head_dim
+        return 2 * (self.hidden_size or self.num_q_heads * self.head_dim)
 
     @property
     def bytes_of_weights(self) -> float:
@@ -159,7 +163,7 @@ def of_config(said: Mapping[str, Any]) -> Decoder:
     specs = tuple(c.layers[i].cache_spec for i in range(c.num_layers) if c.layers[i].shares_kv is None)
     return Decoder(
         float(active), len(specs), c.num_q_heads, c.num_kv_heads, c.head_dim, 2.0 * total,
-        () if set(specs) == {FULL} else specs,
+        () if set(specs) == {FULL} else specs, 2 if c.latent is None else 1, c.hidden_size,
     )  # fmt: skip
 
 
