@@ -86,7 +86,7 @@ class Arena:
     def row_values(
         self, grammar: Grammar | None, answer: list[int], opens: int | None = None, index: int = 0
     ) -> dict[str, int]:
-        """Return what `Rows.grammars` holds of a request of whose answer so much is known.
+        """Return what `GrammarRows` holds of a request of whose answer so much is known.
 
         opens: the token behind which the grammar begins; None: at the answer's beginning.
         index: number of the answer, or of the beam.

@@ -71,9 +71,9 @@ def no_grammars(num_rows: int) -> GrammarRows:
 
 
 def masked(
-    logits: Float[Array, "rows vocab"],
-    arena: UInt32[Array, " words"],
     grammars: GrammarRows,
+    arena: UInt32[Array, " words"],
+    logits: Float[Array, "rows vocab"],
     row: Int[Array, " rows"],
     is_due: Bool[Array, " rows"],
 ) -> tuple[Float[Array, "rows vocab"], Bool[Array, " rows"]]:
@@ -146,6 +146,20 @@ def forced(
     start = grammars, (first > 0) & ~by_host(grammars, arena)
     _, (is_one, tokens) = lax.scan(one_more, start, None, length=most)
     return jnp.sum(is_one, axis=0, dtype=jnp.int32), tokens.T
+
+
+def forced_in(
+    grammars: GrammarRows, arena: UInt32[Array, " words"], room: Int[Array, " rows"], most: int
+) -> tuple[Int[Array, " rows"], Int[Array, "rows most"]]:
+    """Return what `forced` does for rows that have room for tokens, at most so many; 0 for others."""
+    follows = (room > 0) & (grammars.first > 0) & (grammars.state >= 0)
+
+    def look() -> tuple[Int[Array, " rows"], Int[Array, "rows most"]]:
+        num, tokens = forced(grammars, arena, most)
+        return jnp.where(follows, jnp.minimum(num, room), 0), tokens
+
+    nothing = jnp.zeros((room.shape[0], most), jnp.int32)
+    return lax.cond(jnp.any(follows), look, lambda: (nothing[:, 0], nothing))
 
 
 def by_host(grammars: GrammarRows, arena: UInt32[Array, " words"]) -> Bool[Array, " rows"]:

@@ -11,13 +11,15 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, UInt32
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxpaged.memory import block_table
 from jaxpaged.sampling import Scores, is_in
 from jaxpaged.sampling_params import MAX_BEAM_WIDTH, MAX_LOGPROBS
-from jaxpaged.step import automata
+from jaxpaged.step import features
 from jaxpaged.step.config import MAX_STEPS
+from jaxpaged.step.feature_values import BEAMS
+from jaxpaged.step.features import Values
 from jaxpaged.step.plan import DecodeSlots
 from jaxpaged.step.state import EngineState, FinishReason, Phase, Rows
 
@@ -58,7 +60,7 @@ def advance(
         forks = (came_from != own_row) & state.rows.running
         state = replace(
             state,
-            rows=_continued(state.rows, state.arena, new, slots, choice),
+            rows=_continued(state.rows, state.features, new, slots, choice),
             scores=_noted(state, new, slots, choice),
         )
         state = state.on_tables(block_table.free_rows, forks)
@@ -192,9 +194,7 @@ def _places(
     return jnp.where(is_first, wanted, in_order[jnp.maximum(nth, 0)])
 
 
-def _continued(
-    rows: Rows, arena: UInt32[Array, " words"] | None, new: Scores, slots: DecodeSlots, choice: Choice
-) -> Rows:
+def _continued(rows: Rows, shared: Values, new: Scores, slots: DecodeSlots, choice: Choice) -> Rows:
     """Return the rows with their next tokens appended to the tokens of the rows that they continue."""
     index = jnp.arange(choice.source.shape[0], dtype=jnp.int32)
     changes, source = choice.changes, choice.source
@@ -205,18 +205,16 @@ def _continued(
         jnp.maximum(token, 0), mode="drop"
     )
     reason = jnp.where(rows.running, FinishReason.LENGTH, FinishReason.STOP)
-    grammars = rows.grammars
-    if arena is not None and grammars is not None:
-        before = replace(grammars, state=jnp.where(changes, grammars.state[source], grammars.state))
-        grammars = automata.moved(before, arena, jnp.maximum(token, 0), changes)
+    tracked = features.of_parents(features.tracked(rows.features), source, changes)
+    tracked = features.after_token(tracked, shared, jnp.maximum(token, 0), changes)
+    beams = replace(rows.beams, cum_logprob=choice.cum_logprob, rank=choice.rank)
     return replace(
         rows,
         token_ids=token_ids,
         num_tokens=jnp.where(changes, position + 1, rows.num_tokens),
         phase=jnp.where(choice.finishes, Phase.FINISHED, rows.phase),
         finish_reason=jnp.where(choice.finishes, reason, rows.finish_reason),
-        beams=replace(rows.beams, cum_logprob=choice.cum_logprob, rank=choice.rank),
-        grammars=grammars,
+        features=rows.features | tracked | {BEAMS: beams},
     )
 
 

@@ -7,14 +7,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, UInt32
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxpaged.contracts.samplers import Sampler, SamplingOptions
 from jaxpaged.sampling import Context, edited, likeliest, sample
 from jaxpaged.sampling_state import SamplingState
-from jaxpaged.step import automata
-from jaxpaged.step.automata import GrammarRows
+from jaxpaged.step import automata, features
 from jaxpaged.step.channels import Choice, Edit
+from jaxpaged.step.features import Values
 from jaxpaged.step.state import Rows
 
 
@@ -25,29 +25,30 @@ class Slots(NamedTuple):
     row: Int[Array, " slots"]
     is_due: Bool[Array, " slots"]
     position: Int[Array, " slots"]  # of the token that is chosen
-    place: Int[Array, " slots"]  # line of the grammars' states
+    line: Int[Array, " slots"]  # of the values of features that tokens change
 
 
 def allowed(
     slots: Slots,
     options: SamplingState,
     rows: Rows,
-    grammars: GrammarRows | None,
-    arena: UInt32[Array, " words"] | None,
+    tracked: Values,
+    shared: Values,
 ) -> tuple[Float[Array, "slots vocab"], Edit]:
-    """Return the logits that the slots' grammars leave, and what applies their rules to logits.
+    """Return the logits that features leave, and what applies the slots' rules to logits.
 
-    options: of each slot. grammars: places in automata, in the lines that `slots.place` names.
+    options: of each slot. tracked: values of features that tokens change, in the lines that `slots.line`
+        names. shared: those of all rows together.
     """
-    logits, row, is_due, position, place = slots
+    logits, row, is_due, position, line = slots
     context = Context(row, rows.prompt_lens[row], position, rows.token_ids)
-    follows = None
-    if arena is not None and grammars is not None:
-        logits, follows = automata.masked(logits, arena, grammars, place, is_due)
+    logits, barred = features.masked(tracked, shared, logits, line, is_due)
 
     def edit(logits: Float[Array, "rows vocab"]) -> Float[Array, "rows vocab"]:
         changed = edited(logits, rows.rules, options.has_rules, context)
-        return changed if follows is None else automata.not_empty(changed, logits, follows)
+        for has_some in barred:
+            changed = automata.not_empty(changed, logits, has_some)
+        return changed
 
     return logits, edit
 
@@ -56,15 +57,15 @@ def choose(
     slots: Slots,
     options: SamplingState,
     rows: Rows,
-    grammars: GrammarRows | None,
-    arena: UInt32[Array, " words"] | None,
+    tracked: Values,
+    shared: Values,
     sampler: Sampler | None,
 ) -> Choice:
     """Choose a token in each slot, from what `allowed` leaves. `sampler`: one from outside, if there is one.
 
     A token is -1 if the sampler has chosen one that is not in the vocabulary.
     """
-    logits, edit = allowed(slots, options, rows, grammars, arena)
+    logits, edit = allowed(slots, options, rows, tracked, shared)
     if sampler is None:
         token_ids = sample(logits, options, slots.position, edit)
     else:

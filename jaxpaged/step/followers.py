@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Int
 from jaxpaged.arithmetic import cdiv
 from jaxpaged.step import past as past_answers
 from jaxpaged.step.config import Lookup, SuffixLookup
-from jaxpaged.step.features import Past
+from jaxpaged.step.feature_values import Past
 from jaxpaged.step.state import Rows
 
 # Positions that one turn of the search looks at: the time follows the length of what is there.

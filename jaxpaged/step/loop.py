@@ -26,7 +26,7 @@ from jaxpaged.models.adapter_slots import put
 from jaxpaged.models.layers import AdapterParam
 from jaxpaged.parallel.mesh import BY_SHARD, ON_EACH
 from jaxpaged.status import Status
-from jaxpaged.step import scheduler
+from jaxpaged.step import features, scheduler
 from jaxpaged.step.config import MAX_STEPS, StepConfig
 from jaxpaged.step.features import NO_FEATURES, Features
 from jaxpaged.step.model import Model
@@ -57,7 +57,7 @@ def create(
     first_blocks: Static[tuple[int, ...]] = (),
     classes: Static[tuple[int, ...]] = (),
     more_blocks: Static[tuple[int, ...]] = (),
-    features: Static[Features] = NO_FEATURES,
+    on: Static[Features] = NO_FEATURES,
 ) -> PerReplica[EngineState]:
     """Create a state without requests, with zeros for K and V of the shapes in `kv_cache`.
 
@@ -79,7 +79,7 @@ def create(
         more_blocks=more_blocks,
     )
     zeros = jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), kv_cache)
-    return create_state(tables, zeros, max_model_len, vocab_size, features=features)
+    return create_state(tables, zeros, max_model_len, vocab_size, on=on)
 
 
 @program(donate="state", results=lambda specs: (specs["state"], ON_EACH))
@@ -383,8 +383,9 @@ def reset_prefix_cache(state: PerReplica[EngineState]) -> PerReplica[EngineState
     """Forget what can be found of former requests; none may be running. The state is donated."""
     pool, info = block_pool.reset_prefix_cache(state.tables.pool)
     tables = replace(state.tables, pool=pool)
-    past = state.past and replace(state.past, num_tokens=jnp.int32(0))
-    return replace(state, tables=tables, past=past, status=state.status | info.status)
+    return replace(
+        state, tables=tables, features=features.forgotten(state.features), status=state.status | info.status
+    )
 
 
 @program(donate="state", results=lambda specs: specs["state"])

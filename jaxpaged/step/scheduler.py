@@ -81,7 +81,7 @@ def _beams_fork(state: EngineState, plan: Plan) -> Bool[Array, " rows"]:
 
 def any_work(rows: Rows) -> Bool[Array, ""]:
     """Return whether any row runs or waits; beside rows that rest, whether another runs."""
-    if rows.grammars is None:
+    if not rows.may_rest:
         return jnp.any(rows.running | rows.waiting)
     rests = rows.resting
     return jnp.any(rows.running & ~rests) | (jnp.any(rows.waiting) & ~jnp.any(rests))

@@ -24,8 +24,8 @@ from jaxpaged.step import (
     channels,
     draft_pass,
     drafting,
+    features,
     past,
-    row_features,
     scheduler,
     speculation,
 )
@@ -86,7 +86,7 @@ def advance(
         state, plan, slots, drafts = speculation.draft(state, plan, slots, config)
         decision = replace(decision, plan=plan)
     ran = plan.num_new_tokens > 0
-    state = replace(state, rows=row_features.before_pass(state.rows, ran))
+    state = replace(state, rows=features.before_pass(state.rows, ran))
     max_blocks = config.max_blocks_touched(state.tables.block_size)
     state = append(state, plan, max_blocks)
     if drafts is not None and isinstance(config.lookup, ByModel):
@@ -102,7 +102,7 @@ def advance(
     num_before = state.rows.num_tokens
     state, new, num_accepted = answer(model, state, hidden, slots, due, drafts, config)
     if state.rows.features:
-        rows = row_features.after_choice(state.rows, state.rows.num_tokens - num_before)
+        rows = features.after_choice(state.rows, state.rows.num_tokens - num_before)
         state = replace(state, rows=rows)
     num_new, num_returned = jnp.sum(due), jnp.int32(0)
     if drafts is not None and config.lookup is not None:
@@ -310,7 +310,7 @@ def compute(
         query_starts=tiles.start,
         seq_lens=tiles.end,
         implementation=config.attention,
-        adapters=None if rows.lora is None else jnp.where(tiles.end > 0, rows.lora[tiles.row], 0),
+        **features.of_pass(rows.features, tiles),
         table_rows=tiles.row if is_one else tables.lines_of(tiles.row).reshape(-1, tables.num_groups).T,
         grouping=None if is_one else config.grouping,
         wanted=wanted.reshape(-1) if tiles.tile_len > 1 and not values else None,

@@ -13,6 +13,7 @@ from jaxpaged.engine.handle import collect
 from jaxpaged.engine.request import Delta
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.step.automata import BLOCK_WORDS
+from jaxpaged.step.feature_values import GRAMMARS
 from jaxpaged.step.state import FinishReason, Phase
 from jaxpaged.structured_outputs import StructuredOutputsParams
 from tests import tiny, tiny_grammars
@@ -57,7 +58,7 @@ def test_answers_are_the_oracles_in_any_company(driver):
             deltas.setdefault(delta.request_id, []).append(delta)
         rows = jax.device_get(driver.state.rows)
         gave_way = np.isin(rows.phase, [Phase.WAITING, Phase.SWAPPED]) & (rows.num_tokens > rows.prompt_lens)
-        follows = (rows.grammars.first > 0) & (rows.grammars.state > 0)
+        follows = (rows.features[GRAMMARS].first > 0) & (rows.features[GRAMMARS].state > 0)
         seen.update(Phase(p) for p in rows.phase[gave_way & follows].tolist())
 
     for _ in range(28):

@@ -125,7 +125,7 @@ def slots_name(cache: KVCache) -> str:
     return sorted(cache.blocks)[-1]
 
 
-FIXED = (".scores", ".rows.sampling", ".rows.rules", ".rows.beams", ".counters")
+FIXED = (".scores", ".rows.sampling", ".rows.rules", ".rows.features", ".counters")
 # A step under `vmap` is large, and compiling it with all passes takes a minute.
 QUICK_TO_COMPILE: dict[str, bool | int | str] = {
     "xla_backend_optimization_level": 0,
