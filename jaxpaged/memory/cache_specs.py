@@ -3,6 +3,20 @@
 A specification says what a layer must keep in the cache. It is the whole difference between kinds of layers
 to memory: tables, admission, windows and prefix hits ask for nothing else. A kind from outside is one more
 class with these methods (`docs/research/layer_kinds.md`).
+
+A kind of cache is a specification and the arrays of a block. What a block holds is the layer's own affair,
+under four rules:
+    what a token writes lies in the block of its position, whatever is kept: K and V, a vector for all heads,
+        the state at the block's start, or an entry for a group of tokens in the block of the last of them;
+    a token reads no block but its own and those from `first_read` on: others may be given back, as a sequence
+        grows;
+    a block can be copied as a whole, which is all that a fork needs: it happens to an open block before a
+        second row writes to it;
+    what lies behind a position in a block is written again, or not read, once a roll-back has truncated the
+        row there. So a state, which cannot be truncated, keeps its block's rows beside it, and a group
+        of tokens its rows until it is full.
+A prefix is found again where full blocks are cached that the next token reads. A layer that reads another's
+cache has no arrays. `tests/memory/test_kinds.py` has five kinds that differ, each of a few lines.
 """
 
 import dataclasses
