@@ -25,7 +25,6 @@ from jaxpaged.config import EngineConfig
 from jaxpaged.contracts.block_stores import MOST_KEPT_SECONDS
 from jaxpaged.engine.adapters import Adapter, Adapters
 from jaxpaged.engine.arena import Grammar
-from jaxpaged.engine.candidates import check_told
 from jaxpaged.engine.dead_ends import dead_end
 from jaxpaged.engine.grammars import Grammars
 from jaxpaged.engine.partial_rollouts import check_replay, continued
@@ -35,6 +34,7 @@ from jaxpaged.memory.sizing import CacheSize
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.sampling_params import BeamSearchParams, SamplingParams
 from jaxpaged.sampling_state import MAX_EDITS, Edit
+from jaxpaged.step import channels
 from jaxpaged.step.config import StepConfig
 from jaxpaged.structured_outputs import BEGINNINGS
 from jaxpaged.text.limits import MAX_BAD_WORD_CHARS, MAX_BAD_WORDS, MAX_STOP_CHARS, MAX_STOPS, check_texts
@@ -167,7 +167,7 @@ class Door:
     ) -> Request:
         """Check a prompt and what is asked for with it. Return the request for its first answer."""
         prompt = self._prompt(self._cut(prompt_token_ids, params))
-        check_told(params, len(prompt), self.model_config.vocab_size, self.config)
+        channels.check_request(params, len(prompt), self.model_config.vocab_size, self.config)
         max_num_tokens, trace = self.max_model_len, params.trace_decode_token_ids
         for most in (params.max_tokens, None if trace is None else len(trace)):
             if most is not None:

@@ -317,10 +317,10 @@ def compute(
     )
     token_ids = jnp.where(valid, rows.token_ids.at[row, positions].get(mode="clip"), 0)
     places = jnp.where(valid, positions, 0).reshape(-1)
-    kv_cache = replace(kv_cache, **channels.before_pass(values, positions.size))
+    kv_cache = replace(kv_cache, values=channels.before_pass(values, positions.size))
     out, kv_cache = draft_pass.serve(model, token_ids.reshape(-1), places, kv_cache, batch, config)
-    cleared, values = channels.after_pass(values, kv_cache, row, positions, valid)
-    kv_cache = replace(kv_cache, **cleared)
+    values = channels.after_pass(values, kv_cache.values, row, positions, valid)
+    kv_cache = replace(kv_cache, values={})
     out = out.reshape(*positions.shape, -1)
     last = out[jnp.arange(positions.shape[0]), tiles.end - 1 - tiles.start]
     slot = jnp.where(is_newest, slots.of_row[tiles.row], hidden.shape[0])
