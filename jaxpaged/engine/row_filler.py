@@ -55,7 +55,7 @@ class RowFiller:
         in_use = InUse.of(entry.request for _, entry in self._rows.taken())
         filled_rows: list[tuple[int, int, Queued]] = []
         taken = self._queue.take(
-            most=lambda: max(map(len, free_rows)),
+            max_requests=lambda: max(map(len, free_rows)),
             has_room=lambda request: all(service.make_room(request, in_use) for service in self._services),
         )
         for together in taken:

@@ -160,8 +160,12 @@ class Together(CacheSpec):
 
     def most_kept(self, num_in_flight: int) -> int | None:
         """Return what the kind that keeps most keeps."""
-        most = [spec.most_kept(num_in_flight) for spec in self.specs]
-        return max((kept for kept in most if kept is not None), default=None) if None not in most else None
+        kept_by_kind = [spec.most_kept(num_in_flight) for spec in self.specs]
+        return (
+            max((kept for kept in kept_by_kind if kept is not None), default=None)
+            if None not in kept_by_kind
+            else None
+        )
 
 
 FULL = FullAttention()
@@ -188,7 +192,7 @@ def words(spec: CacheSpec) -> dict[str, Any]:
     """Return a specification as JSON has it. Raises `InputError` for one from outside."""
     if type(spec) is Together:
         return {"kind": "together", "specs": [words(each) for each in spec.specs]}
-    names = [name for name, its in _NAMES.items() if type(spec) is its]
+    names = [name for name, known in _NAMES.items() if type(spec) is known]
     if not names:
         raise InputError(f"cache spec {spec!r} must be one of {', '.join(_NAMES)} to be written down")
     return {"kind": names[0], **dataclasses.asdict(spec)}  # type: ignore[call-overload]

@@ -102,8 +102,8 @@ def _choose_in_group(
 
     def members(mask: Bool[Array, " rows"]) -> Int[Array, " places"]:
         """Return the masked rows of the search, padded with a row beyond all."""
-        (found,) = jnp.nonzero(in_group & mask, size=MAX_BEAM_WIDTH, fill_value=num_rows)
-        return found.astype(jnp.int32)
+        (member_rows,) = jnp.nonzero(in_group & mask, size=MAX_BEAM_WIDTH, fill_value=num_rows)
+        return member_rows.astype(jnp.int32)
 
     live, ended = members(rows.running), members(rows.held)
 
@@ -133,13 +133,13 @@ def _choose_in_group(
         axis=1,
     )
     ties = jnp.concatenate([former_rank, MAX_BEAM_WIDTH + tie])
-    found, best = _best(values, jnp.broadcast_to(ties, values.shape))
+    best_index, best = _best(values, jnp.broadcast_to(ties, values.shape))
     is_one = (place < width) & (best > -jnp.inf)
-    is_new = found >= MAX_BEAM_WIDTH
-    candidate = jnp.maximum(found - MAX_BEAM_WIDTH, 0)
+    is_new = best_index >= MAX_BEAM_WIDTH
+    candidate = jnp.maximum(best_index - MAX_BEAM_WIDTH, 0)
     parent, its_column = candidate // MAX_LOGPROBS, candidate % MAX_LOGPROBS
     # A beam that continues stays in its parent's row. An ended sequence stays in its own.
-    wanted = jnp.stack([parent[0], jnp.where(is_new[1], MAX_BEAM_WIDTH, found[1])])
+    wanted = jnp.stack([parent[0], jnp.where(is_new[1], MAX_BEAM_WIDTH, best_index[1])])
     homes = jnp.stack([live, ended])
     home = jnp.take_along_axis(homes, jax.vmap(_places)(wanted, is_one, homes < num_rows), axis=1)
     home = jnp.where(is_one, home, num_rows)
@@ -170,8 +170,8 @@ def _best(
     come first.
     """
     index = jnp.broadcast_to(jnp.arange(values.shape[1], dtype=jnp.int32), values.shape)
-    falling, _, found = lax.sort((-values, ties, index), num_keys=2)
-    return found[:, :MAX_BEAM_WIDTH], -falling[:, :MAX_BEAM_WIDTH]
+    falling, _, best_index = lax.sort((-values, ties, index), num_keys=2)
+    return best_index[:, :MAX_BEAM_WIDTH], -falling[:, :MAX_BEAM_WIDTH]
 
 
 def _places(

@@ -126,7 +126,7 @@ class Channel:
             return kept[row, position % MAX_STEPS]
         return kept.at[row, position].get(mode="clip")
 
-    def told(self, params: Any, tiles: Mapping[int, np.ndarray]) -> Any:
+    def reported(self, params: Any, tiles: Mapping[int, np.ndarray]) -> Any:
         """Return what users get for the places of a prompt; None if the request gives nothing for any.
 
         tiles: values of the places of each tile, float32 [num_places, *shape], by its first place.
@@ -232,8 +232,8 @@ def _check_candidates(params: Any, prompt_len: int, vocab_size: int, config: Any
     name, ids = "prompt_logprob_token_ids", params.prompt_logprob_token_ids
     if ids is None:
         return
-    most = config.max_prompt_logprob_token_ids
-    check(name, ids, "None without max_prompt_logprob_token_ids, the engine's option", most > 0)
+    max_ids = config.max_prompt_logprob_token_ids
+    check(name, ids, "None without max_prompt_logprob_token_ids, the engine's option", max_ids > 0)
     start = params.prompt_logprob_start or 0
     want = max(prompt_len - 1 - start, 0)
     if len(ids) != want:
@@ -241,8 +241,8 @@ def _check_candidates(params: Any, prompt_len: int, vocab_size: int, config: Any
             f"{name} has {len(ids)} lines, must have {want}, one for each token of the prompt behind place "
             f"prompt_logprob_start={start}"
         )
-    rule = f"at most max_prompt_logprob_token_ids={most}"
-    check(f"number of ids in a line of {name}", ids.shape[1], rule, ids.shape[1] <= most)
+    rule = f"at most max_prompt_logprob_token_ids={max_ids}"
+    check(f"number of ids in a line of {name}", ids.shape[1], rule, ids.shape[1] <= max_ids)
     rule = f"-1 or a token id, an int in [0, {vocab_size})"
     checked_int(f"{name}: token", int(ids.max()), rule, -1, vocab_size - 1)
 

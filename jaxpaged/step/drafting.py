@@ -62,7 +62,7 @@ def write_drafts(
     followed = lax.cond(jnp.any(is_far_behind), with_marked, lambda: followed)
     end = jnp.where(is_far_behind, newest, followed)
     followed, cache = catch_up(model, state, followed, end, config)
-    own, its = kv_cache.parted(cache, *draft_pass.of_model(model).cache_sizes)
+    served_cache, draft_cache = kv_cache.parted(cache, *draft_pass.of_model(model).cache_sizes)
 
     # Rows have the first slots, and while more of them run than may, none drafts.
     most_rows = config.max_num_seqs if config.most_drafting is None else max(config.most_drafting, 1)
@@ -72,10 +72,10 @@ def write_drafts(
     if slots.offset is not None:
         is_own &= slots.offset[:most_rows] == 0
     options = rows.sampling.take(row, is_own)
-    most = jnp.max(jnp.where(num > 0, newest + num - followed, 0))
+    num_passes = jnp.max(jnp.where(num > 0, newest + num - followed, 0))
 
     def goes_on(done: Drafting) -> Bool[Array, ""]:
-        return done.index < most
+        return done.index < num_passes
 
     def compute_one(done: Drafting) -> Drafting:
         position = followed + done.index  # of each row
@@ -96,7 +96,7 @@ def write_drafts(
         tracked = features.after_token(done.tracked, state.features, token, drafts_now)
         return Drafting(done.index + 1, cache, done.token_ids.at[at].set(token, mode="drop"), tracked)
 
-    first = Drafting(jnp.int32(0), its, rows.token_ids, features.tracked(rows.features))
+    first = Drafting(jnp.int32(0), draft_cache, rows.token_ids, features.tracked(rows.features))
     done = lax.while_loop(goes_on, compute_one, first)
     # A head's entries of drafts are made of features of its own: they are to be computed again.
     computed = newest + (1 if ahead else num)
@@ -105,7 +105,7 @@ def write_drafts(
     return replace(
         state,
         rows=replace(rows, token_ids=done.token_ids, features=rows.features | {DRAFTS: drafting}),
-        kv_cache=kv_cache.joined(own, done.kv_cache),
+        kv_cache=kv_cache.joined(served_cache, done.kv_cache),
     )
 
 
@@ -145,9 +145,9 @@ def catch_up(
         gets = dealt(jnp.where(done < end, (end - 1) // PREFILL_TILE - first + 1, 0), config.tiles_per_pass)
         row, k, used = number_through(gets, config.tiles_per_pass)
         tiles = wide_tiles(row, k, used, done[row], end[row])
-        own, its = kv_cache.parted(cache, *draft_pass.of_model(model).cache_sizes)
-        *_, its = draft_pass.compute(model, state.rows, tables, its, tiles, config)
-        cache = kv_cache.joined(own, its)
+        served_cache, draft_cache = kv_cache.parted(cache, *draft_pass.of_model(model).cache_sizes)
+        *_, draft_cache = draft_pass.compute(model, state.rows, tables, draft_cache, tiles, config)
+        cache = kv_cache.joined(served_cache, draft_cache)
         reached = jnp.where(gets > 0, jnp.minimum((first + gets) * PREFILL_TILE, end), done)
         place = (tiles.start // block_size)[:, None] + in_tile
         ids = tables.block_tables.at[tables.line_of(row)[:, None], place].get(mode="clip")

@@ -87,26 +87,26 @@ def draft(
     if forced_text is not None and not by_model:  # a model drafts by the mask, and so what is forced
         num_forced, forced = forced_text(jnp.where(may & has_slots, room, 0), lookup.most)
     may &= (drafting.wait == 0) & (num_forced == 0)
-    most, each = jnp.minimum(drafting.most, room), jnp.int32(0)
+    max_drafts, each = jnp.minimum(drafting.most, room), jnp.int32(0)
     if config.draft_cost is not None:
         each = config.draft_cost.of(jnp.maximum(num_taken, 1))
-        most = jnp.minimum(most, affordable(rows, drafting, state.drafts.credit, each))
-        may &= most > 0
+        max_drafts = jnp.minimum(max_drafts, affordable(rows, drafting, state.drafts.credit, each))
+        may &= max_drafts > 0
         if by_model:
             may &= ~catches_up(drafting) | (state.drafts.credit >= 0)
 
     def look() -> tuple[Int[Array, " rows"], Int[Array, "rows most"]]:
         if isinstance(lookup, ByModel):
-            found, follow = jnp.full_like(nothing[:, 0], lookup.most), nothing
+            num_found, follow = jnp.full_like(nothing[:, 0], lookup.most), nothing
         elif isinstance(lookup, ByGrammar):
             return num_forced, forced
         else:
-            found, follow = look_up(rows, state.drafts.past, lookup, may)
-        may_have = most
+            num_found, follow = look_up(rows, state.drafts.past, lookup, may)
+        may_have = max_drafts
         if by_model:
-            may_have = jnp.minimum(most, -((num_taken - num_slots) // num_taken))
+            may_have = jnp.minimum(max_drafts, -((num_taken - num_slots) // num_taken))
         drafts = jnp.where(num_forced[:, None] > 0, forced, follow)
-        return jnp.where(may, jnp.minimum(found, may_have), num_forced), drafts
+        return jnp.where(may, jnp.minimum(num_found, may_have), num_forced), drafts
 
     wanted, tokens = lax.cond(has_slots & jnp.any(may), look, lambda: (num_forced, forced))
     num = jnp.zeros_like(wanted).at[rows.order].set(dealt(wanted[rows.order], num_slots - num_taken))
@@ -160,15 +160,16 @@ def affordable(
 
 
 def tracked_behind(
-    state: EngineState, tracked: Values, slots: DecodeSlots, drafts: Drafts, most: int
+    state: EngineState, tracked: Values, slots: DecodeSlots, drafts: Drafts, max_drafts: int
 ) -> tuple[Values, Callable[[Int[Array, " rows"]], Values]]:
     """Return the values of features that tokens change, in the line of each decode slot: behind the drafts
-    before it. Also return what gives the rows' values behind so many of their first drafts, up to `most`.
+    before it. Also return what gives the rows' values behind so many of their first drafts, up to
+    `max_drafts`.
     """
     assert slots.offset is not None
     offset, rows, behind = slots.offset, state.rows, [tracked]
     index = jnp.arange(drafts.num.shape[0], dtype=jnp.int32)
-    for k in range(most):
+    for k in range(max_drafts):
         token = rows.token_ids.at[index, rows.num_tokens + k].get(mode="clip")
         behind.append(features.after_token(behind[-1], state.features, token, k < drafts.num))
     changed = jax.tree.map(lambda *arrays: any(array is not arrays[0] for array in arrays), *behind)
@@ -187,13 +188,13 @@ def tracked_behind(
 
 
 def accepted(
-    chosen: Int[Array, " max_num_seqs"], rows: Rows, slots: DecodeSlots, drafts: Drafts, most: int
+    chosen: Int[Array, " max_num_seqs"], rows: Rows, slots: DecodeSlots, drafts: Drafts, max_drafts: int
 ) -> tuple[Int[Array, " rows"], Int[Array, " rows"]]:
     """Return how many drafts of each row are right, and the token that was chosen behind them.
 
     A draft that ends its answer is chosen, not accepted: nothing follows.
     """
-    place = jnp.arange(most + 1, dtype=jnp.int32)
+    place = jnp.arange(max_drafts + 1, dtype=jnp.int32)
     slot = jnp.where(place == 0, slots.of_row[:, None], drafts.first_slot[:, None] + place - 1)
     tokens = chosen[jnp.minimum(slot, chosen.shape[0] - 1)]
     index = jnp.arange(tokens.shape[0], dtype=jnp.int32)[:, None]
@@ -253,10 +254,10 @@ def after(
     num = drafts.num
     drafted, hits = num > 0, num_accepted > 0
     more = jnp.where(drafts.each < DEAR, 2 * num_accepted, num_accepted) + 1
-    most = jnp.where(drafted, jnp.minimum(more, lookup.most), drafting.most)
+    max_drafts = jnp.where(drafted, jnp.minimum(more, lookup.most), drafting.most)
     misses = jnp.where(drafted, jnp.where(hits, 0, drafting.misses + 1), drafting.misses)
     longer = jnp.minimum((1 << jnp.minimum(misses, 8)) - 1, LONGEST_WAIT)
     waited = jnp.maximum(drafting.wait - running, 0)
     counts = drafting.counts + jnp.stack([drafted.astype(jnp.int32), num, num_accepted], axis=1)
     wait, idle = jnp.where(drafted, longer, waited), jnp.where(drafted, 0, drafting.idle + running)
-    return replace(drafting, most=most, misses=misses, wait=wait, counts=counts, idle=idle)
+    return replace(drafting, most=max_drafts, misses=misses, wait=wait, counts=counts, idle=idle)

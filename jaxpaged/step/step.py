@@ -132,8 +132,8 @@ def append(state: EngineState, plan: Plan, max_blocks: int) -> EngineState:
     """Take slots for the plan's tokens. A block that other rows hold too is copied before it is written
     to.
     """
-    most = max_blocks * state.tables.num_groups
-    tables, info = block_table.append(state.tables, plan.num_new_tokens, max_new_blocks=most)
+    max_new_blocks = max_blocks * state.tables.num_groups
+    tables, info = block_table.append(state.tables, plan.num_new_tokens, max_new_blocks=max_new_blocks)
     cache = kv_cache.copy_within(state.kv_cache, info.copy_sources, info.copy_destinations)
     cache = kv_cache.note_followed(cache, info.new_ids, False)
     return replace(state, tables=tables, kv_cache=cache, status=state.status | info.status)
@@ -227,11 +227,11 @@ def forward(
             in_use = slots.offset > 0
             num_slots = jnp.maximum(num_slots, jnp.max(jnp.where(in_use, jnp.arange(in_use.shape[0]) + 1, 0)))
         # One condition after the other: of several branches that write to the cache XLA makes copies.
-        most = 0
+        narrower = 0
         for width in (*config.decode_widths, config.max_num_seqs):
-            fits = (num_slots > most) & (num_slots <= width)
+            fits = (num_slots > narrower) & (num_slots <= width)
             carry = lax.cond(fits, functools.partial(decode, width=width), skip, carry)
-            most = width
+            narrower = width
     else:
         carry = lax.cond(jnp.any(decodes), decode, skip, carry)
     kv_cache, hidden, prompt_scores, values = carry
@@ -265,10 +265,12 @@ def score_prompts(
         num_top = jnp.broadcast_to(rows.num_prompt_logprobs[row], position.shape)
         logits = model.logits(out[k])
         new = score(logits, behind, num_top)
-        scores = jax.tree.map(lambda all_, its: all_.at[first + k].set(its), prompt_scores.scores, new)
+        scores = jax.tree.map(
+            lambda all_, of_tile: all_.at[first + k].set(of_tile), prompt_scores.scores, new
+        )
         values = {
-            name: prompt_scores.values[name].at[first + k].set(its)
-            for name, its in channels.of_places(rows.given, logits, row, position).items()
+            name: prompt_scores.values[name].at[first + k].set(of_tile)
+            for name, of_tile in channels.of_places(rows.given, logits, row, position).items()
         }
         rows_, starts = prompt_scores.row.at[first + k].set(row), prompt_scores.start.at[first + k].set(start)
         return PromptScores(rows_, starts, scores, values)
