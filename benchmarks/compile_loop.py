@@ -239,7 +239,14 @@ def compile_for_h200(case: Case) -> tuple[Any, Any]:
         vocab_size = VOCAB_SIZE if case.attention == "constant" else config.vocab_size
         device = tables(case.num_blocks, cached=True)
         pool, has_room = arrays(case.num_blocks), case.num_adapters > 0
-        return create_state(device, pool, MAX_MODEL_LEN, vocab_size, host, Features(lora=has_room))
+        return create_state(
+            device,
+            pool,
+            MAX_MODEL_LEN,
+            vocab_size,
+            host,
+            Features.on(**({"adapters": None} if has_room else {})),
+        )
 
     def create_model() -> nnx.Module:
         if case.attention == "constant":

@@ -378,6 +378,9 @@ class EngineConfig:
         if self.structured_outputs_mib is None and drafts is not None and drafts.method == GRAMMAR:
             self._set("structured_outputs_mib", LATE_ARENA_MIB)
         check_together(self)
+        # What a hit takes from the cache nobody computes, and so nobody routes.
+        caches, rule = self.enable_prefix_caching, "False with enable_return_routed_experts"
+        check("enable_prefix_caching", caches, rule, not (caches and self.enable_return_routed_experts))
         self._check_tokens_and_blocks()
         most = self.num_processes
         self._set_int("process_id", f"an int in [0, num_processes={most})", 0, most - 1)

@@ -30,9 +30,6 @@ def _check_caching(config: Any) -> None:
         check("kv_offloading_size", size, rule, is_one and caches)
     told = config.kv_events_config
     check("kv_events_config", told, "None without enable_prefix_caching", told is None or caches)
-    # What a hit takes from the cache nobody computes, and so nobody routes.
-    rule = "False with enable_return_routed_experts"
-    check("enable_prefix_caching", caches, rule, not (caches and config.enable_return_routed_experts))
 
 
 def check_processes(config: Any) -> None:

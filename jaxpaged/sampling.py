@@ -258,7 +258,7 @@ class Told(NamedTuple):
     are_logits: Bool[Array, " rows"]  # rows whose scores are the values themselves
 
 
-def told(
+def reported_values(
     mode: LogprobsMode,
     logits: Float[Array, "rows vocab"],
     options: SamplingState,

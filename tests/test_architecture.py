@@ -396,6 +396,7 @@ def test_files_can_be_read_at_once():
 
 # Classes with one subclass, and why that is no class cut into two files.
 WITH_ONE_SUBCLASS = {
+    "jaxpaged.contracts.host_processors.LogitsProcessor": "users' classes have it as base, as vLLM's",
     "jaxpaged.api.arg_utils._Fields": "a dataclass made at run time, of the options that there are",
     "jaxpaged.api.arg_utils.EngineArgs": "vLLM has both names, and the second takes one option more",
     "jaxpaged.api.model.LoadedModel": "LLMEngine has one, too, without what answers whole batches",

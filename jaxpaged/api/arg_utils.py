@@ -40,15 +40,15 @@ OF_ASYNC: dict[str, tuple[Any, Any]] = {
 
 def _fields() -> list[tuple[str, Any, Any]]:
     """Return name, type and default of each option: those of `LLM`, of `EngineConfig`, and vLLM's others."""
-    found = dict(OF_LLM)
+    fields = dict(OF_LLM)
     hints = typing.get_type_hints(EngineConfig)
     for field in dataclasses.fields(EngineConfig):
         hint = hints[field.name]  # a layout, which may be an object, has a name, too
-        found[field.name] = str if hint is Any else hint, field.default
+        fields[field.name] = str if hint is Any else hint, field.default
     for name, default in vllm_options.defaults().items():
         if name not in OF_ASYNC:
-            found.setdefault(name, (Any, default))
-    return [(name, hint, _field(default)) for name, (hint, default) in found.items()]
+            fields.setdefault(name, (Any, default))
+    return [(name, hint, _field(default)) for name, (hint, default) in fields.items()]
 
 
 def _field(default: Any) -> Any:
@@ -101,14 +101,14 @@ class EngineArgs(_Fields):
         Flags of vLLM's that change nothing here are taken, too, and left out of the help. A flag that the
         parser has already stays as it is.
         """
-        own = {*OF_LLM, *EngineConfig.__dataclass_fields__}
+        engine_options = {*OF_LLM, *EngineConfig.__dataclass_fields__}
         group = parser.add_argument_group("engine")
         for field in dataclasses.fields(cls):  # type: ignore[arg-type]  # as above
             default = field.default
             if default is dataclasses.MISSING:
                 assert field.default_factory is not dataclasses.MISSING
                 default = field.default_factory()
-            help_ = f"default: {default}" if field.name in own else argparse.SUPPRESS
+            help_ = f"default: {default}" if field.name in engine_options else argparse.SUPPRESS
             flag = f"--{field.name.replace('_', '-')}"
             if flag in parser._option_string_actions:  # the script's own, which it added before
                 continue

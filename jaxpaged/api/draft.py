@@ -25,14 +25,18 @@ def draft_of(config: EngineConfig, checkpoint: Checkpoint) -> Draft | None:
             )
             return Draft(head.config, head.load, head.abstract)
         EngineConfig(quantization=drafts.quantization)  # refuses what is none
-        its = loading.open_checkpoint(drafts.model)
-        its.quantisation(drafts.quantization)
+        draft_checkpoint = loading.open_checkpoint(drafts.model)
+        draft_checkpoint.quantisation(drafts.quantization)
     except InputError as error:
         raise InputError(f"speculative_config: {error}") from error
-    same = its.tokenizer is None or checkpoint.tokenizer is None or _ids(its) == _ids(checkpoint)
+    same = (
+        draft_checkpoint.tokenizer is None
+        or checkpoint.tokenizer is None
+        or _ids(draft_checkpoint) == _ids(checkpoint)
+    )
     rule = "one with the served model's tokenizer: the two give different ids to tokens"
     check("speculative_config: model", drafts.model, rule, same)
-    return Draft(its.config, its.model, its.abstract)
+    return Draft(draft_checkpoint.config, draft_checkpoint.model, draft_checkpoint.abstract)
 
 
 def _ids(checkpoint: Checkpoint) -> Any:

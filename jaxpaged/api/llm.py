@@ -140,15 +140,15 @@ class LLM(LoadedModel, metaclass=VllmClass):
         priorities = one_each("priority", 0 if priority is None else priority, len(many))
         adapters = one_each("lora_request", lora_request, len(many))
         asked = []
-        for i, (prompt, its, urgency, adapter) in enumerate(
+        for i, (prompt, own_params, urgency, adapter) in enumerate(
             zip(many, params, priorities, adapters, strict=True)
         ):
             try:
-                its = with_cut(its, tokenization_kwargs)
+                own_params = with_cut(own_params, tokenization_kwargs)
                 admit = functools.partial(
-                    self.engine.door.admit, params=its, priority=urgency, lora_request=adapter
+                    self.engine.door.admit, params=own_params, priority=urgency, lora_request=adapter
                 )
-                cuts = getattr(its, "cuts", None)
+                cuts = getattr(own_params, "cuts", None)
                 read = functools.partial(self.read_prompt, cuts=cuts, without=())
                 asked.append((i, *read(prompt, admit, tokenization_kwargs=tokenization_kwargs)))
             except InputError as error:
@@ -274,8 +274,8 @@ class LLM(LoadedModel, metaclass=VllmClass):
         conversations = cast(Sequence[Sequence[Message]], [messages] if one else messages)
         params = one_each("sampling_params", self._params(sampling_params), len(conversations))
         return [
-            self.render_chat(conversation, cuts=getattr(its, "cuts", None), **options)
-            for conversation, its in zip(conversations, params, strict=True)
+            self.render_chat(conversation, cuts=getattr(own_params, "cuts", None), **options)
+            for conversation, own_params in zip(conversations, params, strict=True)
         ]
 
     def encode(
@@ -369,11 +369,11 @@ class LLM(LoadedModel, metaclass=VllmClass):
             )
             for i, (prompt, adapter, urgency) in enumerate(zip(many, adapters, priorities, strict=True))
         ]
-        found: list[BeamSearchOutput] = []
+        outputs: list[BeamSearchOutput] = []
         for some in itertools.batched(asked, concurrency_limit or len(asked) or 1):
             finished = self._gather(some, use_tqdm, self._beam_search_output)
-            found += in_order(finished, [place for place, *_ in some])
-        return found
+            outputs += in_order(finished, [place for place, *_ in some])
+        return outputs
 
     def _gather(
         self,
@@ -398,9 +398,9 @@ class LLM(LoadedModel, metaclass=VllmClass):
         return request_output(request, prompt, answers, metrics, self.tokenizer, finished=True)
 
     def _beam_search_output(
-        self, group: Sequence[Handle], _prompt: str | None, found: Sequence[Delta]
+        self, group: Sequence[Handle], _prompt: str | None, beams: Sequence[Delta]
     ) -> BeamSearchOutput:
-        return beam_search_output(group[0].request, found, self.tokenizer)
+        return beam_search_output(group[0].request, beams, self.tokenizer)
 
     def _pooling(self) -> Pooling:
         if self.pooling is None:

@@ -381,9 +381,9 @@ class LoadedModel(VllmMethods):
         text, token_ids, salt = split_prompt(prompt)
         more = {}
         for name in ("continue_from", "kv_cache_ttl") if isinstance(prompt, Mapping) else ():
-            if (told := prompt.get(name)) is not None:
-                check(name, told, "left out here", name not in without)
-                more[name] = told
+            if (value := prompt.get(name)) is not None:
+                check(name, value, "left out here", name not in without)
+                more[name] = value
         if token_ids is None:
             token_ids = self.tokenize(str(text), cuts=cuts, **tokenization(tokenization_kwargs))
         return text, admit(token_ids, cache_salt=salt, **more)
@@ -394,8 +394,10 @@ class LoadedModel(VllmMethods):
         A text too long for any model's context is refused without being read whole. With `cuts`, "left" or
         "right", so much is cut off at that end that the rest surely has as many tokens as the context.
         """
-        most = self.engine.door.max_model_len
-        return tokens.encode(self.tokenizer, text, most, add_special_tokens=add_special_tokens, cuts=cuts)
+        max_model_len = self.engine.door.max_model_len
+        return tokens.encode(
+            self.tokenizer, text, max_model_len, add_special_tokens=add_special_tokens, cuts=cuts
+        )
 
 
 def engine_config(options: Mapping[str, Any]) -> EngineConfig:

@@ -131,12 +131,14 @@ def request_output(
     if names is None:
         names = {}
     token_ids: list[int] = request.prompt_token_ids.tolist() if prompt_token_ids is None else prompt_token_ids
-    told = next((answer.prompt_scores for answer in answers if answer.index == 0), None)
+    prompt_scores = next((answer.prompt_scores for answer in answers if answer.index == 0), None)
     return RequestOutput(
         request_id=str(request.request_id),
         prompt=prompt,
         prompt_token_ids=token_ids,
-        prompt_logprobs=None if told is None else _logprobs(token_ids, told, _names(vocabulary)),
+        prompt_logprobs=None
+        if prompt_scores is None
+        else _logprobs(token_ids, prompt_scores, _names(vocabulary)),
         outputs=[
             _completion(answer, names.setdefault(answer.index, Names(vocabulary)) if vocabulary else None)
             for answer in answers
@@ -149,7 +151,7 @@ def request_output(
     )
 
 
-def beam_search_output(request: Request, found: Sequence[Delta], tokenizer: Any) -> BeamSearchOutput:
+def beam_search_output(request: Request, beams: Sequence[Delta], tokenizer: Any) -> BeamSearchOutput:
     """Return the best answers of a search's rows; of equal scores, one that has ended goes first."""
     assert request.beams is not None
     vocabulary = None if tokenizer is None else vocabulary_of(tokenizer)
@@ -163,7 +165,7 @@ def beam_search_output(request: Request, found: Sequence[Delta], tokenizer: Any)
         score = np.float32(delta.beam.cum_logprob) * length ** np.float32(-penalty)
         return -float(score), goes_on, delta.beam.rank
 
-    answers = [delta for delta in found if delta.beam is not None and delta.beam.cum_logprob > -math.inf]
+    answers = [delta for delta in beams if delta.beam is not None and delta.beam.cum_logprob > -math.inf]
     sequences = []
     for delta in sorted(answers, key=order)[: request.beams.beam_width]:
         tokens = prompt + delta.token_ids

@@ -66,8 +66,8 @@ def scored(
 
 def _logprobs(output: RequestOutput, first: int) -> np.ndarray:
     """Return the log-probabilities of a prompt's tokens from `first` on."""
-    told, ids = output.prompt_logprobs, output.prompt_token_ids
-    assert told is not None
+    prompt_logprobs, ids = output.prompt_logprobs, output.prompt_token_ids
+    assert prompt_logprobs is not None
     assert ids is not None
-    each = zip(told[first:], ids[first:], strict=True)
-    return np.array([its[token].logprob for its, token in each if its is not None], np.float32)
+    each = zip(prompt_logprobs[first:], ids[first:], strict=True)
+    return np.array([by_token[token].logprob for by_token, token in each if by_token is not None], np.float32)

@@ -16,11 +16,11 @@ def encode(
         raise InputError("prompt='' must not be empty")
     if tokenizer is None:
         raise InputError("prompt must be token ids: the model has no tokenizer")
-    if len(text) > max_model_len and len(text) > (most := max_model_len * _longest_token(tokenizer)):
+    if len(text) > max_model_len and len(text) > (max_chars := max_model_len * _longest_token(tokenizer)):
         if cuts is None:
             rule = f"more than max_model_len={max_model_len} tokens hold"
             raise InputError(f"the prompt has {len(text)} characters, {rule}")
-        text = text[: 2 * most] if cuts == "right" else text[-2 * most :]
+        text = text[: 2 * max_chars] if cuts == "right" else text[-2 * max_chars :]
     try:
         text.encode()
         backend = getattr(tokenizer, "backend_tokenizer", None)

@@ -166,7 +166,7 @@ class AnswerFile:
         if place in self.written:
             raise InputError(f"{self._named(number)} must not answer prompt {place} again")
         parts = zip(PARTS, digest.split("-"), self._digests[place].split("-"), strict=False)
-        if others := [name for name, its, ours in parts if its != ours]:
+        if others := [name for name, in_file, ours in parts if in_file != ours]:
             raise InputError(
                 f"{self._named(number)} must be of the same run: it answers prompt {place} with "
                 f"{' and '.join(others)}"

@@ -94,8 +94,8 @@ def read(
             continue
         where = f"{name}, line {number}"
         try:
-            its = of_row(line, sampling) if is_json else _text_line(line, params)
-            asked.append(dataclasses.replace(its, where=where))
+            request = of_row(line, sampling) if is_json else _text_line(line, params)
+            asked.append(dataclasses.replace(request, where=where))
         except InputError as error:
             if not skip_errors:
                 raise InputError(f"{where}: {error}") from error
@@ -133,10 +133,10 @@ def ask(
     prompts: dict[int, dict[str, Any]] = {}
 
     def refuse(place: int, error: InputError) -> None:
-        its = lines[place]
-        refused[place] = Refused(f"{its.where}: {error}", its.id, its.title)
+        line = lines[place]
+        refused[place] = Refused(f"{line.where}: {error}", line.id, line.title)
         if not skip_errors:
-            raise InputError(f"{its.where}: {error}") from error
+            raise InputError(f"{line.where}: {error}") from error
 
     for place, each in lines.items():
         try:
@@ -173,7 +173,7 @@ def for_llm(asked: PromptLine, render_chat: Callable[..., dict[str, Any]], chat:
     elif chat and "prompt" in prompt:
         prompt = render_chat([{"role": "user", "content": prompt["prompt"]}], cuts=cuts)
     more = {name: getattr(asked, name) for name in ("cache_salt", "kv_cache_ttl")}
-    return prompt | {name: its for name, its in more.items() if its is not None}
+    return prompt | {name: value for name, value in more.items() if value is not None}
 
 
 def _lines(file: str, name: str) -> list[str]:
@@ -233,24 +233,24 @@ def of_row(row: str | bytes | dict[str, Any], sampling: Mapping[str, Any]) -> Pr
         raise InputError(f"prompt={shown(prompt)} must be a non-empty string")
     elif kind == "prompt_token_ids" and (not isinstance(prompt, list) or not prompt):
         raise InputError(f"prompt_token_ids={shown(prompt)} must be a non-empty list of token ids")
-    own = _sampling_options(value)
-    if isinstance(bias := own.get("logit_bias"), dict):  # JSON turns all its keys into strings
-        own["logit_bias"] = {token_id(key): added for key, added in bias.items()}
+    options = _sampling_options(value)
+    if isinstance(bias := options.get("logit_bias"), dict):  # JSON turns all its keys into strings
+        options["logit_bias"] = {token_id(key): added for key, added in bias.items()}
     others = {name: value.pop(name) for name in OTHERS if name in value}
-    others = {name: its for name, its in others.items() if its is not None}
+    others = {name: given for name, given in others.items() if given is not None}
     if kind == "messages":
-        variables = {name: its for name in TEMPLATE if (its := value.pop(name, None)) is not None}
-        for name, its in variables.items():
+        variables = {name: given for name in TEMPLATE if (given := value.pop(name, None)) is not None}
+        for name, given in variables.items():
             is_of, words = TEMPLATE[name]
-            check(name, its, words, isinstance(its, is_of))
+            check(name, given, words, isinstance(given, is_of))
         others["template_kwargs"] = template_kwargs(
             variables.get("chat_template_kwargs"), variables.get("reasoning_effort")
         )
     for name, asks in value.items():
-        if asks is None or passes(name, asks, SAMPLING_NAMES, own):
+        if asks is None or passes(name, asks, SAMPLING_NAMES, options):
             continue
         raise unknown("option ", name, [*PROMPTS, *OTHERS, *TEMPLATE, *OPTIONS])
-    return PromptLine({kind: prompt}, SamplingParams(**{**sampling, **own}), **others)
+    return PromptLine({kind: prompt}, SamplingParams(**{**sampling, **options}), **others)
 
 
 def _sampling_options(row: dict[str, Any]) -> dict[str, Any]:
@@ -258,5 +258,5 @@ def _sampling_options(row: dict[str, Any]) -> dict[str, Any]:
     if row.get("max_completion_tokens") is not None:
         row["max_tokens"] = row["max_completion_tokens"]
     row.pop("max_completion_tokens", None)
-    own = {name: row.pop(name) for name in OPTIONS if name in row}
-    return {name: value for name, value in own.items() if value is not None or name == "max_tokens"}
+    options = {name: row.pop(name) for name in OPTIONS if name in row}
+    return {name: value for name, value in options.items() if value is not None or name == "max_tokens"}

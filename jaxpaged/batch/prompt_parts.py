@@ -100,7 +100,7 @@ def rows(part: Part) -> list[bytes | Line]:
     from pyarrow import parquet
 
     table_file = parquet.ParquetFile(part.file)
-    found: list[bytes | Line] = []
+    lines: list[bytes | Line] = []
     before = 0  # rows of the groups so far
     for group in range(table_file.num_row_groups):
         num_rows = table_file.metadata.row_group(group).num_rows
@@ -108,9 +108,9 @@ def rows(part: Part) -> list[bytes | Line]:
         wanted = min(part.first + part.num_rows - before, num_rows) - skip
         if wanted > 0 and skip < num_rows:
             table = table_file.read_row_group(group).slice(skip, wanted)
-            found += [{k: v for k, v in row.items() if v is not None} for row in table.to_pylist()]
+            lines += [{k: v for k, v in row.items() if v is not None} for row in table.to_pylist()]
         before += num_rows
-    return found
+    return lines
 
 
 def open_folder(folder: str | os.PathLike[str], parts: Sequence[Part], asked: Mapping[str, Any]) -> Path:
@@ -151,8 +151,8 @@ def answer(llm: "LLM", part: Part, folder: Path, sampling: Mapping[str, Any], *,
     num_answered = 0
     if not whole.exists():
         lines = _found(folder, pattern)
-        own = folder / f".{part.name}.{uuid.uuid4().hex}.part"
-        with own.open("x", encoding="utf-8") as file:
+        unfinished = folder / f".{part.name}.{uuid.uuid4().hex}.part"
+        with unfinished.open("x", encoding="utf-8") as file:
             todo = {part.first + i: row for i, row in enumerate(rows(part)) if part.first + i not in lines}
             for line in answers_of(llm, todo, sampling, chat):
                 lines[line["row"]] = {"file": part.file} | line

@@ -152,11 +152,11 @@ def application(
     check("enable_lora_updates", settings.enable_lora_updates, "False: each replica has adapters of its own",
           not settings.enable_lora_updates)  # fmt: skip
     config = engine_config({name: value for name, value in options.items() if name not in NOT_THE_ENGINES})
-    most = config.max_num_seqs * config.data_parallel_size + settings.max_queue
+    max_requests = config.max_num_seqs * config.data_parallel_size + settings.max_queue
     replica = serve.deployment(
         Replica,
         num_replicas=num_replicas,
-        max_ongoing_requests=most + 1,  # the replica itself refuses the request beyond
+        max_ongoing_requests=max_requests + 1,  # the replica itself refuses the request beyond
         ray_actor_options=dict(resources or {"num_cpus": 1}),
         request_router_config=RequestRouterConfig(
             request_router_class=PrefixRouter,
@@ -164,7 +164,7 @@ def application(
         ),
     )
     ingress = serve.deployment(
-        Ingress, max_ongoing_requests=num_replicas * most + 1, ray_actor_options={"num_cpus": 0}
+        Ingress, max_ongoing_requests=num_replicas * max_requests + 1, ray_actor_options={"num_cpus": 0}
     )
     return ingress.bind(replica.bind(model, settings, options), settings)
 

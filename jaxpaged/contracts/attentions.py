@@ -107,8 +107,8 @@ class Attention:
 
     def words(self) -> str:
         """Say for people what computes what."""
-        its = " and ".join(name for name in OPERATIONS if getattr(self, name) is not None)
-        return self.name if self.ragged or (self.decode and self.prompts) else f"{self.name} for {its}"
+        operations = " and ".join(name for name in OPERATIONS if getattr(self, name) is not None)
+        return self.name if self.ragged or (self.decode and self.prompts) else f"{self.name} for {operations}"
 
     def __str__(self) -> str:
         return self.words()
@@ -136,19 +136,19 @@ def named(asked: Any) -> Attention:
     """Return the attention that a path or a value means. Raises `InputError`."""
     rule = "a function under @attention, or an Attention (docs/research/attention.md)"
     path = asked if isinstance(asked, str) else ""
-    found = versions.imported("attention", path, rule) if path else asked
-    versions.check_version("attention", asked, found, "attention")
-    if not isinstance(found, Attention):
-        operation, support = (getattr(found, name, None) for name in ("operation", "support"))
-        if not callable(found) or operation not in OPERATIONS or not isinstance(support, Support):
+    chosen = versions.imported("attention", path, rule) if path else asked
+    versions.check_version("attention", asked, chosen, "attention")
+    if not isinstance(chosen, Attention):
+        operation, support = (getattr(chosen, name, None) for name in ("operation", "support"))
+        if not callable(chosen) or operation not in OPERATIONS or not isinstance(support, Support):
             raise InputError(f"attention={shown(asked)} must be {rule}, with a support value")
-        given = {operation: found, "support": support, "contract": getattr(found, "contract", 1)}
-        found = Attention(**given, name=getattr(found, "__qualname__", ""))
-    if all(getattr(found, operation) is None for operation in OPERATIONS):
+        given = {operation: chosen, "support": support, "contract": getattr(chosen, "contract", 1)}
+        chosen = Attention(**given, name=getattr(chosen, "__qualname__", ""))
+    if all(getattr(chosen, operation) is None for operation in OPERATIONS):
         raise InputError(f"attention={shown(asked)} must have a function for {', '.join(OPERATIONS)}")
-    if found.ragged is not None and (found.decode or found.prompts):
+    if chosen.ragged is not None and (chosen.decode or chosen.prompts):
         raise InputError(f"attention={shown(asked)} must have no other function beside a ragged one")
-    return replace(found, name=path or found.name or "attention")
+    return replace(chosen, name=path or chosen.name or "attention")
 
 
 def name_of(layout: Layout) -> str:
@@ -160,7 +160,7 @@ def name_of(layout: Layout) -> str:
 
 
 def call(
-    own: Attention,
+    attention: Attention,
     q: Float[Array, "num_tiles tile_len num_q_heads head_dim"],
     pool: Pool,
     block_tables: Int[Array, "num_tables max_blocks_per_seq"],
@@ -177,7 +177,7 @@ def call(
 
     Raises: ValueError while tracing, if the result has another shape or dtype than q.
     """
-    function = own.function(q.shape[1])
+    function = attention.function(q.shape[1])
     assert function is not None
     if table_rows is not None:
         block_tables = block_tables[jnp.clip(table_rows, 0, block_tables.shape[0] - 1)]
@@ -186,13 +186,15 @@ def call(
         k, v = (pool.arrays[name] for name in pool.layout.names)
         cache, block_tables = (k, v), pool.array_blocks(block_tables)
     given = {"scale": scale} | {name: value for name, value in options.items() if value is not None}
-    if own.ragged is not None:
+    if attention.ragged is not None:
         flat, place, cu_query_lens = _flat(q, query_starts, seq_lens)
         out = function(flat, *cache, block_tables, seq_lens, cu_query_lens, **given)
-        return _checked(own, out, flat)[place]
-    if own.decode is not None and q.shape[1] == 1:
-        return _checked(own, function(q[:, 0], *cache, block_tables, seq_lens, **given), q[:, 0])[:, None]
-    return _checked(own, function(q, *cache, block_tables, query_starts, seq_lens, **given), q)
+        return _checked(attention, out, flat)[place]
+    if attention.decode is not None and q.shape[1] == 1:
+        return _checked(attention, function(q[:, 0], *cache, block_tables, seq_lens, **given), q[:, 0])[
+            :, None
+        ]
+    return _checked(attention, function(q, *cache, block_tables, query_starts, seq_lens, **given), q)
 
 
 def _flat(
@@ -219,17 +221,17 @@ def _flat(
     return flat, jnp.where(is_query, place, 0), jnp.concatenate([jnp.zeros(1, jnp.int32), stop])
 
 
-def _checked(own: Attention, out: Any, q: Any) -> Any:
+def _checked(attention: Attention, out: Any, q: Any) -> Any:
     if getattr(out, "shape", None) != q.shape or getattr(out, "dtype", None) != q.dtype:
         got = f"{getattr(out, 'dtype', type(out).__name__)}{list(getattr(out, 'shape', ()))}"
         raise ValueError(
-            f"attention={own.name!r} must return {q.dtype}{list(q.shape)}, as its queries, not {got}"
+            f"attention={attention.name!r} must return {q.dtype}{list(q.shape)}, as its queries, not {got}"
         )
     return out
 
 
-def functions_of(own: Attention) -> Iterator[Callable[..., Any]]:
+def functions_of(attention: Attention) -> Iterator[Callable[..., Any]]:
     """Yield the functions of an attention."""
     for operation in OPERATIONS:
-        if (function := getattr(own, operation)) is not None:
+        if (function := getattr(attention, operation)) is not None:
             yield function

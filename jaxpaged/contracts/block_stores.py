@@ -73,16 +73,16 @@ def named(asked: Any) -> BlockStore:
     option = "kv_offloading_backend"
     rule = "a store of blocks, or a function without arguments that makes one (docs/concepts/tiers.md)"
     path = asked if isinstance(asked, str) else ""
-    found: Any = versions.imported(option, path, rule) if path else asked
-    versions.check_version(option, asked, found, "block_store")
-    if isinstance(found, type) or not isinstance(found, BlockStore):
-        if not callable(found):
+    chosen: Any = versions.imported(option, path, rule) if path else asked
+    versions.check_version(option, asked, chosen, "block_store")
+    if isinstance(chosen, type) or not isinstance(chosen, BlockStore):
+        if not callable(chosen):
             raise InputError(f"{option}={shown(asked)} must be {rule}")
         try:
-            found = found()
+            chosen = chosen()
         except Exception as error:  # whatever somebody's function raises
             why = " ".join(str(error).split()) or type(error).__name__
             raise InputError(f"{option}={shown(asked)} cannot be made: {why}") from error
-    if not isinstance(found, BlockStore):
+    if not isinstance(chosen, BlockStore):
         raise InputError(f"{option}={shown(asked)} must be {rule}")
-    return found
+    return chosen

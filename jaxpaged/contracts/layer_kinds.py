@@ -35,7 +35,7 @@ class LayerKinds:
     def each(self, num_layers: int, reads_all: tuple[bool, ...]) -> tuple[CacheSpec | None, ...]:
         """Return each layer's kind, None where it stays as it is. Raises `InputError` for a wrong kind."""
         if self.kind_of is None:
-            kinds = [self.kind if its else None for its in reads_all]
+            kinds = [self.kind if is_full else None for is_full in reads_all]
         else:
             kinds = [self.kind_of(layer, num_layers) for layer in range(num_layers)]
         for kind in dict.fromkeys(kind for kind in kinds if kind is not None):
@@ -47,16 +47,16 @@ def named(asked: Any) -> LayerKinds:
     """Return the kinds that a path or a value means. Raises `InputError`."""
     rule = "a frozen dataclass under CacheSpec, or a function of a layer's number and how many there are"
     path = asked if isinstance(asked, str) else ""
-    found = versions.imported("layer_kind", path, rule) if path else asked
-    versions.check_version("layer_kind", asked, found, "layer_kind")
-    is_kind = isinstance(found, CacheSpec) and not isinstance(found, type)
-    if not is_kind and (isinstance(found, type) or not callable(found)):
+    chosen = versions.imported("layer_kind", path, rule) if path else asked
+    versions.check_version("layer_kind", asked, chosen, "layer_kind")
+    is_kind = isinstance(chosen, CacheSpec) and not isinstance(chosen, type)
+    if not is_kind and (isinstance(chosen, type) or not callable(chosen)):
         raise InputError(f"layer_kind={shown(asked)} must be {rule} (docs/research/layer_kinds.md)")
-    name = path or getattr(found, "__qualname__", "") or type(found).__name__
+    name = path or getattr(chosen, "__qualname__", "") or type(chosen).__name__
     if is_kind:
-        _check(name, found)
-        return LayerKinds(None, found, name)
-    return LayerKinds(found, None, name)
+        _check(name, chosen)
+        return LayerKinds(None, chosen, name)
+    return LayerKinds(chosen, None, name)
 
 
 def _check(name: str, kind: Any) -> None:
@@ -105,9 +105,9 @@ def why_wrong(kind: CacheSpec, num_positions: int = MOST_COMPARED) -> str | None
             query, key = (int(index) for index in np.argwhere(wrong)[0])
             return f"{what}: query {query}, key {key}"
     for num in IN_FLIGHT:
-        most = kind.most_kept(num)
+        max_kept = kind.most_kept(num)
         kept = position[num - 1 :] + 1 - reads[: num_positions - num + 1]
-        if most is not None and int(kept.max()) > most:
-            at = int(np.argmax(kept > most))
-            return f"has most_kept({num}) = {most}, but keeps {int(kept[at])} from position {at} on"
+        if max_kept is not None and int(kept.max()) > max_kept:
+            at = int(np.argmax(kept > max_kept))
+            return f"has most_kept({num}) = {max_kept}, but keeps {int(kept[at])} from position {at} on"
     return None

@@ -183,7 +183,8 @@ def processed(
     """
     place = 1
     for bit, each in enumerate(processors):
-        arguments, its = {}, applies & ((words[:, 0] >> bit) & 1 == 1)
+        arguments: dict[str, Array] = {}
+        its = applies & ((words[:, 0] >> bit) & 1 == 1)
         for name, default in each.arguments:
             bits = words[:, place]
             if isinstance(default, float):
@@ -192,9 +193,15 @@ def processed(
             place += 1
         if isinstance(each.function, HostProcessors):
             arguments[NUMBER] = jnp.where(its, arguments[NUMBER], 0)
-        request = RequestRows(*rows, arguments)
+        token_ids, prompt_lens, num_tokens, request_ids = rows
+        request = RequestRows(token_ids, prompt_lens, num_tokens, request_ids, arguments)
 
-        def change(logits: Float[Array, "rows vocab"], each=each, its=its, request=request) -> Any:
+        def change(
+            logits: Float[Array, "rows vocab"],
+            each: Processor = each,
+            its: Bool[Array, " rows"] = its,
+            request: RequestRows = request,
+        ) -> Any:
             new = each(logits, request)
             is_left = jnp.any(jnp.isfinite(new), axis=1)
             return jnp.where((its & is_left)[:, None], new, logits)

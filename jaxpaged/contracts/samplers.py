@@ -95,11 +95,11 @@ def named(asked: Any) -> Sampler:
     """Return the sampler that a path or a value means. Raises `InputError`."""
     rule = "a function under @sampler, or a Sampler (docs/research/sampler.md)"
     path = asked if isinstance(asked, str) else ""
-    found = versions.imported("sampler", path, rule) if path else asked
-    versions.check_version("sampler", asked, found, "sampler")
-    if not isinstance(found, Sampler):
-        options = getattr(found, "options", None)
-        if not callable(found) or not isinstance(options, tuple):
+    chosen = versions.imported("sampler", path, rule) if path else asked
+    versions.check_version("sampler", asked, chosen, "sampler")
+    if not isinstance(chosen, Sampler):
+        options = getattr(chosen, "options", None)
+        if not callable(chosen) or not isinstance(options, tuple):
             raise InputError(f"sampler={shown(asked)} must be {rule}")
-        found = Sampler(found, options, getattr(found, "contract", 1), getattr(found, "__qualname__", ""))
-    return replace(found, name=path or found.name or "sampler")
+        chosen = Sampler(chosen, options, getattr(chosen, "contract", 1), getattr(chosen, "__qualname__", ""))
+    return replace(chosen, name=path or chosen.name or "sampler")

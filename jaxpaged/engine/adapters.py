@@ -35,15 +35,18 @@ class Adapter:
 class Adapters:
     """The adapters in the host's memory by their ids, for any thread.
 
-    most: how many are kept, the last ones used; None: all.
+    max_kept: how many are kept, the last ones used; None: all.
     nothing: arrays of an adapter that changes nothing.
     """
 
     def __init__(
-        self, read: Callable[[LoRARequest], Arrays], most: int | None = None, nothing: Arrays | None = None
+        self,
+        read: Callable[[LoRARequest], Arrays],
+        max_kept: int | None = None,
+        nothing: Arrays | None = None,
     ) -> None:
         self.nothing = nothing or {}
-        self._read, self._most = read, most
+        self._read, self._most = read, max_kept
         self._loaded: collections.OrderedDict[int, Adapter] = collections.OrderedDict()
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
@@ -83,7 +86,7 @@ class Adapters:
                 said |= old.known_as
             made = Adapter(request, next(self._numbers), arrays, said, is_given)
             made = self._loaded.setdefault(request.lora_int_id, made)
-            read = [number for number, its in self._loaded.items() if not its.is_given]
+            read = [number for number, adapter in self._loaded.items() if not adapter.is_given]
             for number in read[: max(len(self._loaded) - (self._most or len(self._loaded)), 0)]:
                 del self._loaded[number]
             return made
@@ -91,17 +94,17 @@ class Adapters:
     def _copied(self, arrays: Any) -> Arrays:
         """Return copies on the host. Raises `InputError` for roles, shapes or types of others."""
         is_mapping = isinstance(arrays, Mapping) and arrays.keys() == self.nothing.keys()
-        if not is_mapping or not all(isinstance(its, tuple) and len(its) == 2 for its in arrays.values()):
+        if not is_mapping or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in arrays.values()):
             raise InputError(
                 f"adapter must be a mapping of {', '.join(self.nothing)} to pairs of a and b, as "
                 "Learner.adapter gives it"
             )
         for role, likes in self.nothing.items():
-            for side, its, like in zip("ab", arrays[role], likes, strict=True):
-                found = getattr(its, "shape", None), getattr(its, "dtype", None)
-                if found != (like.shape, like.dtype):
+            for side, array, like in zip("ab", arrays[role], likes, strict=True):
+                given = getattr(array, "shape", None), getattr(array, "dtype", None)
+                if given != (like.shape, like.dtype):
                     raise InputError(
-                        f"adapter: {side} of {role} has shape and dtype {found}, must have "
+                        f"adapter: {side} of {role} has shape and dtype {given}, must have "
                         f"{(like.shape, like.dtype)}"
                     )
         return {role: (np.array(a), np.array(b)) for role, (a, b) in arrays.items()}
@@ -113,10 +116,10 @@ class Adapters:
                 return None
             self._loaded.move_to_end(request.lora_int_id)
         if _said(request) not in known.known_as:
-            its = _said(known.request)
+            known_names = _said(known.request)
             raise InputError(
                 f"lora_int_id={request.lora_int_id} must be another for {request.lora_name!r}: it is that of "
-                f"{its[0]!r} from {its[1]!r}"
+                f"{known_names[0]!r} from {known_names[1]!r}"
             )
         return known
 
@@ -165,7 +168,10 @@ def beside(model: Decoder, names: Names | None, setup: Setup) -> Adapters | None
 def _joined(each: Sequence[Arrays]) -> Arrays:
     """Concatenate the arrays of all shards."""
     return {
-        role: (np.concatenate([its[role][0] for its in each]), np.concatenate([its[role][1] for its in each]))
+        role: (
+            np.concatenate([shard[role][0] for shard in each]),
+            np.concatenate([shard[role][1] for shard in each]),
+        )
         for role in each[0]
     }
 

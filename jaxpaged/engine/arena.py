@@ -86,7 +86,7 @@ class Arena:
     def row_values(
         self, grammar: Grammar | None, answer: list[int], opens: int | None = None, index: int = 0
     ) -> dict[str, int]:
-        """Return what `Rows.grammars` holds of a request of whose answer so much is known.
+        """Return what `GrammarRows` holds of a request of whose answer so much is known.
 
         opens: the token behind which the grammar begins; None: at the answer's beginning.
         index: number of the answer, or of the beam.
@@ -107,7 +107,7 @@ class Arena:
 
     def has_room(self, grammar: Grammar, in_use: Collection[Grammar | None]) -> bool:
         """Check whether `find` would give the grammar a place."""
-        staying = {its: first for its, first in self._first.items() if its in in_use}
+        staying = {placed: first for placed, first in self._first.items() if placed in in_use}
         return grammar in self._first or self._gap(grammar.num_blocks, staying) is not None
 
     def find(self, grammar: Grammar, in_use: Collection[Grammar | None]) -> tuple[int | None, bool]:
@@ -119,11 +119,13 @@ class Arena:
             self._first.move_to_end(grammar)
             return self.first_word(grammar), False
         # Those of requests that have ended are of no use to others.
-        for its in [its for its in self._first if its.language is not None and its not in in_use]:
-            del self._first[its]
+        for placed in [
+            placed for placed in self._first if placed.language is not None and placed not in in_use
+        ]:
+            del self._first[placed]
         if not self.has_room(grammar, in_use):
             return None, False
-        unused = iter([its for its in self._first if its not in in_use])
+        unused = iter([placed for placed in self._first if placed not in in_use])
         while (place := self._gap(grammar.num_blocks, self._first)) is None:
             del self._first[next(unused)]
         self._first[grammar] = place

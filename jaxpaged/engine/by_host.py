@@ -97,15 +97,15 @@ class Follower:
                 raise LostError("it is complete, and the model has no token that ends an answer")
             if self._begins is not None and not answer:
                 allowed[self._begins] = True
-            found: tuple[int, np.ndarray | None] = 0, allowed
+            due: tuple[int, np.ndarray | None] = 0, allowed
         elif self._is_beam:
-            found = 0, None
+            due = 0, None
         elif self._begins is not None and len(answer) == 1:  # the row rests behind the token
-            found = WAITS, None
+            due = WAITS, None
         else:
             return None
         self._num_told = self._num_read
-        return found
+        return due
 
 
 def is_awaited(opens: int | None, begins: int | None, answer: Sequence[int]) -> bool:

@@ -212,7 +212,7 @@ def state_bytes(setup: Setup) -> tuple[int, int]:
             )
             nothing = kv_cache.create(0, 0, 1, 1, 1, jnp.dtype("float32"))
             vocab_size = setup.model_config.vocab_size
-            return create_state(tables, nothing, max_len, vocab_size, features=setup.features)
+            return create_state(tables, nothing, max_len, vocab_size, on=setup.features)
 
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(jax.eval_shape(create)))
 

@@ -32,8 +32,8 @@ def dead_end(
 
     def bars(answer: tuple[int, ...]) -> set[int]:
         """Return what words bar behind an answer."""
-        its = (answer[len(answer) - n :] for n in lengths if n <= len(answer))
-        return set().union(*(barred.get(end, ()) for end in its))
+        ends = (answer[len(answer) - n :] for n in lengths if n <= len(answer))
+        return set().union(*(barred.get(end, ()) for end in ends))
 
     def may_choose(answer: tuple[int, ...]) -> frozenset[int]:
         return early if len(answer) < min_tokens else late

@@ -31,15 +31,17 @@ from jaxpaged.parallel.processes import Processes
 from jaxpaged.sampling_state import LogitRules, SamplingState
 from jaxpaged.step import loop, recent
 from jaxpaged.step.automata import GrammarRows
+from jaxpaged.step.feature_values import GRAMMARS, Beams, DraftRows
+from jaxpaged.step.features import with_values
 from jaxpaged.step.report import Report
-from jaxpaged.step.state import Beams, EngineState, Rows
+from jaxpaged.step.state import EngineState, Rows
 
 # What of a device's memory may be away.
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
 MEMORY = WEIGHTS, KV_CACHE
 
 # The dataclasses that calls to other processes have among their arrays.
-CALL_CLASSES = Rows, SamplingState, LogitRules, Beams, GrammarRows
+CALL_CLASSES = Rows, SamplingState, LogitRules, Beams, DraftRows, GrammarRows
 # Calls that all processes of a model make; their arguments are host arrays and plain values.
 CALLS = SharedCalls(
     "run",
@@ -211,28 +213,24 @@ class Device:
 
         Rows keep their requests. No run is under way.
         """
-        rows, arena = loop.with_arena(self._state.rows, num_words=setup.features.arena_words, mesh=self.mesh)
-        self._state = dataclasses.replace(self._state, rows=rows, arena=arena)
+        rows, arena = loop.with_arena(self._state.rows, num_words=setup.config.arena_words, mesh=self.mesh)
+        self._state = with_values(dataclasses.replace(self._state, rows=rows), {GRAMMARS: arena})
         self.setup, self.kept_run = setup, run
 
     @CALLS.shared
     def write_automaton(self, blocks: np.ndarray, first: int, count: int) -> None:
         """Write so many blocks of words into the arena, from a word on."""
-        arena = loop.write_automaton(
-            self._state.arena, blocks, np.int32(first), np.int32(count), mesh=self.mesh
-        )
-        self._state = dataclasses.replace(self._state, arena=arena)
+        arena = self._state.features[GRAMMARS]
+        arena = loop.write_automaton(arena, blocks, np.int32(first), np.int32(count), mesh=self.mesh)
+        self._state = with_values(self._state, {GRAMMARS: arena})
 
     @CALLS.shared
     def write_masks(self, masks: np.ndarray, firsts: np.ndarray, rows: np.ndarray) -> None:
         """Write masks into the arena from these words on, and the states that their rows get then."""
-        grammars = self._state.rows.grammars
-        assert grammars is not None
-        arena, state = loop.write_masks(
-            (self._state.arena, grammars.state), masks, firsts, rows, mesh=self.mesh
-        )
-        self._set_rows(grammars=dataclasses.replace(grammars, state=state))
-        self._state = dataclasses.replace(self._state, arena=arena)
+        arena, grammars = self._state.features[GRAMMARS], self._state.rows.features[GRAMMARS]
+        arena, state = loop.write_masks((arena, grammars.state), masks, firsts, rows, mesh=self.mesh)
+        in_rows = with_values(self._state.rows, {GRAMMARS: dataclasses.replace(grammars, state=state)})
+        self._state = with_values(dataclasses.replace(self._state, rows=in_rows), {GRAMMARS: arena})
 
     @CALLS.shared
     def put_adapter(self, arrays: Arrays, number: int) -> None:

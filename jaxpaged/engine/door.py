@@ -26,7 +26,6 @@ from jaxpaged.contracts.block_stores import MOST_KEPT_SECONDS
 from jaxpaged.contracts.processors import words_of
 from jaxpaged.engine.adapters import Adapter, Adapters
 from jaxpaged.engine.arena import Grammar
-from jaxpaged.engine.candidates import check_told
 from jaxpaged.engine.dead_ends import dead_end
 from jaxpaged.engine.grammars import Grammars
 from jaxpaged.engine.partial_rollouts import check_replay, continued
@@ -36,6 +35,7 @@ from jaxpaged.memory.sizing import CacheSize
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.sampling_params import BeamSearchParams, SamplingParams
 from jaxpaged.sampling_state import MAX_EDITS, Edit
+from jaxpaged.step import channels
 from jaxpaged.step.config import StepConfig
 from jaxpaged.structured_outputs import BEGINNINGS
 from jaxpaged.text.limits import MAX_BAD_WORD_CHARS, MAX_BAD_WORDS, MAX_STOP_CHARS, MAX_STOPS, check_texts
@@ -73,8 +73,8 @@ class Salts:
         """
         if salt is None and not adapter:
             return 0
-        told = f"{adapter}:" if salt is None else f"{adapter}={salt}"
-        key = hashlib.sha256(told.encode("utf-8", "surrogatepass")).digest()
+        label = f"{adapter}:" if salt is None else f"{adapter}={salt}"
+        key = hashlib.sha256(label.encode("utf-8", "surrogatepass")).digest()
         with self._lock:
             number = self._numbers.pop(key, None)
             if number is None:
@@ -116,10 +116,10 @@ class Door:
         The requests have a copy of `params`, which may be changed afterwards. Raises `InputError`.
         """
         check("sampling_params", params, "a SamplingParams", isinstance(params, SamplingParams))
-        params, most = params.clone(), self.config.max_logprobs
+        params, max_logprobs = params.clone(), self.config.max_logprobs
         for name in ("logprobs", "prompt_logprobs"):
-            told = getattr(params, name)
-            check(name, told, f"at most max_logprobs={most}", told is None or told <= most)
+            value = getattr(params, name)
+            check(name, value, f"at most max_logprobs={max_logprobs}", value is None or value <= max_logprobs)
         given = {"is_enabled": self.config.enable_trace_replay, "has_begun": continue_from is not None}
         check_replay(params, self.model_config.vocab_size, **given)
         first = self._first(prompt_token_ids, params, **options)
@@ -140,8 +140,8 @@ class Door:
     ) -> list[Request]:
         """Return the requests of a beam search, a row each, to be queued together. Raises `InputError`."""
         check("params", params, "a BeamSearchParams", isinstance(params, BeamSearchParams))
-        width, most = params.beam_width, self.config.max_num_seqs
-        check("beam_width", width, f"at most max_num_seqs={most}", width <= most)
+        width, max_width = params.beam_width, self.config.max_num_seqs
+        check("beam_width", width, f"at most max_num_seqs={max_width}", width <= max_width)
         as_sampled = SamplingParams(
             max_tokens=params.max_tokens,
             ignore_eos=params.ignore_eos,
@@ -168,11 +168,11 @@ class Door:
     ) -> Request:
         """Check a prompt and what is asked for with it. Return the request for its first answer."""
         prompt = self._prompt(self._cut(prompt_token_ids, params))
-        check_told(params, len(prompt), self.model_config.vocab_size, self.config)
+        channels.check_request(params, len(prompt), self.model_config.vocab_size, self.config)
         max_num_tokens, trace = self.max_model_len, params.trace_decode_token_ids
-        for most in (params.max_tokens, None if trace is None else len(trace)):
-            if most is not None:
-                max_num_tokens = min(len(prompt) + most, max_num_tokens)
+        for max_tokens in (params.max_tokens, None if trace is None else len(trace)):
+            if max_tokens is not None:
+                max_num_tokens = min(len(prompt) + max_tokens, max_num_tokens)
         self._check_tokens(params)
         if self.step_config.sampler is not None:
             self.step_config.sampler.check_request(params)
@@ -251,11 +251,11 @@ class Door:
         check("structured_outputs", asked, rule, self.grammars is not None)
         rule = "None for a model without an end-of-sequence token, which a complete answer ends with"
         check("structured_outputs", asked, rule, bool(eos))
-        most = self.model_config.vocab_size
-        rule = f"a token id, an int in [0, {most})"
+        vocab_size = self.model_config.vocab_size
+        rule = f"a token id, an int in [0, {vocab_size})"
         for name in BEGINNINGS:
             if (token := getattr(asked, name)) is not None:
-                checked_int(f"structured_outputs.{name}", token, rule, 0, most - 1)
+                checked_int(f"structured_outputs.{name}", token, rule, 0, vocab_size - 1)
         assert self.grammars is not None
         return self.grammars
 
@@ -293,16 +293,16 @@ class Door:
 
     def _cut(self, token_ids: Any, params: SamplingParams) -> Any:
         """Cut a prompt by `truncate_prompt_tokens`. What is no list of ids is returned as it is."""
-        most = params.truncate_prompt_tokens
-        if most is None or not hasattr(token_ids, "__len__"):
+        max_tokens = params.truncate_prompt_tokens
+        if max_tokens is None or not hasattr(token_ids, "__len__"):
             return token_ids
         longest = self.max_model_len - 1
         rule = f"-1, or less than max_model_len={self.max_model_len}"
-        check("truncate_prompt_tokens", most, rule, most <= longest)
-        most = longest if most == -1 else most
-        if len(token_ids) <= most:
+        check("truncate_prompt_tokens", max_tokens, rule, max_tokens <= longest)
+        max_tokens = longest if max_tokens == -1 else max_tokens
+        if len(token_ids) <= max_tokens:
             return token_ids
-        return token_ids[:most] if params.cuts == "right" else token_ids[len(token_ids) - most :]
+        return token_ids[:max_tokens] if params.cuts == "right" else token_ids[len(token_ids) - max_tokens :]
 
     def _check_choice(self, params: SamplingParams, edits: Sequence[Edit], stops: Collection[int]) -> None:
         """Raise `InputError` if an answer might come to where no token may follow."""
@@ -312,11 +312,13 @@ class Door:
             if edit.value == -math.inf
         ]
         allowed = params.allowed_token_ids or range(self.model_config.vocab_size)
-        found = dead_end(allowed, words, stops, params.min_tokens, params.max_tokens)
-        if found is not None:
-            where = f"behind the answer's tokens {shown([*found])}" if found else "as an answer's first"
+        barred_end = dead_end(allowed, words, stops, params.min_tokens, params.max_tokens)
+        if barred_end is not None:
+            where = (
+                f"behind the answer's tokens {shown([*barred_end])}" if barred_end else "as an answer's first"
+            )
             bars = ["bad_words bar some"] if words else []
-            if len(found) < params.min_tokens:
+            if len(barred_end) < params.min_tokens:
                 bars.append(f"min_tokens={params.min_tokens} bars those that end an answer")
             name = "the vocabulary"
             if params.allowed_token_ids is not None:
@@ -353,17 +355,17 @@ def _bad_words(tokenizer: Any, words: tuple[str, ...]) -> tuple[tuple[int, ...],
     """Return the tokens of each word as it begins a text; and as it stands behind a space, if that is one
     token for another, and not a token for the space. Raises `InputError`.
     """
-    found: list[tuple[int, ...]] = []
+    sequences: list[tuple[int, ...]] = []
     for word in words:
         bare, spaced = (
             tuple(tokenizer.encode(space + word.lstrip(), add_special_tokens=False)) for space in ("", " ")
         )
         if not bare:
             raise InputError(f"bad_words: word={shown(word)} must have at least one token")
-        found.append(bare)
+        sequences.append(bare)
         if spaced and len(spaced) == len(bare) and spaced[0] != bare[0]:
-            found.append(spaced)
-    return tuple(found)
+            sequences.append(spaced)
+    return tuple(sequences)
 
 
 def check_blocks(request: Request, step_config: StepConfig, cache_size: CacheSize) -> None:

@@ -24,21 +24,21 @@ SHARE_OF_FEWER_BITS = 0.25
 
 def lookup_of(drafts: Speculation) -> AnyLookup:
     """Return the compiled step's constants for this way of drafting."""
-    most = drafts.num_speculative_tokens
+    max_drafts = drafts.num_speculative_tokens
     if drafts.method == "ngram":
         assert drafts.prompt_lookup_max is not None
         assert drafts.prompt_lookup_min is not None
-        return Lookup(most, drafts.prompt_lookup_max, drafts.prompt_lookup_min)
+        return Lookup(max_drafts, drafts.prompt_lookup_max, drafts.prompt_lookup_min)
     if drafts.method in BY_MODEL:  # to a head prompts cost little
         is_dear = drafts.method == DRAFT_MODEL and jax.default_backend() == "cpu"
-        return ByModel(most, MOST_PROMPT_ON_A_CPU if is_dear else None)
+        return ByModel(max_drafts, MOST_PROMPT_ON_A_CPU if is_dear else None)
     if drafts.method == GRAMMAR:
-        return ByGrammar(most)
+        return ByGrammar(max_drafts)
     assert drafts.suffix_decoding_max_tree_depth is not None
     assert drafts.suffix_decoding_max_spec_factor is not None
     assert drafts.suffix_decoding_min_token_prob is not None
     return SuffixLookup(
-        most,
+        max_drafts,
         drafts.suffix_decoding_max_tree_depth,
         drafts.suffix_decoding_max_spec_factor,
         drafts.suffix_decoding_min_token_prob,
@@ -66,9 +66,9 @@ def cost_of(config: EngineConfig, served: ModelConfig, draft: ModelConfig | None
     if draft is None:
         return DraftCost(row)
     share = _share(drafts.quantization) / _share(config.quantization)
-    own, its = _body(served), _body(draft)
-    passes = share * (its + _scores(draft)) / (own + _scores(served))
-    tile = (TILE_ON_A_CPU if is_cpu else TILE) * its / own
+    served_body, draft_body = _body(served), _body(draft)
+    passes = share * (draft_body + _scores(draft)) / (served_body + _scores(served))
+    tile = (TILE_ON_A_CPU if is_cpu else TILE) * draft_body / served_body
     return DraftCost(row, math.ceil(PARTS * passes), math.ceil(tile))
 
 

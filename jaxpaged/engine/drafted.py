@@ -50,8 +50,8 @@ def shapes_beside(
     if draft is None:
         return shapes
     config = draft.config
-    own = shapes or (lambda load_as: abstract(setup.whole, load_as))
-    return _joined(own, draft.shapes or (lambda load_as: abstract(config, load_as)), setup)
+    served_shapes = shapes or (lambda load_as: abstract(setup.whole, load_as))
+    return _joined(served_shapes, draft.shapes or (lambda load_as: abstract(config, load_as)), setup)
 
 
 def _joined(

@@ -309,10 +309,10 @@ class Driver:
     def _run(self, max_steps: int | None = None) -> Report:
         if max_steps is None:
             length = self.run_length
-            most = length.max_steps_while_nobody_reads if self.rows.are_read_whole else length.max_steps
+            limit = length.max_steps_while_nobody_reads if self.rows.are_read_whole else length.max_steps
             if any(service.waits_for_run for service in self.services):
-                most = length.max_steps_while_others_wait
-            limits = loop.limits(most, length.max_passes)
+                limit = length.max_steps_while_others_wait
+            limits = loop.limits(limit, length.max_passes)
         else:
             limits = loop.limits(max_steps)
         return self.device.run(limits, self.queue.wants_a_row, self.rows.wants_scores)
@@ -358,8 +358,8 @@ class Driver:
         self._counters = report.counters
         # The device began with it when it had done what was dispatched before, or at once if it was idle.
         now, began = time.perf_counter(), max(dispatched, self._last_read)
-        most = by_replica.max(0).tolist()
-        self.run_length.note(most[Counter.NUM_STEPS], most[Counter.NUM_PROMPT_PASSES], now - began)
+        largest = by_replica.max(0).tolist()
+        self.run_length.note(largest[Counter.NUM_STEPS], largest[Counter.NUM_PROMPT_PASSES], now - began)
         self._last_read = now
         num_waiting = len(self.queue) + self.rows.num_waiting
         self.stats = self.stats.after(report, by_replica.sum(0).tolist(), num_waiting)

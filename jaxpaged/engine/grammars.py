@@ -113,10 +113,12 @@ class Grammars:
         self._make_ready()
         with self._lock:
             made = self._in_use[key] = self._kept.setdefault(key, made)
-            most = KEPT_ARENAS * self._num_words
-            while len(self._kept) > 1 and sum(len(its.words) for its in self._kept.values()) > most:
+            max_words = KEPT_ARENAS * self._num_words
+            while (
+                len(self._kept) > 1 and sum(len(grammar.words) for grammar in self._kept.values()) > max_words
+            ):
                 self._kept.popitem(last=False)
-            followed = [key for key, its in self._kept.items() if its.language is not None]
+            followed = [key for key, grammar in self._kept.items() if grammar.language is not None]
             for key in followed[:-MOST_FOLLOWED]:
                 del self._kept[key]
         return made
@@ -152,11 +154,11 @@ class Grammars:
         what = f"structured_outputs.{params.kind} makes an automaton of {len(automaton.next_state)} states"
         if words is None:
             raise InputError(f"{what}, must make one of less than {NOWHERE} states and classes of tokens")
-        most = self._num_words - BLOCK_WORDS
-        if len(words) > most:
+        max_words = self._num_words - BLOCK_WORDS
+        if len(words) > max_words:
             raise InputError(
-                f"{what} and {4 * len(words)} bytes, must make one of at most {4 * most}: simplify it, or "
-                f"raise structured_outputs_mib={self._num_words >> 18}"
+                f"{what} and {4 * len(words)} bytes, must make one of at most {4 * max_words}: simplify it, "
+                f"or raise structured_outputs_mib={self._num_words >> 18}"
             )
         return Grammar(automaton, words, begins=begins)
 

@@ -96,7 +96,7 @@ class Handle:
         """Give the request up. Its last delta reports that, unless it had finished before."""
         self._engine.abort([self])
 
-    def told(self, delta: Delta) -> Delta | TextError:
+    def with_text(self, delta: Delta) -> Delta | TextError:
         """Add the text to a delta where a stop string may end the answer. For the engine's thread.
 
         An error in the text is returned in the delta's place.
@@ -145,8 +145,8 @@ class Handle:
 
 def sum_of_drafts(counts: Sequence[DraftCounts | None]) -> DraftCounts | None:
     """Return all counts together; None where there are none."""
-    its = [each for each in counts if each is not None]
-    return sum(its, DraftCounts()) if its else None
+    known = [each for each in counts if each is not None]
+    return sum(known, DraftCounts()) if known else None
 
 
 def or_raise(item: Item) -> Delta:

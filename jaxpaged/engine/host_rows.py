@@ -62,7 +62,7 @@ class HostRow:
         and the answer's beginning.
         """
         begins = len(self.answer) == len(self.request.continues or ())
-        found = {}
+        new_values = {}
         for name, values in report.channels.items():
             new = CHANNELS[name].new_values(
                 values[row],
@@ -72,11 +72,11 @@ class HostRow:
                 params=self.request.params,
             )
             if new is not None:
-                found[name] = new
+                new_values[name] = new
         if num_new and not self.answer:
             for name, tiles in self.places.items():
-                found[name] = CHANNELS[name].told(self.request.params, tiles)
-        return found
+                new_values[name] = CHANNELS[name].reported(self.request.params, tiles)
+        return new_values
 
 
 def _no_values(channel: str, row: int) -> np.ndarray:
@@ -200,10 +200,10 @@ class HostRows:
         ended = [entry]
         if request.beams is not None:
             numbers = range(first, first + 2 * request.beams.beam_width)
-            ended = [its for _, its in self.taken() if its.request.request_id in numbers]
+            ended = [ended_row for _, ended_row in self.taken() if ended_row.request.request_id in numbers]
         _log_end(entry, problem)
-        for its in ended:
-            its.is_aborted, its.problem = True, problem
+        for ended_row in ended:
+            ended_row.is_aborted, ended_row.problem = True, problem
         return ended
 
     def waiting(self) -> list[tuple[tuple[int, int], int]]:
@@ -373,7 +373,7 @@ def scores_of(scores: Scores | None, at: Any, num_top: int) -> list[Score]:
     each = (scores.logprob, scores.rank, scores.top_ids, scores.top_logprobs)
     logprob, rank, ids, logprobs = (np.asarray(values)[at].tolist() for values in each)
     top = (
-        tuple((token, value) for token, value in zip(*its, strict=True) if token >= 0)[:num_top]
-        for its in zip(ids, logprobs, strict=True)
+        tuple((token, value) for token, value in zip(*fields, strict=True) if token >= 0)[:num_top]
+        for fields in zip(ids, logprobs, strict=True)
     )
-    return [Score(*its) for its in zip(logprob, rank, top, strict=True)]
+    return [Score(*fields) for fields in zip(logprob, rank, top, strict=True)]

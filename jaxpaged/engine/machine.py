@@ -47,16 +47,16 @@ def gpu_budget(config: EngineConfig, stats: Mapping[str, int]) -> Budget:
         )
     limit, share = stats["bytes_limit"], gpu_flags.memory_share()
     total = round(limit / share)
-    most = min(limit, int(total * config.gpu_memory_utilization))
-    what = f"{most / total:.0%} of the GPU's {total} bytes"
+    budget = min(limit, int(total * config.gpu_memory_utilization))
+    what = f"{budget / total:.0%} of the GPU's {total} bytes"
     if config.gpu_memory_utilization > share:
         name = gpu_flags.MEMORY_SHARE_NAMES[0]
         what += f" (JAX has no more: set {name}={config.gpu_memory_utilization} before it starts)"
     pool = stats.get("pool_bytes", 0)
-    if gpu_flags.preallocates() and 0 < pool < most:  # somebody else has the rest
-        most, what = pool, f"the {pool} bytes of the GPU that were free when JAX started"
+    if gpu_flags.preallocates() and 0 < pool < budget:  # somebody else has the rest
+        budget, what = pool, f"the {pool} bytes of the GPU that were free when JAX started"
     in_use = stats.get("bytes_in_use", 0)
-    return Budget(most, what).less(("in use", in_use), ("kept free", GPU_BYTES_FREE))
+    return Budget(budget, what).less(("in use", in_use), ("kept free", GPU_BYTES_FREE))
 
 
 def keep_on_disk(keep: bool = True) -> None:

@@ -55,7 +55,7 @@ def occupancy(state: EngineState, requests: Mapping[int, Request], num_queued: i
         )
     )
     first, *further = places
-    place = np.concatenate([first, *(its[..., 1:] for its in further)], axis=-1)
+    place = np.concatenate([first, *(of_class[..., 1:] for of_class in further)], axis=-1)
     holders = (FreeQueue.NOT_QUEUED - place).clip(0)
     holders[..., NULL_BLOCK] = 0
     num_blocks, num_rows = place.shape[-1], phases.shape[-1]

@@ -74,9 +74,11 @@ def _each(begun: Any, count: int) -> list[Any]:
 
 def _check_goes_on(request: Request, tokens: tuple[int, ...], tokenizer: Any) -> None:
     """Raise `InputError` if an answer of these tokens has ended."""
-    most = request.max_num_tokens - len(request.prompt_token_ids)
-    if len(tokens) >= most:
-        raise InputError(f"continue_from has {len(tokens)} tokens, must have less than the answer's {most}")
+    max_tokens = request.max_num_tokens - len(request.prompt_token_ids)
+    if len(tokens) >= max_tokens:
+        raise InputError(
+            f"continue_from has {len(tokens)} tokens, must have less than the answer's {max_tokens}"
+        )
     ends = [token for token in tokens[request.params.min_tokens :] if token in request.stop_token_ids]
     if ends:
         raise InputError(f"continue_from must have no token that ends the answer: {ends[0]} is one")
@@ -85,5 +87,12 @@ def _check_goes_on(request: Request, tokens: tuple[int, ...], tokenizer: Any) ->
         rule = f"the beginning of an answer that structured_outputs allow: {problem}"
         check("continue_from", [*tokens], rule, problem is None)
     if request.params.stop and tokenizer is not None:
-        told = Texts(tokenizer, request.params, request.prompt_token_ids)(Delta(0, list(tokens), None, 0))
-        check("continue_from", told.stop_reason, "without a stop string in it", not told.finish_reason)
+        known_text = Texts(tokenizer, request.params, request.prompt_token_ids)(
+            Delta(0, list(tokens), None, 0)
+        )
+        check(
+            "continue_from",
+            known_text.stop_reason,
+            "without a stop string in it",
+            not known_text.finish_reason,
+        )

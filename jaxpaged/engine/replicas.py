@@ -84,8 +84,10 @@ class Replicas:
         if self.size == 1:
             return rows
         first = self.num_rows * np.arange(self.size, dtype=np.int32).reshape(-1, *[1] * rows.ndim)
-        own = rows - first
-        return np.where((own >= 0) & (own < self.num_rows), own, self.num_rows).astype(np.int32)
+        local_rows = rows - first
+        return np.where((local_rows >= 0) & (local_rows < self.num_rows), local_rows, self.num_rows).astype(
+            np.int32
+        )
 
     def with_rows(self, tokens: np.ndarray) -> np.ndarray:
         """Return [lines, n], whose first line are rows, with each replica's own row numbers."""

@@ -112,7 +112,7 @@ class DraftCounts:
     def __add__(self, more: "DraftCounts") -> "DraftCounts":
         """Return the counts of both together."""
         pairs = zip(dataclasses.astuple(self), dataclasses.astuple(more), strict=True)
-        return DraftCounts(*(ours + its for ours, its in pairs))
+        return DraftCounts(*(ours + theirs for ours, theirs in pairs))
 
     @property
     def draft_acceptance_rate(self) -> float:

@@ -11,7 +11,7 @@ from jaxpaged.config import EngineConfig
 from jaxpaged.engine.request import Request, device_request_id
 from jaxpaged.sampling_params import seed_bits
 from jaxpaged.sampling_state import LogitRules, RowOptions, SamplingState
-from jaxpaged.step import row_features
+from jaxpaged.step import features
 from jaxpaged.step.state import Phase
 
 
@@ -46,14 +46,7 @@ def row_values(request: Request, config: EngineConfig, vocab_size: int, num_toke
         "num_prompt_logprobs": params.prompt_logprobs or 0 if params.tells_prompt else -1,
         "sampling": sampling,
         "rules": sampling_state.row_values(LogitRules, options),
-        "beams": {
-            "width": width,
-            "length_penalty": request.beams.length_penalty if request.beams else 0,
-            "temperature": (request.beams.temperature if request.beams else 0) or 1,
-            "cum_logprob": 0 if request.index == 0 else -np.inf,
-            "rank": request.index % width if width else 0,
-        },
-        "features": row_features.encoded(row_features.switched_on(config), request, num_tokens),
+        "features": features.encoded(config, request, num_tokens),
     }
 
 

@@ -73,14 +73,16 @@ class RequestQueue:
             if not (request.needs_room and waits):
                 yield queued
 
-    def take(self, most: Callable[[], int], has_room: Callable[[Request], bool]) -> Iterator[list[Queued]]:
+    def take(
+        self, max_requests: Callable[[], int], has_room: Callable[[Request], bool]
+    ) -> Iterator[list[Queued]]:
         """Remove the next requests and yield them: each with those that must come into rows with it.
 
         It ends when the next ones are more than `most()`. A request whose adapter or grammar gets no room is
         overtaken by requests without either, and by no others.
         """
         waiting: list[Queued] = []
-        while self._heap and self.first.group_size <= most():
+        while self._heap and self.first.group_size <= max_requests():
             if self.first.needs_room and not has_room(self.first):
                 waiting = [queued for queued in self._heap if queued.request.needs_room]
                 self._keep([queued for queued in self._heap if not queued.request.needs_room])

@@ -15,6 +15,7 @@ from jaxpaged.engine.request_encoding import filled, row_values
 from jaxpaged.engine.request_queue import Queued, RequestQueue
 from jaxpaged.engine.services.service import InUse, Service
 from jaxpaged.step.channels import CHANNELS
+from jaxpaged.step.feature_values import BEAMS
 from jaxpaged.step.state import Rows, empty_rows
 
 # Requests submitted in one dispatch, and tokens written in one.
@@ -61,7 +62,7 @@ class RowFiller:
         in_use = InUse.of(entry.request for _, entry in self._rows.taken())
         filled_rows: list[tuple[int, int, Queued]] = []
         taken = self._queue.take(
-            most=lambda: max(map(len, free_rows)),
+            max_requests=lambda: max(map(len, free_rows)),
             has_room=lambda request: all(service.make_room(request, in_use) for service in self._services),
         )
         for together in taken:
@@ -135,9 +136,9 @@ class RowFiller:
             rows[line] = row
             self._rows.take(row, queued.request, queued.answer)
             values = row_values(queued.request, self._config, self._vocab_size, num_tokens)
-            values["beams"]["head"] = head % self._config.num_rows  # a row of its replica
+            values["features"][BEAMS]["head"] = head % self._config.num_rows  # a row of its replica
             for service in self._services:
-                values |= service.row_values(queued)
+                values["features"] |= service.row_values(queued)
             lines.append(values)
         self._in_chunks(np.concatenate(tokens, axis=1), self._device.write_tokens)
         asked = [(row, queued.request.params) for row, _, queued in batch]

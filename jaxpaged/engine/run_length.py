@@ -54,20 +54,22 @@ class RunLengthController:
         """
         if num_steps == 0:
             return
-        most = seconds / num_steps
-        self.seconds_per_step = most if not num_passes else min(self.seconds_per_step or most, most)
+        per_unit = seconds / num_steps
+        self.seconds_per_step = (
+            per_unit if not num_passes else min(self.seconds_per_step or per_unit, per_unit)
+        )
         if num_passes == 0:
             return
-        most = seconds / num_passes
-        rest = most - self.seconds_per_step * num_steps / num_passes
-        if rest > most / 2:
+        per_unit = seconds / num_passes
+        rest = per_unit - self.seconds_per_step * num_steps / num_passes
+        if rest > per_unit / 2:
             self.seconds_per_pass = rest
         else:
-            self.seconds_per_pass = min(self.seconds_per_pass or most / 2, most)
+            self.seconds_per_pass = min(self.seconds_per_pass or per_unit / 2, per_unit)
 
 
-def _times(seconds: float | None, most: int, per_run: float = SECONDS_PER_RUN) -> int:
+def _times(seconds: float | None, limit: int, per_run: float = SECONDS_PER_RUN) -> int:
     """Return how often something that takes so long is done in a run."""
     if seconds is None:
         return 1
-    return int(min(max(per_run / seconds, 1), most)) if seconds > 0 else most
+    return int(min(max(per_run / seconds, 1), limit)) if seconds > 0 else limit

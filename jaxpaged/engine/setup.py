@@ -30,7 +30,7 @@ from jaxpaged.models.load_as import LoadAs
 from jaxpaged.models.shards import Shard, Shards
 from jaxpaged.parallel.mesh import mesh_of
 from jaxpaged.speculation import BY_MODEL, DRAFT_MODEL
-from jaxpaged.step import channels, row_features
+from jaxpaged.step import channels, features
 from jaxpaged.step.config import DraftCost, StepConfig
 from jaxpaged.step.features import Features
 from pallas_kernels import layouts, native, support
@@ -117,11 +117,6 @@ class Setup:
         """Return the form in which a device's weights are loaded; `number` is that of its shard."""
         shard = self.shards[number] if self.shards else None
         return LoadAs(self.dtype, self.config.quantization, shard, self.config.loop_over_layers, self.kinds)
-
-    @property
-    def past_tokens(self) -> int:
-        """Tokens of past answers in which drafts are looked up."""
-        return 0 if self.config.speculative_config is None else self.config.speculative_config.past_tokens
 
     @property
     def draft_load_as(self) -> LoadAs:
@@ -262,14 +257,8 @@ class Setup:
         model has no values for.
         """
         config = self.config
-        return Features(
-            lora=config.enable_lora,
-            arena_words=config.arena_words,
-            max_drafts=config.most_drafts,
-            past_tokens=self.past_tokens,
-            row_features=row_features.switched_on(config),
-            channels=channels.switched_on(config, self.model_config),
-        )
+        on = channels.switched_on(config, self.model_config)
+        return Features.on(channels=on, **features.switched_on(config))
 
     def step_config(self, num_blocks: int, more_blocks: Sequence[int] = ()) -> StepConfig:
         """Return the constants of the compiled step over a pool of `num_blocks` blocks.

@@ -7,7 +7,7 @@ from jaxpaged.config import EngineConfig
 from jaxpaged.engine.request_queue import Queued
 from jaxpaged.step.channels import CHANNELS
 from jaxpaged.step.config import StepConfig
-from jaxpaged.step.row_features import ROW_FEATURES
+from jaxpaged.step.features import FEATURES
 from jaxpaged.step.state import EngineState
 
 
@@ -26,7 +26,7 @@ def check_snapshot(config: EngineConfig) -> None:
     replicas = config.data_parallel_size
     check("data_parallel_size", replicas, "1 for a snapshot", replicas == 1)
     options = [channel.option for channel in CHANNELS.values()]
-    options += [feature.option for feature in ROW_FEATURES.values()]
-    for name in ("structured_outputs_mib", *filter(None, options)):
+    options += [feature.option for feature in FEATURES.values()]
+    for name in dict.fromkeys(filter(None, options)):
         asked = getattr(config, name)
         check(name, asked, f"{getattr(EngineConfig, name)} for a snapshot", not asked)

@@ -301,7 +301,7 @@ def _created(
         classes=setup.grouping.classes,
         more_blocks=more_blocks,
         policy=setup.policy,
-        features=setup.features,
+        on=setup.features,
         mesh=mesh,
     )
 

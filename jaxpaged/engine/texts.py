@@ -73,8 +73,8 @@ class Texts:
             return dataclasses.replace(delta, text=self._detokenizer.add(token_ids, is_last=is_last))
         for count, token in enumerate(token_ids, 1):
             self._num_tokens += 1
-            if found := self._find(self._detokenizer.step(token)):
-                return self._ended(delta, count, *found)
+            if stop := self._find(self._detokenizer.step(token)):
+                return self._ended(delta, count, *stop)
         if is_last:
             self._text += self._detokenizer.add([], is_last=True)
         held_back = 0 if is_last or self._includes else self._overlap

@@ -56,18 +56,18 @@ def _state_of(variables: Iterable[tuple[Path, nnx.Variable]]) -> nnx.State:
 
 def without_adapters(params: nnx.State) -> nnx.State:
     """Return the model's weights alone, as the loop takes them."""
-    return _state_of(its for its in pairs(params) if not isinstance(its[1], AdapterParam))
+    return _state_of(pair for pair in pairs(params) if not isinstance(pair[1], AdapterParam))
 
 
 def with_weights(params: nnx.State, weights: nnx.State) -> nnx.State:
     """Return parameters with these weights beside their adapters and a model that drafts."""
-    kept = (its for its in pairs(params) if isinstance(its[1], AdapterParam) or DRAFT in its[0])
+    kept = (pair for pair in pairs(params) if isinstance(pair[1], AdapterParam) or DRAFT in pair[0])
     return _state_of([*kept, *pairs(weights)])
 
 
 def own_weights(params: nnx.State) -> nnx.State:
     """Return the model's weights without those of a model that drafts for it."""
-    return _state_of(its for its in pairs(params) if _is_own(*its))
+    return _state_of(pair for pair in pairs(params) if _is_own(*pair))
 
 
 def with_draft(params: nnx.State, load: Callable[[], nnx.State]) -> nnx.State:
@@ -78,7 +78,7 @@ def with_draft(params: nnx.State, load: Callable[[], nnx.State]) -> nnx.State:
     draft = [variable.get_value() for path, variable in pairs(params) if DRAFT in path]
     if not any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(draft)):
         return params
-    kept = (its for its in pairs(params) if DRAFT not in its[0])
+    kept = (pair for pair in pairs(params) if DRAFT not in pair[0])
     return _state_of([*kept, *(((DRAFT, *path), variable) for path, variable in pairs(load()))])
 
 
@@ -89,7 +89,9 @@ def _is_own(path: Path, variable: nnx.Variable) -> bool:
 def check_updatable(setup: Setup, params: nnx.State) -> None:
     """Raise `InputError` for a model whose weights are quantised as its file has them."""
     kept = any(
-        isinstance(its.get_value(), QuantisedWeight) for path, its in pairs(params) if _is_own(path, its)
+        isinstance(weight.get_value(), QuantisedWeight)
+        for path, weight in pairs(params)
+        if _is_own(path, weight)
     )
     if kept and on_load(setup.config.quantization) is None:
         raise InputError(f"weights that are quantised in the model's file must stay as they are: {HOW}")
@@ -111,7 +113,7 @@ class Update:
 
         def changes(number: int) -> dict[Any, Any]:
             weights = ChangedWeights(setup.whole, names, given, setup.load_as(number), quantisation)
-            values = ((path, its.get_value()) for path, its in pairs(nnx.state(Decoder(weights))))
+            values = ((path, weight.get_value()) for path, weight in pairs(nnx.state(Decoder(weights))))
             return {path: value for path, value in values if isinstance(value, Change | StackChange)}
 
         self._setup = setup
@@ -129,7 +131,7 @@ class Update:
         for path, variable in pairs(params):
             if path not in self._each[0]:
                 continue
-            changes = [its[path] for its in self._each]
+            changes = [part[path] for part in self._each]
             old = variable.get_value()
             if all(change.is_whole for change in changes):
                 arrays = [
@@ -176,12 +178,12 @@ def _on_mesh(setup: Setup, numbers: list[int], changes: list[Any], old: Any) -> 
             one = jax.sharding.SingleDeviceSharding(device)
             shape = array.shape[0] // size, *array.shape[1:]
             return jax.ShapeDtypeStruct(shape, array.dtype, sharding=one)
-        [its] = [shard.data for shard in array.addressable_shards if shard.device == device]
-        return its
+        [piece] = [shard.data for shard in array.addressable_shards if shard.device == device]
+        return piece
 
     columns = [list(mesh.devices[:, number]) for number in numbers]
     olds = [jax.tree.map(lambda x, d=column[0]: part(x, d), old) for column in columns]
-    news = [change.into(its) for change, its in zip(changes, olds, strict=True)]
+    news = [change.into(of_device) for change, of_device in zip(changes, olds, strict=True)]
     if all(new is None for new in news):
         return None
 
@@ -192,7 +194,7 @@ def _on_mesh(setup: Setup, numbers: list[int], changes: list[Any], old: Any) -> 
         return jax.tree.map(lambda x: jax.device_put(x, device), news[i])
 
     parts = [on(replica, i) for replica in range(mesh.devices.shape[0]) for i in range(len(numbers))]
-    return jax.tree.map(lambda *its: joined_by_shard(mesh, its), *parts)
+    return jax.tree.map(lambda *pieces: joined_by_shard(mesh, pieces), *parts)
 
 
 def adopted(params: nnx.State, weights: nnx.State) -> nnx.State:
@@ -201,16 +203,16 @@ def adopted(params: nnx.State, weights: nnx.State) -> nnx.State:
     JAX's arrays that have the same sharding are shared, not copied. Raises `InputError` for another tree,
     and for other shapes or dtypes.
     """
-    own, given = own_weights(params), own_weights(weights)
-    tree: Any = jax.tree.structure(own)
+    held, given = own_weights(params), own_weights(weights)
+    tree: Any = jax.tree.structure(held)
     if jax.tree.structure(given) != tree:
         raise InputError("weights must have the tree of LLM.weights, or names of the model's weights")
-    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(own)]
-    pairs = list(zip(paths, jax.tree.leaves(own), jax.tree.leaves(given), strict=True))
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(held)]
+    pairs = list(zip(paths, jax.tree.leaves(held), jax.tree.leaves(given), strict=True))
     for path, old, new in pairs:
-        its, must = (getattr(new, "shape", None), getattr(new, "dtype", None)), (old.shape, old.dtype)
-        if its != must:
-            raise InputError(f"weights{path} has shape and dtype {its}, must have {must}")
+        offered, must = (getattr(new, "shape", None), getattr(new, "dtype", None)), (old.shape, old.dtype)
+        if offered != must:
+            raise InputError(f"weights{path} has shape and dtype {offered}, must have {must}")
 
     def put(old: Any, new: Any) -> Any:
         if isinstance(new, np.ndarray):  # a copy of its own: the caller may go on to change the array

@@ -237,13 +237,13 @@ class Worker:
     def _deliver_all(self, deltas: Sequence[Delta]) -> None:
         with self._lock:
             handles = [self._in_flight.get(delta.request_id) for delta in deltas]
-        told: list[tuple[Handle, Delta | TextError]] = []
+        notices: list[tuple[Handle, Delta | TextError]] = []
         # Those stopped here, not on the device: their rows go on, and nobody waits for them.
         ended, stopped = list[int](), list[int]()
         for handle, delta in zip(handles, deltas, strict=True):
             if handle is not None:
-                item = handle.told(delta)
-                told.append((handle, item))
+                item = handle.with_text(delta)
+                notices.append((handle, item))
                 if isinstance(item, Delta) and DRAFTS.name in item.channels:
                     self.drafts = self.drafts.after(item.channels[DRAFTS.name])
                 if isinstance(item, TextError) or item.finish_reason:
@@ -255,5 +255,5 @@ class Worker:
                 self._in_flight.pop(request_id, None)
         if stopped:
             self._driver.abort(stopped)
-        for handle, item in told:
+        for handle, item in notices:
             handle.put(item)

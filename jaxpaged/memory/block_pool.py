@@ -88,8 +88,8 @@ class BlockPool:
             for queue, ids, inside in self.by_class(block_ids, jnp.ones_like(block_ids, bool))
         ]
         place, _ = places[0]
-        for its, inside in places[1:]:
-            place = jnp.where(inside, its, place)
+        for in_class, inside in places[1:]:
+            place = jnp.where(inside, in_class, place)
         return place
 
     def is_held(self, block_ids: Int[Array, "*n"]) -> Bool[Array, "*n"]:
@@ -247,7 +247,8 @@ def note_content(
     fingerprint = cache.hash[block_ids, 0].astype(jnp.int32)
     noted = mask & has_content(pool, block_ids)
     queues = [
-        note(queue, ids, depth, fingerprint, its) for queue, ids, its in pool.by_class(block_ids, noted)
+        note(queue, ids, depth, fingerprint, in_class)
+        for queue, ids, in_class in pool.by_class(block_ids, noted)
     ]
     return pool.with_queues(queues)
 
@@ -289,8 +290,8 @@ def free(
     pool = hold(after, block_ids, known & refused, 1)
     is_free = known & ~refused & (place == FreeQueue.NOT_QUEUED)
     queues, num_freed = [], []
-    for queue, ids, its in pool.by_class(block_ids, is_free):
-        queue, is_freed = free_queue.last_namings(queue, ids, its)
+    for queue, ids, in_class in pool.by_class(block_ids, is_free):
+        queue, is_freed = free_queue.last_namings(queue, ids, in_class)
         for each in sweeps:
             way = slice(None, None, 1 if each.last_block_first == sweeps[0].last_block_first else -1)
             queue = each.push(queue, ids[way], (is_freed & each.takes(has))[way])
@@ -312,10 +313,10 @@ def touch(
     known, unknown = _known(pool, block_ids, mask)
     known &= ~unknown
     queues = []
-    for queue, ids, its in pool.by_class(block_ids, known):
-        queue = pool.policy.remove(queue, ids, its & (queue.place[ids] >= 0))
+    for queue, ids, in_class in pool.by_class(block_ids, known):
+        queue = pool.policy.remove(queue, ids, in_class & (queue.place[ids] >= 0))
         if pool.policy.note_hits is not None:
-            queue = pool.policy.note_hits(queue, ids, its)
+            queue = pool.policy.note_hits(queue, ids, in_class)
         queues.append(queue)
     pool = pool.with_queues(queues)
     return hold(pool, block_ids, known, 1), StatusInfo(flag(unknown, Status.UNKNOWN_BLOCK))
@@ -343,8 +344,8 @@ def hold(pool: BlockPool, block_ids: Int[Array, "*n"], mask: Bool[Array, "*n"], 
 
     Nothing is checked or freed."""
     queues = []
-    for queue, ids, its in pool.by_class(block_ids, mask):
-        target = jnp.where(its, ids, queue.num_blocks)
+    for queue, ids, in_class in pool.by_class(block_ids, mask):
+        target = jnp.where(in_class, ids, queue.num_blocks)
         place = queue.place.at[target].add(-holders, mode="drop")
         queues.append(replace(queue, place=place))
     return pool.with_queues(queues)

@@ -3,6 +3,20 @@
 A specification says what a layer must keep in the cache. It is the whole difference between kinds of layers
 to memory: tables, admission, windows and prefix hits ask for nothing else. A kind from outside is one more
 class with these methods (`docs/research/layer_kinds.md`).
+
+A kind of cache is a specification and the arrays of a block. What a block holds is the layer's own affair,
+under four rules:
+    what a token writes lies in the block of its position, whatever is kept: K and V, a vector for all heads,
+        the state at the block's start, or an entry for a group of tokens in the block of the last of them;
+    a token reads no block but its own and those from `first_read` on: others may be given back, as a sequence
+        grows;
+    a block can be copied as a whole, which is all that a fork needs: it happens to an open block before a
+        second row writes to it;
+    what lies behind a position in a block is written again, or not read, once a roll-back has truncated the
+        row there. So a state, which cannot be truncated, keeps its block's rows beside it, and a group
+        of tokens its rows until it is full.
+A prefix is found again where full blocks are cached that the next token reads. A layer that reads another's
+cache has no arrays. `tests/memory/test_kinds.py` has five kinds that differ, each of a few lines.
 """
 
 import dataclasses
@@ -146,8 +160,12 @@ class Together(CacheSpec):
 
     def most_kept(self, num_in_flight: int) -> int | None:
         """Return what the kind that keeps most keeps."""
-        most = [spec.most_kept(num_in_flight) for spec in self.specs]
-        return max((kept for kept in most if kept is not None), default=None) if None not in most else None
+        kept_by_kind = [spec.most_kept(num_in_flight) for spec in self.specs]
+        return (
+            max((kept for kept in kept_by_kind if kept is not None), default=None)
+            if None not in kept_by_kind
+            else None
+        )
 
 
 FULL = FullAttention()
@@ -174,7 +192,7 @@ def words(spec: CacheSpec) -> dict[str, Any]:
     """Return a specification as JSON has it. Raises `InputError` for one from outside."""
     if type(spec) is Together:
         return {"kind": "together", "specs": [words(each) for each in spec.specs]}
-    names = [name for name, its in _NAMES.items() if type(spec) is its]
+    names = [name for name, known in _NAMES.items() if type(spec) is known]
     if not names:
         raise InputError(f"cache spec {spec!r} must be one of {', '.join(_NAMES)} to be written down")
     return {"kind": names[0], **dataclasses.asdict(spec)}  # type: ignore[call-overload]

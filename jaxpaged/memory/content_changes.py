@@ -40,25 +40,25 @@ def nothing(cache: PrefixCache) -> Told:
     return Told(jnp.zeros(cache.num_slots, bool), jnp.zeros(cache.num_slots, jnp.int32))
 
 
-def changes(cache: PrefixCache, told: Told, most: int) -> tuple[Told, Changes]:
+def changes(cache: PrefixCache, reported: Told, max_changes: int) -> tuple[Told, Changes]:
     """Tell at most so many changes, those of the lowest slots. Costs O(num_slots)."""
     is_there = cache.last != 0
-    changed = (is_there != told.is_there) | (is_there & (cache.generation != told.generation))
-    (slot,) = jnp.nonzero(changed, size=min(most, cache.num_slots), fill_value=cache.num_slots)
+    changed = (is_there != reported.is_there) | (is_there & (cache.generation != reported.generation))
+    (slot,) = jnp.nonzero(changed, size=min(max_changes, cache.num_slots), fill_value=cache.num_slots)
     slot = slot.astype(jnp.int32)
     generation = cache.generation.at[slot].get(mode="clip")
-    its = is_there.at[slot].get(mode="clip")
+    is_present = is_there.at[slot].get(mode="clip")
     block = cache.last.at[slot].get(mode="clip")
-    told = Told(
-        told.is_there.at[slot].set(its, mode="drop"),
-        told.generation.at[slot].set(generation, mode="drop"),
+    reported = Told(
+        reported.is_there.at[slot].set(is_present, mode="drop"),
+        reported.generation.at[slot].set(generation, mode="drop"),
     )
-    found = Changes(
+    new_changes = Changes(
         num_changed=jnp.sum(changed, dtype=jnp.int32),
         slot=slot,
         generation=generation,
-        is_there=its,
+        is_there=is_present,
         parent=cache.parent[block],
         token_ids=cache.token_ids[block],
     )
-    return told, found
+    return reported, new_changes

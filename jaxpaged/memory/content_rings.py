@@ -68,8 +68,8 @@ def unlink(
     # Mark the blocks that leave with their index here. Then read which neighbours are marked.
     index = jnp.arange(block_ids.shape[0], dtype=jnp.int32)
     marks = cache.slot.at[target].min(PrefixCache.NO_SLOT - 1 - index, mode="drop")
-    found = marks[jnp.stack([block_ids, after, before])]
-    gone_after, gone_before = PrefixCache.NO_SLOT - 1 - found[1:]
+    marks_around = marks[jnp.stack([block_ids, after, before])]
+    gone_after, gone_before = PrefixCache.NO_SLOT - 1 - marks_around[1:]
     after = _survivor(block_ids, after, gone_after, mask)
     before = _survivor(block_ids, before, gone_before, mask)
     dies = mask & (after == block_ids)
@@ -81,7 +81,7 @@ def unlink(
             jnp.where(dies, 0, before), mode="drop"
         ),
         generation=cache.generation.at[jnp.where(dies, slot, cache.num_slots)].set(generation, mode="drop"),
-        slot=marks.at[target].set(after_reading(found[0], PrefixCache.NO_SLOT), mode="drop"),
+        slot=marks.at[target].set(after_reading(marks_around[0], PrefixCache.NO_SLOT), mode="drop"),
         neighbours=_joined(cache, before, after, mask & ~dies),
     )
 

@@ -165,18 +165,18 @@ def named(asked: Any, option: str = "policy") -> Policy:
         check(option, asked, rule, asked in EVICTION_POLICIES)
         return EVICTION_POLICIES[asked]
     path = asked if isinstance(asked, str) else None
-    found = asked if path is None else versions.imported(option, path, rule)
-    if isinstance(found, Ranking):
-        found = policy(path or getattr(found.rank, "__qualname__", "ranking"), found)
-    if not isinstance(found, Policy):
-        raise InputError(f"{option}={shown(asked)} must be {rule}, not {type(found).__name__}")
-    versions.check_version(option, path or found.name, found, "policy")
-    if not found.keeps_content:
+    chosen = asked if path is None else versions.imported(option, path, rule)
+    if isinstance(chosen, Ranking):
+        chosen = policy(path or getattr(chosen.rank, "__qualname__", "ranking"), chosen)
+    if not isinstance(chosen, Policy):
+        raise InputError(f"{option}={shown(asked)} must be {rule}, not {type(chosen).__name__}")
+    versions.check_version(option, path or chosen.name, chosen, "policy")
+    if not chosen.keeps_content:
         raise InputError(
-            f"{option}={shown(path or found.name)} must keep content: its keeps_content must be True"
+            f"{option}={shown(path or chosen.name)} must keep content: its keeps_content must be True"
         )
     if path is not None:
-        return replace(found, name=path)
-    if EVICTION_POLICIES.get(found.name, found) != found:
-        raise InputError(f"{option}={shown(found.name)} must have another name than ours of that name")
-    return found
+        return replace(chosen, name=path)
+    if EVICTION_POLICIES.get(chosen.name, chosen) != chosen:
+        raise InputError(f"{option}={shown(chosen.name)} must have another name than ours of that name")
+    return chosen

@@ -134,13 +134,13 @@ def remove(queue: FreeQueue, ids: Int[Array, " num_ids"], mask: Bool[Array, " nu
     place = queue.place[ids]
     hole = -1 - jnp.arange(ids.shape[0], dtype=jnp.int32)
     ring = queue.ring.at[jnp.where(mask, place, queue.capacity)].min(hole, mode="drop")
-    found = ring[place]
+    ids_there = ring[place]
     target = jnp.where(mask, ids, queue.num_blocks)
     return replace(
         queue,
         ring=ring,
-        place=queue.place.at[target].set(after_reading(found, FreeQueue.NOT_QUEUED), mode="drop"),
-        counters=_counters(queue, num_free=-jnp.sum(mask & (found == hole), dtype=jnp.int32)),
+        place=queue.place.at[target].set(after_reading(ids_there, FreeQueue.NOT_QUEUED), mode="drop"),
+        counters=_counters(queue, num_free=-jnp.sum(mask & (ids_there == hole), dtype=jnp.int32)),
     )
 
 

@@ -65,11 +65,11 @@ def lookup(cache: PrefixCache, hit: Hit, specs: Sequence[CacheSpec], *, spare: i
     max_blocks = hit.block_ids.shape[0]
     length = jnp.arange(1, max_blocks + 1, dtype=jnp.int32)  # judged in each place: up to and with its block
     serves = length <= hit.chain.num_blocks
-    found, first_kept = [hit.block_ids], [jnp.zeros_like(length)]
+    ids_by_group, first_kept = [hit.block_ids], [jnp.zeros_like(length)]
     for group, spec in enumerate(specs[1:], start=1):
-        found.append(find(cache, hit, group))
+        ids_by_group.append(find(cache, hit, group))
         first_kept.append(jnp.minimum(spec.first_read(length * cache.block_size) // cache.block_size, length))
-        is_missing = found[-1] == 0
+        is_missing = ids_by_group[-1] == 0
         if num_first := spec.first_blocks(cache.block_size):
             is_first = length <= num_first
             serves &= lax.cummax(jnp.where(is_missing & is_first, 1, 0)) == 0
@@ -88,7 +88,7 @@ def lookup(cache: PrefixCache, hit: Hit, specs: Sequence[CacheSpec], *, spare: i
     is_kept &= length <= best
     chain = Chain(hit.chain.fields[None])
     chain = prefix_cache.rewind(cache, chain, best[None], hit.block_ids[end][None])
-    return Hit(jnp.where(is_kept, jnp.stack(found), 0), Chain(chain.fields[0]))
+    return Hit(jnp.where(is_kept, jnp.stack(ids_by_group), 0), Chain(chain.fields[0]))
 
 
 def find(cache: PrefixCache, hit: Hit, group: int) -> Int[Array, " max_blocks"]:
@@ -96,7 +96,7 @@ def find(cache: PrefixCache, hit: Hit, group: int) -> Int[Array, " max_blocks"]:
     none.
     """
 
-    def look(_: Array, k: Array, used: Array, found: Int[Array, " max_blocks"]) -> Int[Array, " max_blocks"]:
+    def look(_: Array, k: Array, used: Array, ids: Int[Array, " max_blocks"]) -> Int[Array, " max_blocks"]:
         block_ids = hit.block_ids.at[k].get(mode="clip")
         tokens = _tokens(cache, jnp.full_like(block_ids, group))
         entries = Entries(
@@ -107,8 +107,8 @@ def find(cache: PrefixCache, hit: Hit, group: int) -> Int[Array, " max_blocks"]:
             mask=used,
         )
         slot, is_hit = content_table.match(cache, entries)
-        target = jnp.where(is_hit, k, found.shape[0])
-        return found.at[target].set(content_rings.first_of(cache, slot), mode="drop")
+        target = jnp.where(is_hit, k, ids.shape[0])
+        return ids.at[target].set(content_rings.first_of(cache, slot), mode="drop")
 
     return in_chunks(hit.chain.num_blocks[None], look, jnp.zeros_like(hit.block_ids))
 

@@ -47,7 +47,7 @@ class Grouping:
     def groups_of_class(self, size_class: int) -> tuple[int, ...]:
         """Return the numbers of the groups whose blocks are of this class."""
         classes = self.classes or (0,) * self.num_groups
-        return tuple(group for group, its in enumerate(classes) if its == size_class)
+        return tuple(group for group, class_of_group in enumerate(classes) if class_of_group == size_class)
 
     @property
     def num_groups(self) -> int:

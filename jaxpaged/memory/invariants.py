@@ -87,8 +87,10 @@ def _check_queue(queue: FreeQueue, offset: int) -> None:
             _require(is_free, f"block {block_id} is not free, but its place is {place}")
             if isinstance(queue, RankedQueue):
                 continue
-            found = queue.ring[place]
-            _require(found == number, f"block {block_id} should be at place {place}, where {found} is")
+            queued_ids = queue.ring[place]
+            _require(
+                queued_ids == number, f"block {block_id} should be at place {place}, where {queued_ids} is"
+            )
 
 
 def _check_tables(tables: BlockTables) -> None:
@@ -135,7 +137,7 @@ def _check_class(tables: BlockTables, which: str, size_class: int, line: np.ndar
 def _check_prefix_cache(cache: PrefixCache) -> None:
     _require(cache.slot[NULL_BLOCK] == PrefixCache.NO_SLOT, "the null block has content")
     cached = {int(block_id) for block_id in np.flatnonzero(cache.slot != PrefixCache.NO_SLOT)}
-    found: set[int] = set()
+    found_ids: set[int] = set()
     identities: dict[tuple[object, ...], int] = {}
     num_buckets = cache.num_slots // PrefixCache.BUCKET
     for slot in map(int, np.flatnonzero(cache.last)):
@@ -163,8 +165,8 @@ def _check_prefix_cache(cache: PrefixCache) -> None:
         )
         _require(identity not in identities, f"slots {identities.get(identity)} and {slot} are the same node")
         identities[identity] = slot
-        found.update(ring)
-    _require(cached == found, f"blocks {cached - found} have content that cannot be found")
+        found_ids.update(ring)
+    _require(cached == found_ids, f"blocks {cached - found_ids} have content that cannot be found")
 
 
 def _ring(cache: PrefixCache, slot: int) -> list[int]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, Num, UInt
+from jaxtyping import Array, Bool, Float, Int, Num
 
 from jaxpaged.memory.block_pool import NULL_BLOCK
 from pallas_kernels.layouts import TOKEN_MAJOR, BlockSlice, Layout, Pool, Sizes
@@ -36,9 +36,9 @@ class KVCache:
     num_kv_heads: int = field(metadata={"static": True})
     head_dim: int = field(metadata={"static": True})
     dtype: jnp.dtype = field(metadata={"static": True})  # data type of the computation
-    # Experts that each token of a pass has chosen in each layer, 0 where there are none: left beside K and V,
-    # where a step asks for it. It is no part of the cache between passes.
-    routed: UInt[Array, "num_tokens num_layers num_chosen"] | None = None
+    # Values that layers leave of each token of a pass, by name, 0 where a layer leaves none: beside K and V,
+    # where a step asks for them. They are no part of the cache between passes.
+    values: dict[str, Num[Array, "num_tokens num_layers ..."]] = field(default_factory=dict)
     # Full blocks that have K and V of a model that drafts, too; None: there is none.
     followed: Bool[Array, " num_blocks"] | None = None
     # What layers with states keep in blocks of their own, each [num_state_blocks, num_state_layers, ...].
@@ -124,12 +124,14 @@ class KVCache:
         states = {name: arrays[name].reshape(x.shape) for name, x in self.states.items()}
         return replace(self, states=states)
 
-    def with_routed(
-        self, layer: int | Int[Array, ""], experts: Int[Array, "num_tokens num_chosen"]
+    def with_value(
+        self, name: str, layer: int | Int[Array, ""], values: Num[Array, "num_tokens ..."]
     ) -> "KVCache":
-        """Return the cache with the experts that the tokens of a pass have chosen in a layer."""
-        assert self.routed is not None
-        return replace(self, routed=self.routed.at[:, layer].set(experts.astype(self.routed.dtype)))
+        """Return the cache with what a layer leaves of the tokens of a pass."""
+        before = self.values[name]
+        return replace(
+            self, values=self.values | {name: before.at[:, layer].set(values.astype(before.dtype))}
+        )
 
     def viewed(self, num_kv_heads: int, head_dim: int) -> "KVCache":
         """Return the cache as one of layers with other heads: as many as lie in the bytes of a block.
@@ -182,7 +184,7 @@ def parted(cache: KVCache, num_layers: int, num_kv_heads: int, head_dim: int) ->
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         followed=None,
-        routed=None,
+        values={},
     )
     return replace(cache, blocks=own(cache.blocks), shared=own(cache.shared)), draft
 

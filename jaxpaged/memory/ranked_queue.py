@@ -157,13 +157,13 @@ def remove(queue: RankedQueue, ids: Int[Array, " n"], mask: Bool[Array, " n"]) -
     target = jnp.where(mask, ids, queue.num_blocks)
     mark = 1 + jnp.arange(ids.shape[0], dtype=jnp.int32)
     marks = queue.marks.at[target].max(mark, mode="drop")
-    found = marks[ids]
-    leaves = mask & (found == mark)
+    old_marks = marks[ids]
+    leaves = mask & (old_marks == mark)
     kind = jnp.where(leaves & has_content(queue, ids), queue.kind[ids], queue.num_queued.shape[0])
     queue = replace(
         queue,
         place=queue.place.at[target].set(FreeQueue.NOT_QUEUED, mode="drop"),
-        marks=marks.at[target].set(jnp.minimum(found, 0), mode="drop"),  # XLA must read before it writes
+        marks=marks.at[target].set(jnp.minimum(old_marks, 0), mode="drop"),  # XLA must read before it writes
         counters=queue.counters.at[2].add(-jnp.sum(leaves, dtype=jnp.int32)),
         num_queued=queue.num_queued.at[kind].add(-1, mode="drop"),
     )

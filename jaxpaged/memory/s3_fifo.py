@@ -107,11 +107,11 @@ def _note_turn(
     """Forget contents that are too many; then remember what is evicted from the small queue."""
     ghosts: Ghosts = queue.memory
     num_free = jnp.sum(queue.num_queued)
-    most = (SMALL_SHARE - 1) * num_free // SMALL_SHARE
+    max_main = (SMALL_SHARE - 1) * num_free // SMALL_SHARE
     holds, ring = spared | evicted, ghosts.is_kept.shape[0]
 
     def too_many(ghosts: Ghosts) -> Bool[Array, ""]:
-        return holds & ((ghosts.num_kept > most) | (ghosts.newest - ghosts.oldest + 2 > ring))
+        return holds & ((ghosts.num_kept > max_main) | (ghosts.newest - ghosts.oldest + 2 > ring))
 
     def forget(ghosts: Ghosts) -> Ghosts:
         at = ghosts.place(ghosts.oldest)

@@ -115,18 +115,18 @@ def cache_size(
     Raises `InputError` if not even one sequence of one block would fit, or if a slot's number, all layers
     counted, would be no int32.
     """
-    most = most_blocks(num_layers, block_size)
+    max_blocks = most_blocks(num_layers, block_size)
     if num_blocks is not None:
-        rule = f"at most {most}, for {num_layers} layers of {block_size} tokens a block"
-        check("num_blocks", num_blocks, rule, num_blocks <= most)
+        rule = f"at most {max_blocks}, for {num_layers} layers of {block_size} tokens a block"
+        check("num_blocks", num_blocks, rule, num_blocks <= max_blocks)
         return CacheSize(num_blocks, bytes_per_block, block_size, "num_blocks was given")
     assert budget is not None
     fit = most_that_fit(budget.left, bytes_per_block + state_bytes_per_block, further_bytes)
     if fit < 2:
         raise no_room(bytes_per_block, budget)
-    most = min(MOST_BLOCKS, most)
-    if fit > most:
-        return CacheSize(most, bytes_per_block, block_size, CAPPED, budget)
+    max_blocks = min(MOST_BLOCKS, max_blocks)
+    if fit > max_blocks:
+        return CacheSize(max_blocks, bytes_per_block, block_size, CAPPED, budget)
     return CacheSize(fit, bytes_per_block, block_size, FITTED, budget)
 
 
@@ -135,12 +135,12 @@ def most_that_fit(num_bytes: int, bytes_per_block: int, further_bytes: Callable[
 
     further_bytes: as for `cache_size`; it must not fall as the number rises.
     """
-    most = min(max(num_bytes, 0) // max(bytes_per_block, 1), INT32_MAX)
+    max_blocks = min(max(num_bytes, 0) // max(bytes_per_block, 1), INT32_MAX)
 
     def is_too_much(num_blocks: int) -> bool:
         return num_blocks * bytes_per_block + further_bytes(num_blocks) > num_bytes
 
-    return bisect.bisect_left(range(1, most + 1), True, key=is_too_much)
+    return bisect.bisect_left(range(1, max_blocks + 1), True, key=is_too_much)
 
 
 def no_room(bytes_per_block: int, budget: Budget) -> InputError:
@@ -150,19 +150,19 @@ def no_room(bytes_per_block: int, budget: Budget) -> InputError:
     )
 
 
-def fitted(guess: int, most: int, fit_beside: Callable[[int], int]) -> int:
-    """Return a number of blocks, at most `most`, that fits beside its own program; less than 2 if none does.
+def fitted(guess: int, max_blocks: int, fit_beside: Callable[[int], int]) -> int:
+    """Return a number of blocks, at most `max_blocks`, that fits beside its program; less than 2: none does.
 
     `fit_beside` makes the program for so many blocks and says how many fit beside it, which hardly depends on
     their number. One program is made where the guess fits and gives up at most one block in `SPARED`, else
     two. All numbers are `coarse`: a little less memory next time gives the same program.
     """
-    guess = coarse(min(guess, most))
-    fit = min(fit_beside(guess), most)
+    guess = coarse(min(guess, max_blocks))
+    fit = min(fit_beside(guess), max_blocks)
     if guess <= fit <= guess + guess // SPARED:
         return guess
     while (guess := coarse(fit)) >= 2:
-        fit = min(fit_beside(guess), most)
+        fit = min(fit_beside(guess), max_blocks)
         if fit >= guess:
             break
     return guess

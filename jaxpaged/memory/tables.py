@@ -108,7 +108,11 @@ class BlockTables:
             return self.per_row(of_lines)
         of_groups = of_lines.reshape(-1, self.num_groups)
         sums = [
-            sum(of_groups[:, group] for group, its in enumerate(self.classes) if its == each)
+            sum(
+                of_groups[:, group]
+                for group, class_of_group in enumerate(self.classes)
+                if class_of_group == each
+            )
             for each in range(self.num_classes)
         ]
         return jnp.stack(sums, axis=1)

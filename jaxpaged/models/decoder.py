@@ -30,6 +30,9 @@ from jaxpaged.models.taps import Taps
 from jaxpaged.models.weights import AbstractWeights, Weights
 from pallas_kernels.layouts import TOKEN_MAJOR, Layout
 
+# Name of the experts that a pass leaves of its tokens, where a step asks for them.
+ROUTED_EXPERTS = "routed_experts"
+
 
 class Decoder(nnx.Module):
     """A decoder made of `weights`, whose dtype is that of the activations, too."""
@@ -290,10 +293,10 @@ class DecoderLayers(nnx.Module):
             given = normed
         if batch.wanted is not None:
             given = jnp.where(batch.wanted[:, None], given, 0)
-        tells = cache.routed is not None
+        tells = ROUTED_EXPERTS in cache.values
         out, experts = self._fed_forward(given, after, layer, batch, tells=tells)
-        if experts is not None and cache.routed is not None:
-            cache = cache.with_routed(layer, experts)
+        if tells and experts is not None:
+            cache = cache.with_value(ROUTED_EXPERTS, layer, experts)
         return self._added(after, out, self.mlp_out_norm, layer), cache
 
     def _mixed(

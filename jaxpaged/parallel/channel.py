@@ -76,13 +76,13 @@ class Channel:
     def _prove(self, key: bytes) -> None:
         mine = secrets.token_bytes(NONCE_BYTES)
         self._connection.sendall(mine)
-        its = bytes(self._read(NONCE_BYTES) or b"")
-        if its == mine:
+        peer_nonce = bytes(self._read(NONCE_BYTES) or b"")
+        if peer_nonce == mine:
             raise ConnectionError("the other end has sent back this end's nonce")
         # Each direction has a key of its own, so that nothing that was sent can be sent back.
-        nonces = b"".join(sorted((mine, its)))
+        nonces = b"".join(sorted((mine, peer_nonce)))
         lower, higher = (hmac.digest(key, name + nonces, "sha256") for name in (b"lower", b"higher"))
-        self._sending_key, self._receiving_key = (lower, higher) if mine < its else (higher, lower)
+        self._sending_key, self._receiving_key = (lower, higher) if mine < peer_nonce else (higher, lower)
         self._connection.sendall(hmac.digest(self._sending_key, b"hello", "sha256"))
         answer = self._read(TAG_BYTES) or b""
         if not hmac.compare_digest(hmac.digest(self._receiving_key, b"hello", "sha256"), answer):

@@ -25,15 +25,15 @@ def mesh_of(size: int, replicas: int = 1, num_processes: int = 1) -> Mesh:
     each = (
         [jax.local_devices(i) for i in range(num_processes)] if num_processes > 1 else [jax.local_devices()]
     )
-    count = num_processes * min(len(its) for its in each)
+    count = num_processes * min(len(of_process) for of_process in each)
     what = f"the {each[0][0].platform} devices that JAX has"
     if each[0][0].platform == "cpu":
         what += " (JAX_NUM_CPU_DEVICES in the environment says how many)"
     check("tensor_parallel_size", size, f"at most {count}, {what}", size <= count)
-    most = count // size
-    rule = f"at most {most}: a replica has tensor_parallel_size={size} of {count}, {what}"
-    check("data_parallel_size", replicas, rule, replicas <= most)
-    devices = [device for its in each for device in its[: size * replicas // num_processes]]
+    max_replicas = count // size
+    rule = f"at most {max_replicas}: a replica has tensor_parallel_size={size} of {count}, {what}"
+    check("data_parallel_size", replicas, rule, replicas <= max_replicas)
+    devices = [device for of_process in each for device in of_process[: size * replicas // num_processes]]
     return Mesh(np.array(devices).reshape(replicas, size), (DATA, MODEL))
 
 

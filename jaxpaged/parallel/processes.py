@@ -73,13 +73,13 @@ class Line:
         """Set the connection so that calls are sent at once, are waited for without limit, and a lost
         peer is noticed.
         """
-        its = self._connection
-        its.settimeout(None)
-        its.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        its.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        connection = self._connection
+        connection.settimeout(None)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in KEEPALIVE.items():
             if hasattr(socket, name):  # Linux has all
-                its.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 class Leader:
@@ -100,11 +100,11 @@ class Leader:
         value for one of these names.
         """
         for process_id, received in sorted(self._received.items()):
-            its = received.get()
+            from_follower = received.get()
             for name, value in mine.items():
-                if its.get(name) != value:
+                if (other := from_follower.get(name)) != value:
                     raise InputError(
-                        f"process {process_id}'s {name} must be process 0's, {value}, but is {its.get(name)}"
+                        f"process {process_id}'s {name} must be process 0's, {value}, but is {other}"
                     )
         self.tell("", ())
 
@@ -235,10 +235,12 @@ def _secret() -> bytes | None:
 def _is_loopback(host: str) -> bool:
     """Return whether all addresses of a host are on loopback. Raises `InputError` for an unknown host."""
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        addresses = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError as error:
         raise InputError(f"distributed_init: the host {host!r} is not known: {error}") from error
-    return all(ipaddress.ip_address(str(its[4][0]).partition("%")[0]).is_loopback for its in found)
+    return all(
+        ipaddress.ip_address(str(address[4][0]).partition("%")[0]).is_loopback for address in addresses
+    )
 
 
 def _lead(host: str, num_processes: int, secret: bytes | None, classes: Sequence[type]) -> dict[int, Line]:

@@ -78,8 +78,8 @@ class PoolingEngine:
         for token in (int(ids.min()), int(ids.max())):
             checked_int("prompt token", token, rule, 0, self.model_config.vocab_size - 1)
         if (last := params.truncate_prompt_tokens) is not None:
-            most = f"at most max_model_len={self.max_model_len}"
-            check("truncate_prompt_tokens", last, most, last <= self.max_model_len)
+            max_len_rule = f"at most max_model_len={self.max_model_len}"
+            check("truncate_prompt_tokens", last, max_len_rule, last <= self.max_model_len)
             ids = ids[-(self.max_model_len if last < 0 else last) :]
         if len(ids) > self.max_model_len:
             raise InputError(
@@ -107,8 +107,8 @@ class PoolingEngine:
         """
         for wave in self.waves(texts):
             with self._lock:
-                found = self._compute(wave)
-            yield from map(self._finish, wave, found)
+                vectors = self._compute(wave)
+            yield from map(self._finish, wave, vectors)
 
     def waves(self, texts: Sequence[Text]) -> Iterator[list[Text]]:
         """Yield as many texts at a time as there are rows and blocks for."""
@@ -148,8 +148,8 @@ class PoolingEngine:
                 implementation=self._implementation,
                 wants_all=wants_all,
             )
-            for (row, _), its in zip(some, () if all_ is None else np.asarray(all_), strict=False):
-                hidden[row].append(its)
+            for (row, _), vector in zip(some, () if all_ is None else np.asarray(all_), strict=False):
+                hidden[row].append(vector)
         vectors = np.asarray(jax.device_get(sums))
         return [
             vectors[row] if text.wants_tokens is None else np.concatenate(hidden[row])[: len(text.token_ids)]
@@ -179,16 +179,16 @@ class PoolingEngine:
             weights[0 if self.head.method == "CLS" else -1] = 1
         return weights
 
-    def _finish(self, text: Text, found: np.ndarray) -> np.ndarray:
+    def _finish(self, text: Text, vector: np.ndarray) -> np.ndarray:
         """Return what the head makes of a text's sum, or of each token's hidden state."""
         head, activates = self.head, text.params.use_activation
         if head.classifier is not None and text.wants_tokens != "hidden":
-            logits = found @ head.classifier.T
+            logits = vector @ head.classifier.T
             return logits if activates is False else _chances(logits, head.activation)
-        found = found[..., : text.params.dimensions]
+        vector = vector[..., : text.params.dimensions]
         if head.normalise if activates is None else activates:
-            found = found / np.maximum(np.linalg.norm(found, axis=-1, keepdims=True), 1e-12)
-        return found.astype(np.float32)
+            vector = vector / np.maximum(np.linalg.norm(vector, axis=-1, keepdims=True), 1e-12)
+        return vector.astype(np.float32)
 
 
 def _chances(logits: np.ndarray, activation: str) -> np.ndarray:
@@ -207,11 +207,11 @@ def _num_blocks(setup: Setup) -> int:
     """
     config, max_model_len = setup.config, setup.max_model_len
     least = 1 + cdiv(max_model_len, config.block_size)
-    most = capacity.cache_size(setup).num_blocks
-    if most < least:
-        room = (most - 1) * config.block_size
+    max_blocks = capacity.cache_size(setup).num_blocks
+    if max_blocks < least:
+        room = (max_blocks - 1) * config.block_size
         raise InputError(
-            f"max_model_len={max_model_len} must be at most {room}, the tokens that {most} blocks hold"
+            f"max_model_len={max_model_len} must be at most {room}, the tokens that {max_blocks} blocks hold"
         )
     wanted = 1 + cdiv(config.max_num_seqs * ROW_TOKENS, config.block_size)
-    return most if config.num_blocks is not None else min(most, max(least, wanted))
+    return max_blocks if config.num_blocks is not None else min(max_blocks, max(least, wanted))

@@ -178,10 +178,10 @@ def _rows_of_tokens(checkpoint: Checkpoint, tensors: Mapping[str, Any], tokens: 
             raise InputError(f"classifier_from_token={shown(token)} must be a token of the vocabulary")
     names = checkpoint.names
     table = f"{names.table['embedding' if checkpoint.config.tie_word_embeddings else 'lm_head']}.weight"
-    found = tensors.get(table, tensors.get(table.removeprefix(names.prefix)))
-    if found is None:
+    weight = tensors.get(table, tensors.get(table.removeprefix(names.prefix)))
+    if weight is None:
         raise InputError(f"the weights lack {table!r}")
-    return np.stack([np.asarray(found[vocabulary[token]]).astype(np.float32) for token in tokens])
+    return np.stack([np.asarray(weight[vocabulary[token]]).astype(np.float32) for token in tokens])
 
 
 def body(checkpoint: Checkpoint) -> Checkpoint:

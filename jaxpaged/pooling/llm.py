@@ -95,14 +95,14 @@ class Pooling:
         check("chat_template", chat_template, "None for a model that gives vectors", chat_template is None)
         texts = self._admitted([*first, *second], params)
         vectors = [data / max(float(np.linalg.norm(data)), 1e-12) for _, data in self._run(texts)]
-        own, others = vectors[: len(first)], vectors[len(first) :]
-        found = []
+        first_vectors, others = vectors[: len(first)], vectors[len(first) :]
+        scores = []
         for i, other in enumerate(others):
             mine = i if len(first) > 1 else 0
             ids = np.concatenate([texts[mine].token_ids, texts[len(first) + i].token_ids])
             text = Text(ids, params)
-            found.append(self._output(text, ScoringOutput(float(own[mine] @ other))))
-        return found
+            scores.append(self._output(text, ScoringOutput(float(first_vectors[mine] @ other))))
+        return scores
 
     def _scores_of_pairs(
         self, first: Sequence[str], second: Sequence[str], params: PoolingParams, chat_template: Any
@@ -155,10 +155,10 @@ class Pooling:
                 f"pooling_params has {len(each)} entries, must have one for each of {len(many)} prompts"
             )
         texts = []
-        for i, (prompt, its) in enumerate(zip(many, each, strict=True)):
+        for i, (prompt, options) in enumerate(zip(many, each, strict=True)):
             try:
-                its = PoolingParams() if its is None else its
-                texts.append(self.engine.admit(self._read(prompt), its, wants_tokens=wants_tokens))
+                options = PoolingParams() if options is None else options
+                texts.append(self.engine.admit(self._read(prompt), options, wants_tokens=wants_tokens))
             except InputError as error:
                 raise error if len(many) == 1 else InputError(f"prompt {i}: {error}") from error
         return texts

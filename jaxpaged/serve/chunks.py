@@ -1,12 +1,9 @@
 """Completions in OpenAI's form: one object, or a stream of chunks, each with a list of choices."""
 
-import base64
-import io
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
-import numpy as np
 from fastapi import Request
 from starlette.responses import Response
 
@@ -14,6 +11,7 @@ from jaxpaged.serve.logprobs import TokenNames
 from jaxpaged.serve.replies import DONE, ApiError, event, reply
 from jaxpaged.serve.schemas import ChatRequest, CompletionRequest
 from jaxpaged.serve.service import Choice, Run, Service
+from jaxpaged.step import channels
 
 
 class ChunkWriter[Body: (ChatRequest, CompletionRequest)]:
@@ -57,13 +55,11 @@ class ChunkWriter[Body: (ChatRequest, CompletionRequest)]:
         return run.usage()
 
     def told_at_end(self, run: Run, index: int) -> dict[str, Any]:
-        """Return what a choice tells at its end: the versions of its weights, and its tokens' experts."""
+        """Return what a choice tells at its end: the versions of its weights, and values of channels."""
         told: dict[str, Any] = {}
         if self._body.return_weight_versions:
             told["weight_versions"] = run.versions[index].written()
-        if experts := run.routed_experts[index]:
-            told["routed_experts"] = _in_base64(np.concatenate(experts))
-        return told
+        return told | channels.as_json(channels.joined(run.channels[index]))
 
     async def _events(self, run: Run) -> AsyncGenerator[bytes]:
         """Yield the events of a stream; an `ApiError` is the last but one."""
@@ -76,10 +72,3 @@ class ChunkWriter[Body: (ChatRequest, CompletionRequest)]:
         except ApiError as error:
             yield event(error.body)
         yield DONE
-
-
-def _in_base64(array: np.ndarray) -> str:
-    """Return the bytes of an array's `.npy` file as text, as vLLM writes arrays."""
-    file = io.BytesIO()
-    np.save(file, array, allow_pickle=False)
-    return base64.b64encode(file.getbuffer()).decode("ascii")

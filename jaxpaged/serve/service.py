@@ -11,7 +11,6 @@ from collections.abc import AsyncGenerator, Hashable, Sequence
 from contextlib import aclosing
 from typing import Any
 
-import numpy as np
 from starlette.requests import Request
 
 from jaxpaged.api.async_llm import Admitted, AsyncLLM
@@ -29,6 +28,7 @@ from jaxpaged.serve.options import ServerOptions
 from jaxpaged.serve.replies import ApiError, EventStream, event, unless_gone
 from jaxpaged.serve.schemas import QueuedRequest
 from jaxpaged.serve.versions import VersionSpans
+from jaxpaged.step import channels
 
 log = logging.getLogger("jaxpaged.serve")
 ADAPTER_IDS = itertools.count(1)
@@ -238,7 +238,8 @@ class Run:
         self.num_prompt_tokens = sum(len(each.prompt_token_ids) for each in prompts)
         self.num_completion_tokens = 0
         self.versions: defaultdict[int, VersionSpans] = defaultdict(VersionSpans)  # by choice
-        self.routed_experts: defaultdict[int, list[np.ndarray]] = defaultdict(list)  # likewise, if told
+        # Values of channels that servers give, likewise: those of consecutive outputs.
+        self.channels: defaultdict[int, list[dict[str, Any]]] = defaultdict(list)
         self._service = service
         self._error: ApiError | None = None
         self._why: str | None = None
@@ -280,8 +281,8 @@ class Run:
                         raise self._error
                     index = i * self.params.n + answer.index
                     self.versions[index].add(answer.weight_versions or ())
-                    if answer.routed_experts is not None:
-                        self.routed_experts[index].append(answer.routed_experts)
+                    if values := channels.for_servers(answer):
+                        self.channels[index].append(values)
                     yield Choice.of(index, output, answer)
         except EngineDeadError as error:
             self._why = "engine_dead"

@@ -63,20 +63,20 @@ def admit(
         free = state.tables.pool.num_free - _reserved(state, last_ids, config)
         leader, follows = _leader_in_prompt(state, row)
         forks = follows & in_every(_need_of_fork(state, config)[row] <= free)
-        found = _look_for_room(state, row, free, ~follows, config)
+        hit = _look_for_room(state, row, free, ~follows, config)
         # The rest does not take the state: a `cond` that the cache passes through may copy it on a GPU.
-        started = lax.cond(found.fits, lambda: _start(state, row, found.hit, config), lambda: state)
+        started = lax.cond(hit.fits, lambda: _start(state, row, hit.hit, config), lambda: state)
         phase = started.rows.phase.at[row].set(jnp.where(forks, Phase.FORKING, started.rows.phase[row]))
         its_beams = started.rows.waiting & started.rows.in_group_of(row)
-        phase = jnp.where(its_beams & found.fits, Phase.FOLLOWING, phase)
-        waits = found.is_looked_up & ~found.fits
-        last_rejected = jnp.where(waits, jnp.stack([row, found.num_held]), started.last_rejected)
+        phase = jnp.where(its_beams & hit.fits, Phase.FOLLOWING, phase)
+        waits = hit.is_looked_up & ~hit.fits
+        last_rejected = jnp.where(waits, jnp.stack([row, hit.num_held]), started.last_rejected)
         state = replace(started, rows=replace(started.rows, phase=phase), last_rejected=last_rejected)
-        ok = forks | found.fits
+        ok = forks | hit.fits
         return _Admission(
             state,
             so_far.admitted.at[row].max(ok),
-            so_far.num_hits.at[row].add(jnp.where(found.fits, found.hit.chain.num_blocks, 0)),
+            so_far.num_hits.at[row].add(jnp.where(hit.fits, hit.hit.chain.num_blocks, 0)),
             so_far.leader_row.at[row].set(jnp.where(forks, leader, row)),
             goes_on=ok & may_admit(state, last_ids, plan(state, config), config),
         )
@@ -148,8 +148,8 @@ def _reserved(
     def where(mask: Bool[Array, " rows"], value: Array, other: int | Array) -> Array:
         return jnp.where(mask if value.ndim == 1 else mask[:, None], value, other)
 
-    most = _most_held(rows.num_tokens, tables.block_size, config)
-    to_come = jnp.maximum(most - tables.num_held, 0)
+    max_held = _most_held(rows.num_tokens, tables.block_size, config)
+    to_come = jnp.maximum(max_held - tables.num_held, 0)
     to_come += tables.by_class(copy_on_write.must_copy(tables, last_ids, rows.running.astype(jnp.int32)))
     to_come = where(rows.following, _need_of_beam(state, config), where(rows.running, to_come, 0))
     to_come = where(rows.forking, _need_of_fork(state, config), to_come)
@@ -158,7 +158,7 @@ def _reserved(
         assert not isinstance(config.watermark_blocks, tuple)
         return jnp.sum(to_come) + jnp.where(num_active > 0, config.watermark_blocks + num_active, 0)
     # A class in which a row holds all that it ever will keeps nothing for the row to grow into.
-    grows = _most_held(rows.num_tokens + tables.block_size, tables.block_size, config) > most
+    grows = _most_held(rows.num_tokens + tables.block_size, tables.block_size, config) > max_held
     num_growing = jnp.sum(grows & rows.admitted[:, None], axis=0, dtype=jnp.int32)
     watermark = jnp.asarray(config.watermark_blocks, jnp.int32)
     return jnp.sum(to_come, axis=0) + jnp.where(num_active > 0, watermark + num_growing, 0)
@@ -318,7 +318,7 @@ def _held_by_others(
     num_held, num_shared = sum(held[1:], start=held[0])
     if tables.num_classes > 1:
         groups = map(config.grouping.groups_of_class, range(tables.num_classes))
-        num_shared = jnp.stack([sum(held[group][1] for group in its) for its in groups])
+        num_shared = jnp.stack([sum(held[group][1] for group in members) for members in groups])
     return num_held, num_shared
 
 
@@ -384,8 +384,8 @@ def _start(state: EngineState, row: Int[Array, ""], hit: Hit, config: StepConfig
 
 def _swap_in(state: EngineState, host: HostPool, rows: Bool[Array, " rows"]) -> EngineState:
     """Bring the masked row's blocks back from the host."""
-    most = state.tables.max_blocks_per_row
-    tables, host_tables, info = swap.swap_in(state.tables, host.tables, rows, max_blocks=most)
+    max_blocks = state.tables.max_blocks_per_row
+    tables, host_tables, info = swap.swap_in(state.tables, host.tables, rows, max_blocks=max_blocks)
     return replace(
         state,
         tables=tables,

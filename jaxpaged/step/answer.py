@@ -12,11 +12,11 @@ from jaxpaged.sampling import (
     Scores,
     is_among,
     no_scores,
+    reported_values,
     score,
-    told,
 )
 from jaxpaged.status import Status
-from jaxpaged.step import automata, channels, row_features, speculation
+from jaxpaged.step import channels, features, speculation
 from jaxpaged.step.channels import Values, Verified
 from jaxpaged.step.choice import Slots, allowed, choose
 from jaxpaged.step.config import MAX_STEPS, StepConfig
@@ -49,10 +49,11 @@ def answer(
     row_of_slot = jnp.minimum(slots.row, max_seqs - 1)
     slot_is_due = (slots.row < max_seqs) & due[row_of_slot]
     no_news = no_scores(num_slots)
-    most = 0 if config.lookup is None else config.lookup.most
-    grammars, its_grammars, states = rows.grammars, rows.grammars, None
-    if state.arena is not None and grammars is not None and drafts is not None:
-        its_grammars, states = speculation.grammars_behind(grammars, state.arena, rows, slots, drafts, most)
+    max_drafts = 0 if config.lookup is None else config.lookup.most
+    tracked = tracked_by_slot = features.tracked(rows.features)
+    behind = None
+    if tracked and drafts is not None:
+        tracked_by_slot, behind = speculation.tracked_behind(state, tracked, slots, drafts, max_drafts)
     type Newest = tuple[Int[Array, " rows"], Int[Array, " rows"]]
     type Chosen = tuple[Bool[Array, ""], Newest, Scores, Scores, Values]
 
@@ -60,7 +61,7 @@ def answer(
         """Return how many drafts of each row are right, and its newest token."""
         if drafts is None:
             return jnp.zeros_like(index), token_ids[jnp.minimum(slots.of_row, token_ids.shape[0] - 1)]
-        return speculation.accepted(token_ids, rows, slots, drafts, most)
+        return speculation.accepted(token_ids, rows, slots, drafts, max_drafts)
 
     def choose_in(width: int) -> Chosen:
         """Choose a token in each of the first `width` slots; no other is in use."""
@@ -68,40 +69,40 @@ def answer(
         position = rows.num_tokens[row]
         if slots.offset is not None:
             position += slots.offset[:width]
-        place = row if states is None else jnp.arange(width, dtype=jnp.int32)
+        line = row if behind is None else jnp.arange(width, dtype=jnp.int32)
 
-        def choose_some(its: Slots) -> tuple[Int[Array, " slots"], Values]:
+        def choose_some(some: Slots) -> tuple[Int[Array, " slots"], Values]:
             """Choose tokens, and make the values of those channels that have one for each choice."""
-            options = rows.sampling.take(its.row, its.is_due)
-            made = choose(its, options, rows, its_grammars, state.arena, config)
-            made = row_features.of_choice(rows, its.row, made)
+            options = rows.sampling.take(some.row, some.is_due)
+            made = choose(some, options, rows, tracked_by_slot, state.features, config)
+            made = features.of_choice(rows, some.row, made)
             return made.token_ids, channels.of_choice(state.channels, made)
 
         def score_some(chosen: tuple[Slots, Int[Array, " slots"]]) -> Scores:
-            its, token_ids = chosen
-            options = rows.sampling.take(its.row, its.is_due)
-            logits, edit = allowed(its, options, rows, its_grammars, state.arena, config.processors)
-            temperature = rows.beams.temperature[its.row]
+            some, token_ids = chosen
+            options = rows.sampling.take(some.row, some.is_due)
+            logits, edit = allowed(some, options, rows, tracked_by_slot, state.features, config.processors)
+            temperature = rows.beams.temperature[some.row]
             if config.logprobs_mode == "raw_logprobs":
                 return score(logits, token_ids, options.num_logprobs, temperature)
-            values, are_logits = told(
-                config.logprobs_mode, logits, options, edit, rows.beams.width[its.row] > 0
+            values, are_logits = reported_values(
+                config.logprobs_mode, logits, options, edit, rows.beams.width[some.row] > 0
             )
             return score(values, token_ids, options.num_logprobs, temperature, are_logits)
 
-        its = Slots(model.logits(hidden[:width]), row, is_due, position, place)
+        used_slots = Slots(model.logits(hidden[:width]), row, is_due, position, line)
         num_used = jnp.max(jnp.where(is_due, jnp.arange(width, dtype=jnp.int32) + 1, 0))
-        token_ids, new_values = in_pieces(choose_some, its, num_used, config.rows_at_once)
+        token_ids, new_values = in_pieces(choose_some, used_slots, num_used, config.rows_at_once)
         num_accepted, token = newest(token_ids)
         is_told = is_due if slots.offset is None else is_due & (slots.offset[:width] <= num_accepted[row])
         wants = is_told & (rows.sampling.num_logprobs[row] >= 0)
 
         def note_scores() -> tuple[Scores, Scores]:
-            new = in_pieces(score_some, (its, token_ids), num_used, config.rows_at_once)
+            new = in_pieces(score_some, (used_slots, token_ids), num_used, config.rows_at_once)
             wanted = jnp.where(wants, row, max_seqs), position % MAX_STEPS
             noted = jax.tree.map(lambda ring, values: ring.at[wanted].set(values, mode="drop"), scores, new)
             if width < num_slots:
-                new = jax.tree.map(lambda all_, its: all_.at[:width].set(its), no_news, new)
+                new = jax.tree.map(lambda all_, some: all_.at[:width].set(some), no_news, new)
             return noted, new
 
         noted = lax.cond(jnp.any(wants), note_scores, lambda: (scores, no_news))
@@ -135,11 +136,11 @@ def answer(
     finishes = due & (stops | (num_tokens == rows.max_num_tokens))
     reason = jnp.where(stops, FinishReason.STOP, FinishReason.LENGTH)
     target = jnp.where(due, index, index.shape[0])
-    if state.arena is not None and grammars is not None:
-        if states is not None:
-            grammars = replace(grammars, state=states[index, num_accepted])
-        grammars = automata.moved(grammars, state.arena, token_ids, due)
-        is_lost = due & ~stops & (grammars.state == automata.LOST)
+    if behind is not None:
+        tracked = behind(num_accepted)
+    tracked = features.after_token(tracked, state.features, token_ids, due)
+    for has_lost in features.has_lost(tracked):
+        is_lost = due & ~stops & has_lost
         finishes, reason = finishes | is_lost, jnp.where(is_lost, FinishReason.ERROR, reason)
     rows = replace(
         rows,
@@ -147,6 +148,6 @@ def answer(
         num_tokens=num_tokens,
         phase=jnp.where(finishes, Phase.FINISHED, rows.phase),
         finish_reason=jnp.where(finishes, reason, rows.finish_reason),
-        grammars=grammars,
+        features=rows.features | tracked,
     )
     return replace(state, rows=rows, scores=scores, channels=values), new, num_accepted

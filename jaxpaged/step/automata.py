@@ -71,9 +71,9 @@ def no_grammars(num_rows: int) -> GrammarRows:
 
 
 def masked(
-    logits: Float[Array, "rows vocab"],
-    arena: UInt32[Array, " words"],
     grammars: GrammarRows,
+    arena: UInt32[Array, " words"],
+    logits: Float[Array, "rows vocab"],
     row: Int[Array, " rows"],
     is_due: Bool[Array, " rows"],
 ) -> tuple[Float[Array, "rows vocab"], Bool[Array, " rows"]]:
@@ -128,9 +128,9 @@ def moved(
 
 
 def forced(
-    grammars: GrammarRows, arena: UInt32[Array, " words"], most: int
+    grammars: GrammarRows, arena: UInt32[Array, " words"], max_tokens: int
 ) -> tuple[Int[Array, " rows"], Int[Array, "rows most"]]:
-    """Return how many tokens of forced text come next in each row, at most `most`, and these tokens."""
+    """Return how many tokens of forced text come next in each row, at most `max_tokens`, and these tokens."""
     first = grammars.first
     table, mask_of = first + _at(arena, first, FORCED), first + _at(arena, first, MASK_OF)
     type Carry = tuple[GrammarRows, Bool[Array, " rows"]]
@@ -144,8 +144,22 @@ def forced(
         return (moved(here, arena, token, goes_on), goes_on), (goes_on, token)
 
     start = grammars, (first > 0) & ~by_host(grammars, arena)
-    _, (is_one, tokens) = lax.scan(one_more, start, None, length=most)
+    _, (is_one, tokens) = lax.scan(one_more, start, None, length=max_tokens)
     return jnp.sum(is_one, axis=0, dtype=jnp.int32), tokens.T
+
+
+def forced_in(
+    grammars: GrammarRows, arena: UInt32[Array, " words"], room: Int[Array, " rows"], max_tokens: int
+) -> tuple[Int[Array, " rows"], Int[Array, "rows most"]]:
+    """Return what `forced` does for rows that have room for tokens, at most so many; 0 for others."""
+    follows = (room > 0) & (grammars.first > 0) & (grammars.state >= 0)
+
+    def look() -> tuple[Int[Array, " rows"], Int[Array, "rows most"]]:
+        num, tokens = forced(grammars, arena, max_tokens)
+        return jnp.where(follows, jnp.minimum(num, room), 0), tokens
+
+    nothing = jnp.zeros((room.shape[0], max_tokens), jnp.int32)
+    return lax.cond(jnp.any(follows), look, lambda: (nothing[:, 0], nothing))
 
 
 def by_host(grammars: GrammarRows, arena: UInt32[Array, " words"]) -> Bool[Array, " rows"]:

@@ -11,13 +11,15 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, UInt32
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxpaged.memory import block_table
 from jaxpaged.sampling import Scores, is_in
 from jaxpaged.sampling_params import MAX_BEAM_WIDTH, MAX_LOGPROBS
-from jaxpaged.step import automata
+from jaxpaged.step import features
 from jaxpaged.step.config import MAX_STEPS
+from jaxpaged.step.feature_values import BEAMS
+from jaxpaged.step.features import Values
 from jaxpaged.step.plan import DecodeSlots
 from jaxpaged.step.state import EngineState, FinishReason, Phase, Rows
 
@@ -58,7 +60,7 @@ def advance(
         forks = (came_from != own_row) & state.rows.running
         state = replace(
             state,
-            rows=_continued(state.rows, state.arena, new, slots, choice),
+            rows=_continued(state.rows, state.features, new, slots, choice),
             scores=_noted(state, new, slots, choice),
         )
         state = state.on_tables(block_table.free_rows, forks)
@@ -100,8 +102,8 @@ def _choose_in_group(
 
     def members(mask: Bool[Array, " rows"]) -> Int[Array, " places"]:
         """Return the masked rows of the search, padded with a row beyond all."""
-        (found,) = jnp.nonzero(in_group & mask, size=MAX_BEAM_WIDTH, fill_value=num_rows)
-        return found.astype(jnp.int32)
+        (member_rows,) = jnp.nonzero(in_group & mask, size=MAX_BEAM_WIDTH, fill_value=num_rows)
+        return member_rows.astype(jnp.int32)
 
     live, ended = members(rows.running), members(rows.held)
 
@@ -131,13 +133,13 @@ def _choose_in_group(
         axis=1,
     )
     ties = jnp.concatenate([former_rank, MAX_BEAM_WIDTH + tie])
-    found, best = _best(values, jnp.broadcast_to(ties, values.shape))
+    best_index, best = _best(values, jnp.broadcast_to(ties, values.shape))
     is_one = (place < width) & (best > -jnp.inf)
-    is_new = found >= MAX_BEAM_WIDTH
-    candidate = jnp.maximum(found - MAX_BEAM_WIDTH, 0)
+    is_new = best_index >= MAX_BEAM_WIDTH
+    candidate = jnp.maximum(best_index - MAX_BEAM_WIDTH, 0)
     parent, its_column = candidate // MAX_LOGPROBS, candidate % MAX_LOGPROBS
     # A beam that continues stays in its parent's row. An ended sequence stays in its own.
-    wanted = jnp.stack([parent[0], jnp.where(is_new[1], MAX_BEAM_WIDTH, found[1])])
+    wanted = jnp.stack([parent[0], jnp.where(is_new[1], MAX_BEAM_WIDTH, best_index[1])])
     homes = jnp.stack([live, ended])
     home = jnp.take_along_axis(homes, jax.vmap(_places)(wanted, is_one, homes < num_rows), axis=1)
     home = jnp.where(is_one, home, num_rows)
@@ -168,8 +170,8 @@ def _best(
     come first.
     """
     index = jnp.broadcast_to(jnp.arange(values.shape[1], dtype=jnp.int32), values.shape)
-    falling, _, found = lax.sort((-values, ties, index), num_keys=2)
-    return found[:, :MAX_BEAM_WIDTH], -falling[:, :MAX_BEAM_WIDTH]
+    falling, _, best_index = lax.sort((-values, ties, index), num_keys=2)
+    return best_index[:, :MAX_BEAM_WIDTH], -falling[:, :MAX_BEAM_WIDTH]
 
 
 def _places(
@@ -192,9 +194,7 @@ def _places(
     return jnp.where(is_first, wanted, in_order[jnp.maximum(nth, 0)])
 
 
-def _continued(
-    rows: Rows, arena: UInt32[Array, " words"] | None, new: Scores, slots: DecodeSlots, choice: Choice
-) -> Rows:
+def _continued(rows: Rows, shared: Values, new: Scores, slots: DecodeSlots, choice: Choice) -> Rows:
     """Return the rows with their next tokens appended to the tokens of the rows that they continue."""
     index = jnp.arange(choice.source.shape[0], dtype=jnp.int32)
     changes, source = choice.changes, choice.source
@@ -205,18 +205,16 @@ def _continued(
         jnp.maximum(token, 0), mode="drop"
     )
     reason = jnp.where(rows.running, FinishReason.LENGTH, FinishReason.STOP)
-    grammars = rows.grammars
-    if arena is not None and grammars is not None:
-        before = replace(grammars, state=jnp.where(changes, grammars.state[source], grammars.state))
-        grammars = automata.moved(before, arena, jnp.maximum(token, 0), changes)
+    tracked = features.of_parents(features.tracked(rows.features), source, changes)
+    tracked = features.after_token(tracked, shared, jnp.maximum(token, 0), changes)
+    beams = replace(rows.beams, cum_logprob=choice.cum_logprob, rank=choice.rank)
     return replace(
         rows,
         token_ids=token_ids,
         num_tokens=jnp.where(changes, position + 1, rows.num_tokens),
         phase=jnp.where(choice.finishes, Phase.FINISHED, rows.phase),
         finish_reason=jnp.where(choice.finishes, reason, rows.finish_reason),
-        beams=replace(rows.beams, cum_logprob=choice.cum_logprob, rank=choice.rank),
-        grammars=grammars,
+        features=rows.features | tracked | {BEAMS: beams},
     )
 
 

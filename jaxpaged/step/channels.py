@@ -5,7 +5,9 @@ else is made from the table: the state's arrays, the report, the merge over repl
 the fields of `CompletionOutput`. A channel that is off adds no array.
 """
 
+import base64
 import enum
+import io
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +20,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt8
 
 from jaxpaged.arithmetic import cdiv
-from jaxpaged.checks import check
+from jaxpaged.checks import InputError, check, checked_int
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.sampling import in_bits, score_candidates, support
 from jaxpaged.sampling_state import SamplingState
@@ -67,6 +69,10 @@ def _first(params: Any) -> int:
     return 0
 
 
+def _anything_goes(params: Any, prompt_len: int, vocab_size: int, config: Any) -> None:
+    pass
+
+
 def _none_given(params: Any) -> Given | None:
     return None
 
@@ -86,8 +92,9 @@ class Channel:
     of_choice: Callable[[Choice], Array] | None = None
     # TOKEN: makes them, likewise, when the chosen tokens have been compared with the drafts.
     of_drafts: Callable[[Verified], Array] | None = None
-    # POSITION: field of `KVCache` in which the model leaves the values of a pass, [num_tokens, *shape].
-    pass_field: str = ""
+    # Raises `InputError` for a request that asks for what the prompt, the model or the engine has not: by its
+    # `SamplingParams`, the prompt's length, the size of the vocabulary and the engine's config.
+    check: Callable[[Any, int, int, Any], None] = field(default=_anything_goes)
     # PLACE: what a request's `SamplingParams` give, None for nothing. They must have `tells_prompt` then.
     given: Callable[[Any], Given | None] = field(default=_none_given)
     # PLACE: makes the values, float32 [places, *shape], of the logits of the tokens behind some places, and
@@ -96,6 +103,8 @@ class Channel:
     # What users get for the values of some tokens, a NumPy array [n, *shape]: a tuple or an array of n.
     read: Callable[[np.ndarray], Any] = field(default=np.array)
     output: Callable[[Any], Any] = field(default=lambda value: value)  # what `CompletionOutput` has for it
+    # What servers give for all values of an answer, by what users get for them; None: they give nothing.
+    as_json: Callable[[Any], Any] | None = None
     # POSITION: the first position of the prompt that is reported, by a request's `SamplingParams`.
     first: Callable[[Any], int] = field(default=_first)
 
@@ -117,7 +126,7 @@ class Channel:
             return kept[row, position % MAX_STEPS]
         return kept.at[row, position].get(mode="clip")
 
-    def told(self, params: Any, tiles: Mapping[int, np.ndarray]) -> Any:
+    def reported(self, params: Any, tiles: Mapping[int, np.ndarray]) -> Any:
         """Return what users get for the places of a prompt; None if the request gives nothing for any.
 
         tiles: values of the places of each tile, float32 [num_places, *shape], by its first place.
@@ -203,6 +212,41 @@ def _experts(model: ModelConfig, config: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((model.num_layers, experts.num_chosen), dtype)
 
 
+def _check_experts(params: Any, prompt_len: int, vocab_size: int, config: Any) -> None:
+    """Check the first token whose experts are reported."""
+    name, start = "routed_experts_prompt_start", params.routed_experts_prompt_start
+    rule = "0 without enable_return_routed_experts, the engine's option"
+    check(name, start, rule, start == 0 or config.enable_return_routed_experts)
+    check(name, start, f"at most {prompt_len}, the prompt's length", start <= prompt_len)
+
+
+def _in_base64(array: np.ndarray) -> str:
+    """Return the bytes of an array's `.npy` file as text, as vLLM writes arrays."""
+    file = io.BytesIO()
+    np.save(file, array, allow_pickle=False)
+    return base64.b64encode(file.getbuffer()).decode("ascii")
+
+
+def _check_candidates(params: Any, prompt_len: int, vocab_size: int, config: Any) -> None:
+    """Check the tokens that a request gives to be scored behind places of its prompt."""
+    name, ids = "prompt_logprob_token_ids", params.prompt_logprob_token_ids
+    if ids is None:
+        return
+    max_ids = config.max_prompt_logprob_token_ids
+    check(name, ids, "None without max_prompt_logprob_token_ids, the engine's option", max_ids > 0)
+    start = params.prompt_logprob_start or 0
+    want = max(prompt_len - 1 - start, 0)
+    if len(ids) != want:
+        raise InputError(
+            f"{name} has {len(ids)} lines, must have {want}, one for each token of the prompt behind place "
+            f"prompt_logprob_start={start}"
+        )
+    rule = f"at most max_prompt_logprob_token_ids={max_ids}"
+    check(f"number of ids in a line of {name}", ids.shape[1], rule, ids.shape[1] <= max_ids)
+    rule = f"-1 or a token id, an int in [0, {vocab_size})"
+    checked_int(f"{name}: token", int(ids.max()), rule, -1, vocab_size - 1)
+
+
 def _candidates(params: Any) -> Given | None:
     """Return the tokens to be scored behind places of a prompt."""
     ids = params.prompt_logprob_token_ids
@@ -238,8 +282,9 @@ EXPERTS = Channel(
     "enable_return_routed_experts",
     Per.POSITION,
     like=_experts,
-    pass_field="routed",
+    check=_check_experts,
     first=lambda params: params.routed_experts_prompt_start,
+    as_json=_in_base64,
 )
 DRAFTS = Channel(
     "drafts",
@@ -253,6 +298,7 @@ CANDIDATES = Channel(
     "max_prompt_logprob_token_ids",
     Per.PLACE,
     like=lambda model, config: jax.ShapeDtypeStruct((config.max_prompt_logprob_token_ids,), jnp.float32),
+    check=_check_candidates,
     given=_candidates,
     of_prompt=score_candidates,
 )
@@ -269,6 +315,12 @@ def switched_on(config: Any, model_config: ModelConfig) -> tuple[tuple[str, jax.
         for channel in CHANNELS.values()
         if not channel.option or getattr(config, channel.option)
     )
+
+
+def check_request(params: Any, prompt_len: int, vocab_size: int, config: Any) -> None:
+    """Raise `InputError` for a request that asks for values that its prompt or the engine has not."""
+    for channel in CHANNELS.values():
+        channel.check(params, prompt_len, vocab_size, config)
 
 
 def of_choice(kept: Values, choice: Choice) -> Values:
@@ -312,28 +364,25 @@ def by_position(kept: Values) -> Values:
     return {name: values for name, values in kept.items() if CHANNELS[name].per is Per.POSITION}
 
 
-def before_pass(kept: Values, num_tokens: int) -> dict[str, Any]:
-    """Return the fields of `KVCache` that a pass over so many tokens fills in, empty."""
-    return {
-        CHANNELS[name].pass_field: jnp.zeros((num_tokens, *values.shape[2:]), values.dtype)
-        for name, values in kept.items()
-    }
+def before_pass(kept: Values, num_tokens: int) -> Values:
+    """Return the values that a model is to leave in its `KVCache` of a pass over so many tokens, empty."""
+    return {name: jnp.zeros((num_tokens, *values.shape[2:]), values.dtype) for name, values in kept.items()}
 
 
 def after_pass(
     kept: Values,
-    cache: Any,
+    new: Values,
     row: Int[Array, "num_tiles tile_len"],
     position: Int[Array, "num_tiles tile_len"],
     valid: Bool[Array, "num_tiles tile_len"],
-) -> tuple[Any, Values]:
-    """Return what `before_pass` set in a `KVCache`, as None again, and the values after the pass."""
-    found = {}
+) -> Values:
+    """Return the values after a pass, by those that the model has left of its tokens."""
+    after = {}
     for name, values in kept.items():
         at = jnp.where(valid, row, values.shape[0]), position
-        new = getattr(cache, CHANNELS[name].pass_field).reshape(*position.shape, *values.shape[2:])
-        found[name] = values.at[at].set(new, mode="drop")
-    return {CHANNELS[name].pass_field: None for name in kept}, found
+        of_tokens = new[name].reshape(*position.shape, *values.shape[2:])
+        after[name] = values.at[at].set(of_tokens, mode="drop")
+    return after
 
 
 def joined(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -345,3 +394,16 @@ def joined(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def without_last(values: Mapping[str, Any], num: int) -> dict[str, Any]:
     """Return the values of a delta without those of its last `num` tokens."""
     return {name: CHANNELS[name].without_last(each, num) for name, each in values.items()}
+
+
+def for_servers(output: Any) -> dict[str, Any]:
+    """Return the values of a `CompletionOutput` that servers give, by name."""
+    names = [name for name, channel in CHANNELS.items() if channel.as_json is not None]
+    values = {name: output.channels.get(name, getattr(output, name, None)) for name in names}
+    return {name: each for name, each in values.items() if each is not None}
+
+
+def as_json(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what servers give for all values of an answer, by name."""
+    makes = {name: CHANNELS[name].as_json for name in values}
+    return {name: make(values[name]) for name, make in makes.items() if make is not None}

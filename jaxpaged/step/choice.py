@@ -7,17 +7,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, UInt32
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxpaged.contracts.processors import Processor, processed
 from jaxpaged.contracts.samplers import Sampler, SamplingOptions
 from jaxpaged.sampling import Context, edited, likeliest, sample
 from jaxpaged.sampling_state import SamplingState
-from jaxpaged.step import automata
-from jaxpaged.step.automata import GrammarRows
+from jaxpaged.step import automata, features
 from jaxpaged.step.channels import Choice, Edit
 from jaxpaged.step.config import StepConfig
-from jaxpaged.step.row_features import ARGUMENTS
+from jaxpaged.step.features import ARGUMENTS, Values
 from jaxpaged.step.state import Rows
 
 
@@ -28,34 +27,35 @@ class Slots(NamedTuple):
     row: Int[Array, " slots"]
     is_due: Bool[Array, " slots"]
     position: Int[Array, " slots"]  # of the token that is chosen
-    place: Int[Array, " slots"]  # line of the grammars' states
+    line: Int[Array, " slots"]  # of the values of features that tokens change
 
 
 def allowed(
     slots: Slots,
     options: SamplingState,
     rows: Rows,
-    grammars: GrammarRows | None,
-    arena: UInt32[Array, " words"] | None,
+    tracked: Values,
+    shared: Values,
     processors: tuple[Processor, ...] = (),
 ) -> tuple[Float[Array, "slots vocab"], Edit]:
-    """Return the logits that the slots' grammars leave, and what applies their rules to logits.
+    """Return the logits that features leave, and what applies the slots' rules to logits.
 
-    options: of each slot. grammars: places in automata, in the lines that `slots.place` names.
+    options: of each slot. tracked: values of features that tokens change, in the lines that `slots.line`
+        names. shared: those of all rows together.
     """
-    logits, row, is_due, position, place = slots
+    logits, row, is_due, position, line = slots
     context = Context(row, rows.prompt_lens[row], position, rows.token_ids)
-    follows = None
-    if arena is not None and grammars is not None:
-        logits, follows = automata.masked(logits, arena, grammars, place, is_due)
+    logits, barred = features.masked(tracked, shared, logits, line, is_due)
 
     def edit(logits: Float[Array, "rows vocab"]) -> Float[Array, "rows vocab"]:
         changed = edited(logits, rows.rules, options.has_rules, context)
         if processors:
-            words, its = rows.features[ARGUMENTS.name][row], rows.token_ids[row]
-            of_rows = its, context.prompt_lens, position, rows.arrival[row]
+            words, token_ids = rows.features[ARGUMENTS][row], rows.token_ids[row]
+            of_rows = token_ids, context.prompt_lens, position, rows.arrival[row]
             changed = processed(processors, changed, words, options.has_rules, of_rows)
-        return changed if follows is None else automata.not_empty(changed, logits, follows)
+        for has_some in barred:
+            changed = automata.not_empty(changed, logits, has_some)
+        return changed
 
     return logits, edit
 
@@ -64,15 +64,15 @@ def choose(
     slots: Slots,
     options: SamplingState,
     rows: Rows,
-    grammars: GrammarRows | None,
-    arena: UInt32[Array, " words"] | None,
+    tracked: Values,
+    shared: Values,
     config: StepConfig,
 ) -> Choice:
     """Choose a token in each slot, from what `allowed` leaves, by the config's sampler.
 
     A token is -1 if the sampler has chosen one that is not in the vocabulary.
     """
-    logits, edit = allowed(slots, options, rows, grammars, arena, config.processors)
+    logits, edit = allowed(slots, options, rows, tracked, shared, config.processors)
     sampler = config.sampler
     if sampler is None:
         token_ids = sample(logits, options, slots.position, edit)

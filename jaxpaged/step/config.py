@@ -140,8 +140,8 @@ class StepConfig:
         blocks, kept = cdiv(num_tokens, block_size), spec.most_kept(self.num_tiles * PREFILL_TILE)
         if kept is None:
             return blocks
-        most = cdiv(kept, block_size) + 1 + spec.first_blocks(block_size)
-        return min(blocks, most) if isinstance(blocks, int) else jnp.minimum(blocks, most)
+        max_blocks = cdiv(kept, block_size) + 1 + spec.first_blocks(block_size)
+        return min(blocks, max_blocks) if isinstance(blocks, int) else jnp.minimum(blocks, max_blocks)
 
     def blocks_shared[T: (int, Array)](self, num_tokens: T, block_size: int) -> T | int:
         """Return how many full blocks of a row's first `num_tokens` tokens are sure to be kept.

@@ -44,18 +44,18 @@ def serve(
     if not isinstance(config.lookup, ByModel):
         return model(token_ids, positions, cache, batch)
     draft = of_model(model)
-    own, its = kv_cache.parted(cache, *draft.cache_sizes)
+    served_cache, draft_cache = kv_cache.parted(cache, *draft.cache_sizes)
     if not isinstance(draft, HeadDrafter):
-        hidden, own = model(token_ids, positions, own, batch)
-        return hidden, kv_cache.joined(own, its)
+        hidden, served_cache = model(token_ids, positions, served_cache, batch)
+        return hidden, kv_cache.joined(served_cache, draft_cache)
     assert isinstance(model, TappedModel)
     if draft.reads_last:
         batch = replace(batch, wanted=None)
-    hidden, taps, own = model.tapped(token_ids, positions, own, batch, draft.behind)
-    its, known = features.taken(its)
+    hidden, taps, served_cache = model.tapped(token_ids, positions, served_cache, batch, draft.behind)
+    draft_cache, known = features.taken(draft_cache)
     slots = batch.slot_mapping if batch.grouping is None else batch.slot_mapping[0]
     known = features.write(known, slots, draft.features(hidden, taps))
-    return hidden, kv_cache.joined(own, features.put(its, known))
+    return hidden, kv_cache.joined(served_cache, features.put(draft_cache, known))
 
 
 def compute(
@@ -84,14 +84,14 @@ def compute(
     assert isinstance(model, TappedModel)
     cache, known = features.taken(cache)
     embedded = draft.embed(token_ids, model.rows_of)
-    hidden, own, cache = draft(embedded, features.read(known, slots), places, cache, batch)
-    return hidden, own, features.put(cache, known)
+    hidden, left, cache = draft(embedded, features.read(known, slots), places, cache, batch)
+    return hidden, left, features.put(cache, known)
 
 
 def hand_on(
     cache: KVCache,
     tables: BlockTables,
-    own: Float[Array, "num_tiles hidden"],
+    left: Float[Array, "num_tiles hidden"],
     tiles: Tiles,
     drafts_now: Bool[Array, " num_tiles"],
 ) -> KVCache:
@@ -99,7 +99,7 @@ def hand_on(
     cache, known = features.taken(cache)
     valid = (tiles.end > 0) & drafts_now
     slots = block_table.slot_mapping(tables, tiles.row[:, None], tiles.start[:, None] + 1, valid[:, None])
-    return features.put(cache, features.write(known, slots.reshape(-1), own))
+    return features.put(cache, features.write(known, slots.reshape(-1), left))
 
 
 def logits(model: Model, hidden: Float[Array, "rows hidden"]) -> Float[Array, "rows vocab"]:

@@ -21,10 +21,11 @@ from jaxpaged.memory import kv_cache
 from jaxpaged.memory.block_pool import NULL_BLOCK
 from jaxpaged.memory.entries import dealt, number_through
 from jaxpaged.memory.kv_cache import KVCache
-from jaxpaged.step import automata, draft_pass
-from jaxpaged.step.automata import GrammarRows
+from jaxpaged.step import draft_pass, features
 from jaxpaged.step.choice import Slots, choose
 from jaxpaged.step.config import StepConfig
+from jaxpaged.step.feature_values import DRAFTS
+from jaxpaged.step.features import Values
 from jaxpaged.step.model import Model
 from jaxpaged.step.plan import DecodeSlots, Tiles, wide_tiles
 from jaxpaged.step.speculation import MOST_BEHIND, Drafts
@@ -39,7 +40,7 @@ class Drafting:
     index: Int[Array, ""]  # tokens of each row that were computed
     kv_cache: KVCache  # that of the model that drafts
     token_ids: Int[Array, "rows max_model_len"]
-    grammars: GrammarRows | None  # behind the drafts; None: there is no arena
+    tracked: Values  # of features that tokens change, behind the drafts
 
 
 def write_drafts(
@@ -51,7 +52,6 @@ def write_drafts(
     its own decode slot, one pass after the other, but for many that it is behind with: those in tiles.
     """
     ahead, rows, max_seqs = draft_pass.ahead(model), state.rows, state.tables.max_seqs
-    assert rows.drafting is not None
     newest, num = rows.num_tokens - 1 - ahead, drafts.num
     followed = rows.drafting.followed
     is_far_behind = (num > 0) & (newest - followed > MOST_BEHIND)
@@ -62,7 +62,7 @@ def write_drafts(
     followed = lax.cond(jnp.any(is_far_behind), with_marked, lambda: followed)
     end = jnp.where(is_far_behind, newest, followed)
     followed, cache = catch_up(model, state, followed, end, config)
-    own, its = kv_cache.parted(cache, *draft_pass.of_model(model).cache_sizes)
+    served_cache, draft_cache = kv_cache.parted(cache, *draft_pass.of_model(model).cache_sizes)
 
     # Rows have the first slots, and while more of them run than may, none drafts.
     most_rows = config.max_num_seqs if config.most_drafting is None else max(config.most_drafting, 1)
@@ -72,10 +72,10 @@ def write_drafts(
     if slots.offset is not None:
         is_own &= slots.offset[:most_rows] == 0
     options = rows.sampling.take(row, is_own)
-    most = jnp.max(jnp.where(num > 0, newest + num - followed, 0))
+    num_passes = jnp.max(jnp.where(num > 0, newest + num - followed, 0))
 
     def goes_on(done: Drafting) -> Bool[Array, ""]:
-        return done.index < most
+        return done.index < num_passes
 
     def compute_one(done: Drafting) -> Drafting:
         position = followed + done.index  # of each row
@@ -84,31 +84,28 @@ def write_drafts(
         start = jnp.where(runs, position[row], 0)
         tiles = Tiles(row, start, start, jnp.where(runs, start + 1, 0), tile_len=1)
         its_rows = replace(rows, token_ids=done.token_ids)
-        hidden, features, cache = draft_pass.compute(
-            model, its_rows, state.tables, done.kv_cache, tiles, config
-        )
+        hidden, left, cache = draft_pass.compute(model, its_rows, state.tables, done.kv_cache, tiles, config)
         drafts_now = computes & (position >= newest)
-        if features is not None:
-            cache = draft_pass.hand_on(cache, state.tables, features, tiles, drafts_now[row])
+        if left is not None:
+            cache = draft_pass.hand_on(cache, state.tables, left, tiles, drafts_now[row])
         behind, logits = 1 + ahead, draft_pass.logits(model, hidden)
         due = Slots(logits, row, runs, start + behind, row)
-        chosen = choose(due, options, its_rows, done.grammars, state.arena, config).token_ids
+        chosen = choose(due, options, its_rows, done.tracked, state.features, config).token_ids
         token = chosen[jnp.minimum(slots.of_row, row.shape[0] - 1)]
         at = jnp.where(drafts_now, jnp.arange(max_seqs), max_seqs), position + behind
-        grammars = done.grammars
-        if state.arena is not None and grammars is not None:
-            grammars = automata.moved(grammars, state.arena, token, drafts_now)
-        return Drafting(done.index + 1, cache, done.token_ids.at[at].set(token, mode="drop"), grammars)
+        tracked = features.after_token(done.tracked, state.features, token, drafts_now)
+        return Drafting(done.index + 1, cache, done.token_ids.at[at].set(token, mode="drop"), tracked)
 
-    done = lax.while_loop(goes_on, compute_one, Drafting(jnp.int32(0), its, rows.token_ids, rows.grammars))
+    first = Drafting(jnp.int32(0), draft_cache, rows.token_ids, features.tracked(rows.features))
+    done = lax.while_loop(goes_on, compute_one, first)
     # A head's entries of drafts are made of features of its own: they are to be computed again.
     computed = newest + (1 if ahead else num)
     followed = jnp.where(num > 0, computed, rows.drafting.followed)
     drafting = replace(rows.drafting, followed=followed)
     return replace(
         state,
-        rows=replace(rows, token_ids=done.token_ids, drafting=drafting),
-        kv_cache=kv_cache.joined(own, done.kv_cache),
+        rows=replace(rows, token_ids=done.token_ids, features=rows.features | {DRAFTS: drafting}),
+        kv_cache=kv_cache.joined(served_cache, done.kv_cache),
     )
 
 
@@ -148,9 +145,9 @@ def catch_up(
         gets = dealt(jnp.where(done < end, (end - 1) // PREFILL_TILE - first + 1, 0), config.tiles_per_pass)
         row, k, used = number_through(gets, config.tiles_per_pass)
         tiles = wide_tiles(row, k, used, done[row], end[row])
-        own, its = kv_cache.parted(cache, *draft_pass.of_model(model).cache_sizes)
-        *_, its = draft_pass.compute(model, state.rows, tables, its, tiles, config)
-        cache = kv_cache.joined(own, its)
+        served_cache, draft_cache = kv_cache.parted(cache, *draft_pass.of_model(model).cache_sizes)
+        *_, draft_cache = draft_pass.compute(model, state.rows, tables, draft_cache, tiles, config)
+        cache = kv_cache.joined(served_cache, draft_cache)
         reached = jnp.where(gets > 0, jnp.minimum((first + gets) * PREFILL_TILE, end), done)
         place = (tiles.start // block_size)[:, None] + in_tile
         ids = tables.block_tables.at[tables.line_of(row)[:, None], place].get(mode="clip")

@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Int
 from jaxpaged.arithmetic import cdiv
 from jaxpaged.step import past as past_answers
 from jaxpaged.step.config import Lookup, SuffixLookup
-from jaxpaged.step.features import Past
+from jaxpaged.step.feature_values import Past
 from jaxpaged.step.state import Rows
 
 # Positions that one turn of the search looks at: the time follows the length of what is there.
@@ -30,7 +30,7 @@ def look_up(
     A CPU takes one row after the other, so that the time follows the number of those that are wanted.
     """
 
-    def found(
+    def followers_of(
         token_ids: Int[Array, "some max_model_len"],
         num_tokens: Int[Array, " some"],
         salt: Int[Array, " some"],
@@ -44,14 +44,14 @@ def look_up(
         (which,) = jnp.nonzero(wanted, size=num_rows, fill_value=0)
 
         def one(i: Int[Array, ""], all_: Found) -> Found:
-            num, follow = found(*(lax.dynamic_slice_in_dim(each, which[i], 1) for each in of_rows))
+            num, follow = followers_of(*(lax.dynamic_slice_in_dim(each, which[i], 1) for each in of_rows))
             return all_[0].at[which[i]].set(num[0]), all_[1].at[which[i]].set(follow[0])
 
         nothing = jnp.zeros(num_rows, jnp.int32), jnp.zeros((num_rows, lookup.most), jnp.int32)
         return lax.fori_loop(0, jnp.sum(wanted), one, nothing)
 
     of_rows = rows.token_ids, rows.num_tokens, rows.salt
-    return lax.platform_dependent(*of_rows, cpu=in_turn, default=found)
+    return lax.platform_dependent(*of_rows, cpu=in_turn, default=followers_of)
 
 
 def followers(
@@ -101,29 +101,29 @@ def likely_followers(
     index = jnp.arange(num_tokens.shape[0], dtype=jnp.int32)[:, None]
     place = jnp.arange(MOST_OCCURRENCES, dtype=jnp.int32)
     # Positions in past answers come before the row's own, which are counted from here on.
-    own = 0 if past is None else past.token_ids.shape[0]
+    num_past = 0 if past is None else past.token_ids.shape[0]
     # The longest end so far, how often it occurs, and a ring of its last occurrences.
     type Ends = tuple[Int[Array, " rows"], Int[Array, " rows"], Int[Array, "rows occurrences"]]
 
     def search(i: Int[Array, ""], ends: Ends) -> Ends:
         position, length = _lengths(token_ids, num_tokens, i, lookup.longest)
         length = jnp.where(position < num_tokens[:, None], length, 0)
-        return with_lengths(own + position, length, ends)
+        return with_lengths(num_past + position, length, ends)
 
     def search_past(i: Int[Array, ""], ends: Ends) -> Ends:
         assert past is not None
         assert salt is not None
         last = _ends(token_ids, num_tokens, lookup.longest)
         first = i * PAST_AT_ONCE
-        its = past_answers.stretch(past, first - lookup.longest, PAST_AT_ONCE + lookup.longest)
-        tokens, owner = its.token_ids, its.owner[lookup.longest :]
+        chunk = past_answers.stretch(past, first - lookup.longest, PAST_AT_ONCE + lookup.longest)
+        tokens, owner = chunk.token_ids, chunk.owner[lookup.longest :]
         position = first + jnp.arange(PAST_AT_ONCE, dtype=jnp.int32)
-        may = (its.salt[lookup.longest :] == salt[:, None]) & (position < past.num_tokens)
+        may = (chunk.salt[lookup.longest :] == salt[:, None]) & (position < past.num_tokens)
 
         def same(distance: int) -> Bool[Array, "rows chunk"]:
             begin = lookup.longest - 1 - distance
             here = slice(begin, begin + PAST_AT_ONCE)
-            tokens_here = jnp.where(its.owner[here] == owner, tokens[here], -1)
+            tokens_here = jnp.where(chunk.owner[here] == owner, tokens[here], -1)
             return may & (tokens_here == last[:, distance][:, None]) & (tokens_here >= 0)
 
         newest = same(0)
@@ -161,7 +161,7 @@ def likely_followers(
     count = jnp.minimum(count, MOST_OCCURRENCES)
     # By the end's tokens, and by its occurrences: Python's numbers are those of the oracle.
     drafts_of = [min(int(n * lookup.factor), lookup.most) for n in range(lookup.longest + 1)]
-    most = jnp.array(drafts_of, jnp.int32)[length]
+    max_drafts = jnp.array(drafts_of, jnp.int32)[length]
     shares = range(MOST_OCCURRENCES + 1)
     least_of = [next((k for k in range(1, n) if k / n >= lookup.min_prob), n) for n in shares]
     least = jnp.array(least_of, jnp.int32)[count]
@@ -170,11 +170,11 @@ def likely_followers(
     def more(k: Int[Array, ""], path: Path) -> Path:
         """Choose the next token of each row, and keep the occurrences that have it."""
         alive, num, drafts = path
-        behind = position - own + k
+        behind = position - num_past + k
         drafted = drafts.at[index, behind - num_tokens[:, None]].get(mode="clip")
         tokens = jnp.where(behind < num_tokens[:, None], _tokens_at(token_ids, behind), drafted)
         if past is not None:
-            tokens = jnp.where(position < own, past_answers.token_behind(past, position, k), tokens)
+            tokens = jnp.where(position < num_past, past_answers.token_behind(past, position, k), tokens)
             alive &= tokens >= 0
         same = (tokens[:, :, None] == tokens[:, None]) & alive[:, None]
         votes = jnp.where(alive, jnp.sum(same, axis=2, dtype=jnp.int32), 0)
@@ -182,7 +182,7 @@ def likely_followers(
         last = jnp.argmax(jnp.where(is_best, position, -1), axis=1)
         token = tokens[index[:, 0], last]
         alive &= tokens == token[:, None]
-        goes_on = (num == k) & (k < most) & (jnp.sum(alive, axis=1) >= least)
+        goes_on = (num == k) & (k < max_drafts) & (jnp.sum(alive, axis=1) >= least)
         return alive, num + goes_on, drafts.at[:, k].set(token)
 
     drafts = jnp.zeros((num_tokens.shape[0], lookup.most), jnp.int32)
@@ -226,7 +226,7 @@ def _lengths(
     length = jnp.zeros(same.shape, jnp.int32)
     for distance in range(longest):
         begin = longest - 1 - distance
-        its = window[:, begin : begin + POSITIONS_AT_ONCE]
-        same &= (its == ends[:, distance][:, None]) & (its >= 0)
+        shifted = window[:, begin : begin + POSITIONS_AT_ONCE]
+        same &= (shifted == ends[:, distance][:, None]) & (shifted >= 0)
         length += same
     return first + jnp.arange(POSITIONS_AT_ONCE, dtype=jnp.int32), length

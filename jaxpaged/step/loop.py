@@ -26,9 +26,9 @@ from jaxpaged.models.adapter_slots import put
 from jaxpaged.models.layers import AdapterParam
 from jaxpaged.parallel.mesh import BY_SHARD, ON_EACH
 from jaxpaged.status import Status
-from jaxpaged.step import scheduler
-from jaxpaged.step.automata import no_grammars
+from jaxpaged.step import features, scheduler
 from jaxpaged.step.config import MAX_STEPS, StepConfig
+from jaxpaged.step.feature_values import GRAMMARS
 from jaxpaged.step.features import NO_FEATURES, Features
 from jaxpaged.step.model import Model
 from jaxpaged.step.program import PerReplica, PerShard, Static, program
@@ -58,7 +58,7 @@ def create(
     first_blocks: Static[tuple[int, ...]] = (),
     classes: Static[tuple[int, ...]] = (),
     more_blocks: Static[tuple[int, ...]] = (),
-    features: Static[Features] = NO_FEATURES,
+    on: Static[Features] = NO_FEATURES,
 ) -> PerReplica[EngineState]:
     """Create a state without requests, with zeros for K and V of the shapes in `kv_cache`.
 
@@ -80,7 +80,7 @@ def create(
         more_blocks=more_blocks,
     )
     zeros = jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), kv_cache)
-    return create_state(tables, zeros, max_model_len, vocab_size, features=features)
+    return create_state(tables, zeros, max_model_len, vocab_size, on=on)
 
 
 @program(donate="state", results=lambda specs: (specs["state"], ON_EACH))
@@ -300,7 +300,10 @@ def with_arena(
     rows: PerReplica[Rows], *, num_words: Static[int]
 ) -> PerReplica[tuple[Rows, UInt32[Array, " words"]]]:
     """Return rows that may have automata, and an arena of zeros for them. The rows are donated."""
-    return replace(rows, grammars=no_grammars(rows.phase.shape[0])), jnp.zeros(num_words, jnp.uint32)
+    feature = features.FEATURES[GRAMMARS]
+    assert feature.shared is not None
+    grammars = jax.tree.map(jnp.asarray, feature.empty(rows.phase.shape[0], num_words))
+    return features.with_values(rows, {GRAMMARS: grammars}), feature.shared(num_words)
 
 
 @program(donate="token_ids", results=lambda specs: ON_EACH)
@@ -392,8 +395,9 @@ def reset_prefix_cache(state: PerReplica[EngineState]) -> PerReplica[EngineState
     """Forget what can be found of former requests; none may be running. The state is donated."""
     pool, info = block_pool.reset_prefix_cache(state.tables.pool)
     tables = replace(state.tables, pool=pool)
-    past = state.past and replace(state.past, num_tokens=jnp.int32(0))
-    return replace(state, tables=tables, past=past, status=state.status | info.status)
+    return replace(
+        state, tables=tables, features=features.forgotten(state.features), status=state.status | info.status
+    )
 
 
 @program(donate="state", results=lambda specs: specs["state"])

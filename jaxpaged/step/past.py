@@ -7,15 +7,16 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int
 
-from jaxpaged.step.features import Past
+from jaxpaged.step.feature_values import DRAFTS, Past
+from jaxpaged.step.features import with_values
 from jaxpaged.step.state import EngineState, Rows
 
 
 def note_ended(state: EngineState, ended: Bool[Array, " rows"]) -> EngineState:
     """Keep the answers of rows that have ended in this step, in the order of rows."""
-    if state.past is None:
+    rows, account = state.rows, state.drafts
+    if account.past is None:
         return state
-    rows = state.rows
     type Carry = tuple[Past, Bool[Array, " rows"]]
 
     def keep_one(carry: Carry) -> Carry:
@@ -23,8 +24,8 @@ def note_ended(state: EngineState, ended: Bool[Array, " rows"]) -> EngineState:
         row = jnp.argmax(left)
         return with_answer(past, rows, row), left.at[row].set(False)
 
-    past, _ = lax.while_loop(lambda carry: jnp.any(carry[1]), keep_one, (state.past, ended))
-    return replace(state, past=past)
+    past, _ = lax.while_loop(lambda carry: jnp.any(carry[1]), keep_one, (account.past, ended))
+    return with_values(state, {DRAFTS: replace(account, past=past)})
 
 
 def with_answer(past: Past, rows: Rows, row: Int[Array, ""]) -> Past:

@@ -25,13 +25,13 @@ def in_pieces[Rows, Out](
     def piece(first: Int[Array, ""] | int) -> Rows:
         return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, first, at_once), rows)
 
-    def one(i: Int[Array, ""], found: Out) -> Out:
+    def one(i: Int[Array, ""], results: Out) -> Out:
         first = jnp.minimum(i * at_once, num - at_once)
 
-        def put(found: Array, its: Array) -> Array:
-            return lax.dynamic_update_slice_in_dim(found, its, first, 0)
+        def put(before: Array, new: Array) -> Array:
+            return lax.dynamic_update_slice_in_dim(before, new, first, 0)
 
-        return jax.tree.map(put, found, compute(piece(first)))
+        return jax.tree.map(put, results, compute(piece(first)))
 
     of_one = jax.eval_shape(lambda: compute(piece(0)))
     nothing = jax.tree.map(lambda x: jnp.zeros((num, *x.shape[1:]), x.dtype), of_one)

@@ -70,7 +70,7 @@ def plan(state: EngineState, config: StepConfig) -> Plan:
     gets = jnp.zeros_like(wants).at[rows.order].set(dealt(wants[rows.order], config.num_tiles))
     end = jnp.minimum(rows.prompt_lens, (first + gets) * PREFILL_TILE)
     prompt_tokens = jnp.where(gets > 0, end - computed, 0)
-    decodes = rows.running if rows.grammars is None else rows.running & ~rows.resting
+    decodes = rows.running & ~rows.resting if rows.may_rest else rows.running
     return Plan(gets, jnp.where(in_prompt, prompt_tokens, decodes.astype(jnp.int32)))
 
 

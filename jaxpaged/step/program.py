@@ -97,12 +97,14 @@ class Program:
         given = self._signature.bind(*args, **options).arguments
         arrays = {name: x for name, x in given.items() if self._placements[name] is not Placement.STATIC}
         fixed = functools.partial(self._function, **{n: x for n, x in given.items() if n not in arrays})
-        own = {name for name in arrays if self._placements[name] is Placement.PER_REPLICA}
+        per_replica_names = {name for name in arrays if self._placements[name] is Placement.PER_REPLICA}
         has_axis = num_replicas(mesh) > 1
 
         def run_one(arrays: Mapping[str, Any], replica_of: Callable[[Any], Any]) -> Any:
             if has_axis:
-                arrays = {name: replica_of(x) if name in own else x for name, x in arrays.items()}
+                arrays = {
+                    name: replica_of(x) if name in per_replica_names else x for name, x in arrays.items()
+                }
             return fixed(**arrays)
 
         def run_shard(arrays: Mapping[str, Any]) -> Any:
@@ -120,7 +122,10 @@ class Program:
             result_specs = specs_of(jax.eval_shape(lambda arrays: run_one(arrays, first_replica), arrays))
         if adds_axis:
             result_specs = per_replica(mesh, result_specs)
-        in_specs = {name: per_replica(mesh, spec) if name in own else spec for name, spec in specs.items()}
+        in_specs = {
+            name: per_replica(mesh, spec) if name in per_replica_names else spec
+            for name, spec in specs.items()
+        }
         return on_each_shard(run_shard, mesh, (in_specs,), result_specs)(arrays)
 
     def _spec(self, name: str, array: Any) -> Any:
@@ -152,5 +157,5 @@ def specs_of(tree: Any) -> Any:
 
 
 def _placement(annotation: Any) -> Placement:
-    found = [mark for mark in get_args(annotation) if isinstance(mark, Placement)]
-    return found[0] if found else Placement.EVERYWHERE
+    marks = [mark for mark in get_args(annotation) if isinstance(mark, Placement)]
+    return marks[0] if marks else Placement.EVERYWHERE

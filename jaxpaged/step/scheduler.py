@@ -81,7 +81,7 @@ def _beams_fork(state: EngineState, plan: Plan) -> Bool[Array, " rows"]:
 
 def any_work(rows: Rows) -> Bool[Array, ""]:
     """Return whether any row runs or waits; beside rows that rest, whether another runs."""
-    if rows.grammars is None:
+    if not rows.may_rest:
         return jnp.any(rows.running | rows.waiting)
     rests = rows.resting
     return jnp.any(rows.running & ~rests) | (jnp.any(rows.waiting) & ~jnp.any(rests))
@@ -152,8 +152,8 @@ def _swap_out(
     else:
         held = jnp.sum(jnp.where(rows[:, None], tables.num_held, 0), axis=0)
         fits = in_every(held <= host.tables.pool.num_free)
-    most = tables.max_blocks_per_row
-    tables, host_tables, info = swap.swap_out(tables, host.tables, rows & fits, max_blocks=most)
+    max_blocks = tables.max_blocks_per_row
+    tables, host_tables, info = swap.swap_out(tables, host.tables, rows & fits, max_blocks=max_blocks)
     host_cache = kv_cache.copy_blocks(state.kv_cache, host.kv_cache, info.sources, info.destinations)
     state = replace(
         state, tables=tables, host=HostPool(host_tables, host_cache), status=state.status | info.status

@@ -13,12 +13,13 @@ Text that a row's automaton forces comes before what is looked up.
 Wrong drafts cost time. What a row may lose by them has a bound, whatever is drafted: see `affordable`.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Int, UInt32
+from jaxtyping import Array, Bool, Int
 
 from jaxpaged.arithmetic import cdiv
 from jaxpaged.config import PREFILL_TILE
@@ -26,10 +27,10 @@ from jaxpaged.memory import block_table, copy_on_write
 from jaxpaged.memory.block_pool import in_every
 from jaxpaged.memory.entries import dealt, number_through
 from jaxpaged.sampling import is_among
-from jaxpaged.step import automata
-from jaxpaged.step.automata import GrammarRows, by_host, moved
+from jaxpaged.step import features
 from jaxpaged.step.config import PARTS, AnyLookup, ByGrammar, ByModel, StepConfig
-from jaxpaged.step.features import DraftRows
+from jaxpaged.step.feature_values import DRAFTS, DraftRows
+from jaxpaged.step.features import Values
 from jaxpaged.step.followers import look_up
 from jaxpaged.step.plan import DecodeSlots, Plan
 from jaxpaged.step.state import Counter, EngineState, Phase, Rows
@@ -70,7 +71,6 @@ def draft(
     decodes = rows.running & (plan.num_tiles == 0) & (plan.num_new_tokens > 0)
     may = decodes & is_at_end & (rows.beams.width == 0)
     drafting = rows.drafting
-    assert drafting is not None
     num_slots, by_model = slots.row.shape[0], isinstance(lookup, ByModel)
     num_taken = jnp.sum(slots.row < rows.phase.shape[0], dtype=jnp.int32)
     nothing = jnp.zeros((rows.phase.shape[0], lookup.most), jnp.int32)
@@ -81,32 +81,32 @@ def draft(
     if isinstance(lookup, ByModel) and lookup.most_prompt is not None:
         may &= (drafting.followed > 0) | (rows.prompt_lens <= lookup.most_prompt * (room + 1))
     num_forced, forced = nothing[:, 0], nothing
-    if state.arena is not None and rows.grammars is not None:
-        may &= ~by_host(rows.grammars, state.arena)  # which has one mask, for the next token
-        if not by_model:  # a model drafts by the mask, and so what is forced
-            its_room = jnp.where(may & has_slots, room, 0)
-            num_forced, forced = _forced(rows.grammars, state.arena, its_room, lookup.most)
+    for one_ahead in features.one_ahead(rows.features, state.features):
+        may &= ~one_ahead
+    forced_text = features.forced(rows.features, state.features)
+    if forced_text is not None and not by_model:  # a model drafts by the mask, and so what is forced
+        num_forced, forced = forced_text(jnp.where(may & has_slots, room, 0), lookup.most)
     may &= (drafting.wait == 0) & (num_forced == 0)
-    most, each = jnp.minimum(drafting.most, room), jnp.int32(0)
-    if config.draft_cost is not None and state.credit is not None:
+    max_drafts, each = jnp.minimum(drafting.most, room), jnp.int32(0)
+    if config.draft_cost is not None:
         each = config.draft_cost.of(jnp.maximum(num_taken, 1))
-        most = jnp.minimum(most, affordable(rows, drafting, state.credit, each))
-        may &= most > 0
+        max_drafts = jnp.minimum(max_drafts, affordable(rows, drafting, state.drafts.credit, each))
+        may &= max_drafts > 0
         if by_model:
-            may &= ~catches_up(drafting) | (state.credit >= 0)
+            may &= ~catches_up(drafting) | (state.drafts.credit >= 0)
 
     def look() -> tuple[Int[Array, " rows"], Int[Array, "rows most"]]:
         if isinstance(lookup, ByModel):
-            found, follow = jnp.full_like(nothing[:, 0], lookup.most), nothing
+            num_found, follow = jnp.full_like(nothing[:, 0], lookup.most), nothing
         elif isinstance(lookup, ByGrammar):
             return num_forced, forced
         else:
-            found, follow = look_up(rows, state.past, lookup, may)
-        may_have = most
+            num_found, follow = look_up(rows, state.drafts.past, lookup, may)
+        may_have = max_drafts
         if by_model:
-            may_have = jnp.minimum(most, -((num_taken - num_slots) // num_taken))
+            may_have = jnp.minimum(max_drafts, -((num_taken - num_slots) // num_taken))
         drafts = jnp.where(num_forced[:, None] > 0, forced, follow)
-        return jnp.where(may, jnp.minimum(found, may_have), num_forced), drafts
+        return jnp.where(may, jnp.minimum(num_found, may_have), num_forced), drafts
 
     wanted, tokens = lax.cond(has_slots & jnp.any(may), look, lambda: (num_forced, forced))
     num = jnp.zeros_like(wanted).at[rows.order].set(dealt(wanted[rows.order], num_slots - num_taken))
@@ -159,52 +159,42 @@ def affordable(
     return (PARTS * num_right + rows.num_tokens - rows.prompt_lens + at_first) // each - num_drafted
 
 
-def _forced(
-    grammars: GrammarRows, arena: UInt32[Array, " words"], room: Int[Array, " rows"], most: int
-) -> tuple[Int[Array, " rows"], Int[Array, "rows most"]]:
-    """Return the text that is forced in rows that have room for drafts: how many tokens, and which."""
-    follows = (room > 0) & (grammars.first > 0) & (grammars.state >= 0)
-
-    def look() -> tuple[Int[Array, " rows"], Int[Array, "rows most"]]:
-        num, tokens = automata.forced(grammars, arena, most)
-        return jnp.where(follows, jnp.minimum(num, room), 0), tokens
-
-    nothing = jnp.zeros((room.shape[0], most), jnp.int32)
-    return lax.cond(jnp.any(follows), look, lambda: (nothing[:, 0], nothing))
-
-
-def grammars_behind(
-    grammars: GrammarRows,
-    arena: UInt32[Array, " words"],
-    rows: Rows,
-    slots: DecodeSlots,
-    drafts: Drafts,
-    most: int,
-) -> tuple[GrammarRows, Int[Array, "rows places"]]:
-    """Return the place in an automaton of each decode slot, behind the drafts before it; and of each row
-    behind its first drafts, from none to `most`.
+def tracked_behind(
+    state: EngineState, tracked: Values, slots: DecodeSlots, drafts: Drafts, max_drafts: int
+) -> tuple[Values, Callable[[Int[Array, " rows"]], Values]]:
+    """Return the values of features that tokens change, in the line of each decode slot: behind the drafts
+    before it. Also return what gives the rows' values behind so many of their first drafts, up to
+    `max_drafts`.
     """
     assert slots.offset is not None
-    states = [grammars.state]
+    offset, rows, behind = slots.offset, state.rows, [tracked]
     index = jnp.arange(drafts.num.shape[0], dtype=jnp.int32)
-    for k in range(most):
+    for k in range(max_drafts):
         token = rows.token_ids.at[index, rows.num_tokens + k].get(mode="clip")
-        here = replace(grammars, state=states[-1])
-        states.append(moved(here, arena, token, k < drafts.num).state)
-    by_row = jnp.stack(states, axis=1)
+        behind.append(features.after_token(behind[-1], state.features, token, k < drafts.num))
+    changed = jax.tree.map(lambda *arrays: any(array is not arrays[0] for array in arrays), *behind)
+    stacks = jax.tree.map(
+        lambda is_changed, *arrays: jnp.stack(arrays, axis=1) if is_changed else arrays[0], changed, *behind
+    )
     row = jnp.minimum(slots.row, index.shape[0] - 1)
-    own = GrammarRows(grammars.first[row], by_row[row, slots.offset], grammars.opens[row])
-    return own, by_row
+
+    def by_slot(is_changed: bool, stack: Array) -> Array:
+        return stack[row, offset] if is_changed else stack[row]
+
+    def by_row(num: Int[Array, " rows"]) -> Values:
+        return jax.tree.map(lambda is_one, stack: stack[index, num] if is_one else stack, changed, stacks)
+
+    return jax.tree.map(by_slot, changed, stacks), by_row
 
 
 def accepted(
-    chosen: Int[Array, " max_num_seqs"], rows: Rows, slots: DecodeSlots, drafts: Drafts, most: int
+    chosen: Int[Array, " max_num_seqs"], rows: Rows, slots: DecodeSlots, drafts: Drafts, max_drafts: int
 ) -> tuple[Int[Array, " rows"], Int[Array, " rows"]]:
     """Return how many drafts of each row are right, and the token that was chosen behind them.
 
     A draft that ends its answer is chosen, not accepted: nothing follows.
     """
-    place = jnp.arange(most + 1, dtype=jnp.int32)
+    place = jnp.arange(max_drafts + 1, dtype=jnp.int32)
     slot = jnp.where(place == 0, slots.of_row[:, None], drafts.first_slot[:, None] + place - 1)
     tokens = chosen[jnp.minimum(slot, chosen.shape[0] - 1)]
     index = jnp.arange(tokens.shape[0], dtype=jnp.int32)[:, None]
@@ -229,17 +219,15 @@ def settle(
     before = state.tables.pool.num_free_in_all
     state = state.on_tables(block_table.truncate, drafts.num - num_accepted)
     rows = state.rows
-    assert rows.drafting is not None
     drafting = after(rows.drafting, rows.running, drafts, num_accepted, lookup)
     if isinstance(lookup, ByModel):  # of a row that is to be computed again nothing is left
         left = jnp.minimum(drafting.followed, state.tables.seq_lens)
         is_away = rows.phase == Phase.SWAPPED
         drafting = replace(drafting, followed=jnp.where(is_away, drafting.followed, left))
-    if state.credit is not None:
-        saved = (PARTS + 1) * jnp.sum(num_accepted) + jnp.sum(due & (rows.beams.width == 0))
-        credit = jnp.clip(state.credit + saved - drafts.cost, -MOST_DEBT, MOST_SAVED)
-        state = replace(state, credit=credit)
-    state = replace(state, rows=replace(rows, drafting=drafting)).count(
+    saved = (PARTS + 1) * jnp.sum(num_accepted) + jnp.sum(due & (rows.beams.width == 0))
+    credit = jnp.clip(state.drafts.credit + saved - drafts.cost, -MOST_DEBT, MOST_SAVED)
+    state = features.with_values(state, {DRAFTS: replace(state.drafts, credit=credit)})
+    state = replace(state, rows=features.with_values(rows, {DRAFTS: drafting})).count(
         {
             Counter.NUM_DRAFTS: jnp.sum(drafts.num > 0),
             Counter.NUM_DRAFT_TOKENS: jnp.sum(drafts.num),
@@ -266,10 +254,10 @@ def after(
     num = drafts.num
     drafted, hits = num > 0, num_accepted > 0
     more = jnp.where(drafts.each < DEAR, 2 * num_accepted, num_accepted) + 1
-    most = jnp.where(drafted, jnp.minimum(more, lookup.most), drafting.most)
+    max_drafts = jnp.where(drafted, jnp.minimum(more, lookup.most), drafting.most)
     misses = jnp.where(drafted, jnp.where(hits, 0, drafting.misses + 1), drafting.misses)
     longer = jnp.minimum((1 << jnp.minimum(misses, 8)) - 1, LONGEST_WAIT)
     waited = jnp.maximum(drafting.wait - running, 0)
     counts = drafting.counts + jnp.stack([drafted.astype(jnp.int32), num, num_accepted], axis=1)
     wait, idle = jnp.where(drafted, longer, waited), jnp.where(drafted, 0, drafting.idle + running)
-    return replace(drafting, most=most, misses=misses, wait=wait, counts=counts, idle=idle)
+    return replace(drafting, most=max_drafts, misses=misses, wait=wait, counts=counts, idle=idle)

@@ -1,6 +1,8 @@
 """EngineState: everything the compiled loop knows, as one immutable pytree."""
 
 import enum
+import functools
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Concatenate
@@ -9,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, UInt32
+from jaxtyping import Array, Bool, Int
 
 from jaxpaged.memory import block_pool, block_table, prefix_cache
 from jaxpaged.memory.block_pool import FreeInfo, StatusInfo
@@ -18,9 +20,10 @@ from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.memory.policies import LRU, Policy, sized
 from jaxpaged.sampling import Scores, no_scores
 from jaxpaged.sampling_state import LogitRules, SamplingState, neutral_rows
-from jaxpaged.step.automata import RESTS, GrammarRows
+from jaxpaged.step import features
 from jaxpaged.step.config import MAX_STEPS
-from jaxpaged.step.features import NO_FEATURES, DraftRows, Features, Past
+from jaxpaged.step.feature_values import BEAMS, DRAFTS, Beams, DraftAccount, DraftRows
+from jaxpaged.step.features import NO_FEATURES, Features
 
 
 class Phase(enum.IntEnum):
@@ -48,19 +51,6 @@ class FinishReason(enum.IntEnum):
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Beams:
-    """Membership of each row in a beam search, if it is in one; see `step.beams`."""
-
-    width: Int[Array, " rows"]  # beams of the group; 0: the row is in none
-    head: Int[Array, " rows"]  # the group's first row
-    length_penalty: Float[Array, " rows"]
-    temperature: Float[Array, " rows"]  # temperature of the probabilities that count; 1: the model's own
-    cum_logprob: Float[Array, " rows"]  # the sum over the answer's tokens; -inf: the row holds no answer
-    rank: Int[Array, " rows"]  # 0 is the best; beams are ranked by `cum_logprob`, ended sequences by score
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
 class Rows:
     """One request a row. There are more rows than run together: the others wait where the loop can reach."""
 
@@ -72,7 +62,6 @@ class Rows:
     priority: Int[Array, " rows"]  # lower goes first
     salt: Int[Array, " rows"]  # requests share cached blocks only if their salts are equal
     leader: Int[Array, " rows"]  # arrival of the request whose prompt, priority and salt it shares; 0: none
-    lora: Int[Array, " rows"] | None  # adapter slot, from 1; 0: no adapter. None: there are no slots
     token_ids: Int[Array, "rows max_model_len"]  # the prompt, then the answer; beyond num_tokens anything
     prompt_lens: Int[Array, " rows"]
     num_tokens: Int[Array, " rows"]  # tokens of the prompt and of the answer so far
@@ -82,10 +71,7 @@ class Rows:
     num_prompt_logprobs: Int[Array, " rows"]  # likeliest tokens beside the prompt's own; -1: none
     sampling: SamplingState
     rules: LogitRules  # its `stop_tokens` end an answer
-    beams: Beams
-    grammars: GrammarRows | None  # None: there is no arena, and requests have no automata
-    drafting: DraftRows | None  # None: nothing is drafted
-    features: dict[str, Any]  # values of row features that are on, by name; see `step.row_features`
+    features: dict[str, Any]  # values of features that are on, by name; see `step.features`
     # What requests give for places of their prompts, by channel: int32 [rows, max_model_len, *shape].
     given: dict[str, Array]
 
@@ -99,11 +85,26 @@ class Rows:
         return self.phase == Phase.RUNNING
 
     @property
+    def beams(self) -> Beams:
+        """Membership of each row in a beam search."""
+        return self.features[BEAMS]
+
+    @property
+    def drafting(self) -> DraftRows:
+        """Record of each row's drafts, where drafts are on."""
+        return self.features[DRAFTS]
+
+    @property
+    def may_rest(self) -> bool:
+        """Whether a feature is on for which rows may rest."""
+        return features.may_rest(self.features)
+
+    @property
     def resting(self) -> Bool[Array, " rows"]:
         """Rows that run, but sample nothing until the host has written what may come next."""
-        if self.grammars is None:
+        if not self.may_rest:
             return jnp.zeros_like(self.phase, bool)
-        return self.running & (self.grammars.state == RESTS)
+        return self.running & functools.reduce(operator.or_, features.rests(self.features))
 
     @property
     def forking(self) -> Bool[Array, " rows"]:
@@ -189,7 +190,6 @@ class EngineState:
     tables: BlockTables
     kv_cache: KVCache
     host: HostPool | None
-    arena: UInt32[Array, " words"] | None  # automata of structured outputs; None: requests have none
     # The row that was looked up last and did not fit, or NO_ROW; and at most how many of the blocks that it
     # found other rows hold by now. It is looked up again only when it might fit: see `step.admission`.
     last_rejected: Int[Array, "2"]
@@ -197,8 +197,13 @@ class EngineState:
     counters: Int[Array, " counters"]
     status: Int[Array, ""]  # `Status` bits of all steps: anything but OK is a bug of the scheduler
     channels: dict[str, Array] = field(default_factory=dict)  # values of tokens; see `step.channels`
-    past: Past | None = None  # answers that drafts are looked up in; None: in none
-    credit: Int[Array, ""] | None = None  # what drafts have saved, in parts of a step; None: there are none
+    # Values that all rows share, of features that are on, by name; see `step.features`.
+    features: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def drafts(self) -> DraftAccount:
+        """Account of all rows' drafts, where drafts are on."""
+        return self.features[DRAFTS]
 
     def on_tables[**P](
         self, verb: Callable[Concatenate[BlockTables, P], TableResult], *args: P.args, **options: P.kwargs
@@ -226,7 +231,7 @@ def empty_rows(
     num_rows: int,
     max_model_len: int,
     vocab_size: int,
-    features: Features = NO_FEATURES,
+    on: Features = NO_FEATURES,
 ) -> Rows:
     """Return rows without requests as NumPy arrays, which the host fills in to submit requests."""
 
@@ -249,15 +254,7 @@ def empty_rows(
         num_prompt_logprobs=zeros() - 1,
         sampling=neutral_rows(SamplingState, num_rows, vocab_size),
         rules=neutral_rows(LogitRules, num_rows, vocab_size),
-        beams=Beams(
-            width=zeros(),
-            head=zeros(),
-            length_penalty=zeros(dtype=np.float32),
-            temperature=zeros(dtype=np.float32) + 1,
-            cum_logprob=zeros(dtype=np.float32),
-            rank=zeros(),
-        ),
-        **features.row_fields(num_rows, max_model_len),
+        **on.row_fields(num_rows, max_model_len),
     )
 
 
@@ -292,20 +289,20 @@ def create_state(
     max_model_len: int,
     vocab_size: int,
     host: HostPool | None = None,
-    features: Features = NO_FEATURES,
+    on: Features = NO_FEATURES,
 ) -> EngineState:
     """Create a state without requests over empty tables and an empty cache."""
     num_rows = tables.max_seqs
     return EngineState(
-        rows=jax.tree.map(jnp.asarray, empty_rows(num_rows, max_model_len, vocab_size, features)),
+        rows=jax.tree.map(jnp.asarray, empty_rows(num_rows, max_model_len, vocab_size, on)),
         scores=no_scores(num_rows, MAX_STEPS),
         tables=tables,
         kv_cache=kv_cache,
         host=host,
         last_rejected=no_rejection(),
-        counters=jnp.zeros(len(Counter) + features.max_drafts, jnp.int32),
+        counters=jnp.zeros(len(Counter) + on.max_drafts, jnp.int32),
         status=jnp.zeros((), jnp.int32),
-        **features.state_fields(num_rows, max_model_len),
+        **on.state_fields(num_rows, max_model_len),
     )
 
 

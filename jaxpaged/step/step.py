@@ -24,8 +24,8 @@ from jaxpaged.step import (
     channels,
     draft_pass,
     drafting,
+    features,
     past,
-    row_features,
     scheduler,
     speculation,
 )
@@ -86,7 +86,7 @@ def advance(
         state, plan, slots, drafts = speculation.draft(state, plan, slots, config)
         decision = replace(decision, plan=plan)
     ran = plan.num_new_tokens > 0
-    state = replace(state, rows=row_features.before_pass(state.rows, ran))
+    state = replace(state, rows=features.before_pass(state.rows, ran))
     max_blocks = config.max_blocks_touched(state.tables.block_size)
     state = append(state, plan, max_blocks)
     if drafts is not None and isinstance(config.lookup, ByModel):
@@ -102,7 +102,7 @@ def advance(
     num_before = state.rows.num_tokens
     state, new, num_accepted = answer(model, state, hidden, slots, due, drafts, config)
     if state.rows.features:
-        rows = row_features.after_choice(state.rows, state.rows.num_tokens - num_before)
+        rows = features.after_choice(state.rows, state.rows.num_tokens - num_before)
         state = replace(state, rows=rows)
     num_new, num_returned = jnp.sum(due), jnp.int32(0)
     if drafts is not None and config.lookup is not None:
@@ -132,8 +132,8 @@ def append(state: EngineState, plan: Plan, max_blocks: int) -> EngineState:
     """Take slots for the plan's tokens. A block that other rows hold too is copied before it is written
     to.
     """
-    most = max_blocks * state.tables.num_groups
-    tables, info = block_table.append(state.tables, plan.num_new_tokens, max_new_blocks=most)
+    max_new_blocks = max_blocks * state.tables.num_groups
+    tables, info = block_table.append(state.tables, plan.num_new_tokens, max_new_blocks=max_new_blocks)
     cache = kv_cache.copy_within(state.kv_cache, info.copy_sources, info.copy_destinations)
     cache = kv_cache.note_followed(cache, info.new_ids, False)
     return replace(state, tables=tables, kv_cache=cache, status=state.status | info.status)
@@ -227,11 +227,11 @@ def forward(
             in_use = slots.offset > 0
             num_slots = jnp.maximum(num_slots, jnp.max(jnp.where(in_use, jnp.arange(in_use.shape[0]) + 1, 0)))
         # One condition after the other: of several branches that write to the cache XLA makes copies.
-        most = 0
+        narrower = 0
         for width in (*config.decode_widths, config.max_num_seqs):
-            fits = (num_slots > most) & (num_slots <= width)
+            fits = (num_slots > narrower) & (num_slots <= width)
             carry = lax.cond(fits, functools.partial(decode, width=width), skip, carry)
-            most = width
+            narrower = width
     else:
         carry = lax.cond(jnp.any(decodes), decode, skip, carry)
     kv_cache, hidden, prompt_scores, values = carry
@@ -265,10 +265,12 @@ def score_prompts(
         num_top = jnp.broadcast_to(rows.num_prompt_logprobs[row], position.shape)
         logits = model.logits(out[k])
         new = score(logits, behind, num_top)
-        scores = jax.tree.map(lambda all_, its: all_.at[first + k].set(its), prompt_scores.scores, new)
+        scores = jax.tree.map(
+            lambda all_, of_tile: all_.at[first + k].set(of_tile), prompt_scores.scores, new
+        )
         values = {
-            name: prompt_scores.values[name].at[first + k].set(its)
-            for name, its in channels.of_places(rows.given, logits, row, position).items()
+            name: prompt_scores.values[name].at[first + k].set(of_tile)
+            for name, of_tile in channels.of_places(rows.given, logits, row, position).items()
         }
         rows_, starts = prompt_scores.row.at[first + k].set(row), prompt_scores.start.at[first + k].set(start)
         return PromptScores(rows_, starts, scores, values)
@@ -310,17 +312,17 @@ def compute(
         query_starts=tiles.start,
         seq_lens=tiles.end,
         implementation=config.attention,
-        adapters=None if rows.lora is None else jnp.where(tiles.end > 0, rows.lora[tiles.row], 0),
+        **features.of_pass(rows.features, tiles),
         table_rows=tiles.row if is_one else tables.lines_of(tiles.row).reshape(-1, tables.num_groups).T,
         grouping=None if is_one else config.grouping,
         wanted=wanted.reshape(-1) if tiles.tile_len > 1 and not values else None,
     )
     token_ids = jnp.where(valid, rows.token_ids.at[row, positions].get(mode="clip"), 0)
     places = jnp.where(valid, positions, 0).reshape(-1)
-    kv_cache = replace(kv_cache, **channels.before_pass(values, positions.size))
+    kv_cache = replace(kv_cache, values=channels.before_pass(values, positions.size))
     out, kv_cache = draft_pass.serve(model, token_ids.reshape(-1), places, kv_cache, batch, config)
-    cleared, values = channels.after_pass(values, kv_cache, row, positions, valid)
-    kv_cache = replace(kv_cache, **cleared)
+    values = channels.after_pass(values, kv_cache.values, row, positions, valid)
+    kv_cache = replace(kv_cache, values={})
     out = out.reshape(*positions.shape, -1)
     last = out[jnp.arange(positions.shape[0]), tiles.end - 1 - tiles.start]
     slot = jnp.where(is_newest, slots.of_row[tiles.row], hidden.shape[0])

@@ -43,8 +43,8 @@ def _marked(hit: Hit, number: Int[Array, ""], wanted: Int[Array, " num_blocks"])
     """Return the numbers with `number` for the hit's blocks that have a smaller one."""
 
     def mark(_: Array, k: Array, used: Array, wanted: Array) -> Array:
-        found = hit.block_ids[..., k]
-        block_ids = jnp.where(used & (found != NULL_BLOCK), found, wanted.shape[0])
+        block_id = hit.block_ids[..., k]
+        block_ids = jnp.where(used & (block_id != NULL_BLOCK), block_id, wanted.shape[0])
         return wanted.at[block_ids].max(number, mode="drop")
 
     return in_chunks(hit.chain.num_blocks[None], mark, wanted)

@@ -79,13 +79,13 @@ def _secret_of(folder: Path) -> bytes:
     """Return the secret of a folder, made if there is none. Raises `OSError` if others might know it."""
     path = folder / SECRET
     if not path.exists():
-        own = folder / disk_cache.unfinished_name()
-        descriptor = os.open(own, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        unfinished = folder / disk_cache.unfinished_name()
+        descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "wb") as file:
             file.write(secrets.token_bytes(SECRET_BYTES))
         with contextlib.suppress(FileExistsError):  # another engine was first
-            os.link(own, path)
-        own.unlink()
+            os.link(unfinished, path)
+        unfinished.unlink()
     if problem := why_untrusted(path):
         raise PermissionError(f"{path} {problem}")
     if hasattr(os, "geteuid") and stat.S_IMODE(path.lstat().st_mode) & 0o077:
@@ -167,9 +167,9 @@ def _mac(secret: bytes, key: BlockKey, said: str, tensors: dict[str, np.ndarray]
     for part in (key.space, key.parent, key.token_ids, key.digest, said.encode()):
         made.update(len(part).to_bytes(8, "little") + part)
     for name in sorted(tensors):
-        its = np.ascontiguousarray(tensors[name])
-        made.update(f"{name} {its.nbytes} ".encode() + b"\n")
-        made.update(its.data)
+        array = np.ascontiguousarray(tensors[name])
+        made.update(f"{name} {array.nbytes} ".encode() + b"\n")
+        made.update(array.data)
     return made.hexdigest()
 
 

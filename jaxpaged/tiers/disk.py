@@ -255,9 +255,9 @@ class DiskStore:
     def _prune(self) -> None:
         """Remove the files used longest ago until there is room again."""
         total = self.num_bytes
-        most = int(self.capacity * LEFT) if total > self.capacity else total
+        max_bytes = int(self.capacity * LEFT) if total > self.capacity else total
         for path in sorted(self._sizes, key=_last_use):
-            if total <= most:
+            if total <= max_bytes:
                 break
             total -= self._sizes.get(path, 0)
             self._remove(path)

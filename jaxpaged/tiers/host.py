@@ -51,9 +51,9 @@ class HostStore:
             self._let_go()
             if key in self._kept:
                 return self._kept[key][1]
-            if (found := self._blocks.get(key)) is not None:
+            if (block := self._blocks.get(key)) is not None:
                 self._blocks.move_to_end(key)
-            return found
+            return block
 
     def put(self, key: BlockKey, block: StoredBlock) -> None:
         """Keep a block in place of an older one of its key. What is too large is not kept."""

@@ -18,8 +18,8 @@ def space_of(block_format: Any) -> bytes:
 def adapter_digest(arrays: Mapping[str, Sequence[np.ndarray]]) -> bytes:
     """Return the digest of an adapter's arrays by their roles."""
     made = hashlib.sha256()
-    for role, its in sorted(arrays.items()):
-        for array in its:
+    for role, pair in sorted(arrays.items()):
+        for array in pair:
             made.update(repr((role, array.shape, array.dtype.name)).encode())
             made.update(np.ascontiguousarray(array).tobytes())
     return made.digest()
@@ -33,8 +33,8 @@ def chain_keys(
     adapter: the digest of an adapter's arrays; empty for none.
     prompt: int32 [num_tokens].
     """
-    told = repr((salt is not None, salt or "")).encode("utf-8", "surrogatepass")
-    parent = hashlib.sha256(space + hashlib.sha256(adapter).digest() + told).digest()
+    salt_bytes = repr((salt is not None, salt or "")).encode("utf-8", "surrogatepass")
+    parent = hashlib.sha256(space + hashlib.sha256(adapter).digest() + salt_bytes).digest()
     tokens = prompt.astype("<i4")
     made = []
     for end in range(block_size, len(tokens) + 1, block_size):

@@ -246,7 +246,7 @@ def test_a_given_one_takes_the_place_of_another_and_compiles_nothing(driver, fol
 
 def test_a_given_one_is_never_read_again():
     read = []
-    adapters = Adapters(lambda request: read.append(request.lora_int_id) or {}, most=1)
+    adapters = Adapters(lambda request: read.append(request.lora_int_id) or {}, max_kept=1)
     adapters.renew(LoRARequest("trained", 1, "x"), {})
     for number in (2, 3, 1, 2):
         adapters.get(LoRARequest(f"a{number}" if number > 1 else "trained", number, "x"))
@@ -263,7 +263,7 @@ def test_a_given_one_is_never_read_again():
 
 def test_the_host_keeps_so_many_and_reads_what_it_forgot_again():
     read = []
-    adapters = Adapters(lambda request: read.append(request.lora_int_id) or {}, most=2)
+    adapters = Adapters(lambda request: read.append(request.lora_int_id) or {}, max_kept=2)
     for number in (1, 2, 1, 3, 1, 2):
         adapters.get(LoRARequest(f"a{number}", number, "x"))
     assert read == [1, 2, 3, 2]

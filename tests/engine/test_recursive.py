@@ -18,6 +18,7 @@ from jaxpaged.grammar.compile import Constraint
 from jaxpaged.grammar.nodes import Limits
 from jaxpaged.sampling_params import BeamSearchParams, SamplingParams
 from jaxpaged.step.automata import BLOCK_WORDS, FREE, LOST, RESTS, WAITS
+from jaxpaged.step.feature_values import GRAMMARS
 from jaxpaged.step.state import FinishReason, Phase
 from tests import tiny, tiny_grammars, tiny_recursive
 from tests.tiny_recursive import asking
@@ -61,7 +62,9 @@ def test_answers_are_the_oracles_in_any_company(driver):
             deltas.setdefault(delta.request_id, []).append(delta)
         rows = jax.device_get(driver.state.rows)
         stopped = np.isin(rows.phase, [Phase.WAITING, Phase.SWAPPED]) & (rows.num_tokens > rows.prompt_lens)
-        gave_way.update(Phase(p) for p in rows.phase[stopped & (rows.grammars.state == RESTS)].tolist())
+        gave_way.update(
+            Phase(p) for p in rows.phase[stopped & (rows.features[GRAMMARS].state == RESTS)].tolist()
+        )
         waiting = [driver.rows[row] for _, row in driver.rows.waiting()]
         return any(entry.answer and entry.follower for entry in waiting)
 

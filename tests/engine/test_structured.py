@@ -14,6 +14,7 @@ from jaxpaged.engine.handle import collect
 from jaxpaged.engine.request import Delta
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.step.automata import BLOCK_WORDS
+from jaxpaged.step.feature_values import GRAMMARS
 from jaxpaged.step.state import FinishReason, Phase
 from jaxpaged.structured_outputs import StructuredOutputsParams
 from tests import tiny, tiny_grammars
@@ -58,7 +59,7 @@ def test_answers_are_the_oracles_in_any_company(driver):
             deltas.setdefault(delta.request_id, []).append(delta)
         rows = jax.device_get(driver.state.rows)
         gave_way = np.isin(rows.phase, [Phase.WAITING, Phase.SWAPPED]) & (rows.num_tokens > rows.prompt_lens)
-        follows = (rows.grammars.first > 0) & (rows.grammars.state > 0)
+        follows = (rows.features[GRAMMARS].first > 0) & (rows.features[GRAMMARS].state > 0)
         seen.update(Phase(p) for p in rows.phase[gave_way & follows].tolist())
 
     for _ in range(28):
@@ -134,7 +135,7 @@ def test_an_engine_takes_the_arena_when_a_request_first_asks(monkeypatch):
         driver = tiny_grammars.with_grammars(tiny.driver(**options))
         [first] = tiny.add(driver, 1, tiny.prompts([20]), [sampled])
         deltas = [delta for _ in range(9) for delta in driver.turn(max_steps=1)]
-        assert (driver.state.arena, driver.state.rows.grammars) == (None, None)
+        assert GRAMMARS not in driver.state.features.keys() | driver.state.rows.features.keys()
         before = driver.state.tables.seq_lens[0]
         if asks:
             params = SamplingParams(temperature=0, max_tokens=30, **asking(1))
@@ -152,7 +153,7 @@ def test_an_engine_takes_the_arena_when_a_request_first_asks(monkeypatch):
             with pytest.raises(InputError, match="structured_outputs_mib=1 must be None for a snapshot"):
                 driver.snapshot()
         else:
-            assert driver.snapshot().state.arena is None
+            assert GRAMMARS not in driver.snapshot().state.features
         return collect([each for each in deltas if each.request_id == first.request_id])
 
     alone, beside = answer(asks=False), answer(asks=True)

@@ -99,7 +99,7 @@ WEIGHTS = "model.safetensors"
 
 @pytest.mark.parametrize("family", ["qwen3_5_moe", "qwen3_next"])
 def test_experts_of_a_layer_may_lie_in_one_tensor(tmp_path, family):
-    """As in published files of Qwen 3.5; the weights are those of files with a tensor for each expert."""
+    """Published files of Qwen 3.5 have them so; the weights are those of files with one for each expert."""
     folder = GOLDENS / "families" / family
     tensors = load_file(folder / "model.safetensors")
     of_experts = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")

@@ -27,7 +27,7 @@ def sent(value):
 
 
 def test_values_come_back_as_they_were():
-    rows = empty_rows(2, 3, 97, Features(lora=True))
+    rows = empty_rows(2, 3, 97, Features.on(adapters=None))
     values = [
         *(None, True, 3, -(2**40), 0.5, "text é", [], (1, [2, (3,)]), {"a": {}, "b": [None]}),
         *(np.int32(7), np.bool_(True), np.zeros((0, 3), np.float16), np.arange(6).reshape(2, 3)[:, ::2]),

@@ -164,7 +164,7 @@ def saved(value: object) -> bytes:
         ),
         (
             lambda file: rewritten(file, header=np.array('{"version": 1}')),
-            "version=1 must be 6, the one that this jaxpaged reads",
+            "version=1 must be 7, the one that this jaxpaged reads",
         ),
     ],
 )  # fmt: skip

@@ -13,8 +13,7 @@ def check_record(state: EngineState, row: int, record: Drafting) -> None:
     *mine, _, idle = (field[row].tolist() for field in jax.tree.leaves(state.rows.drafting))
     assert mine == [record.most, record.misses, record.wait, record.counts]
     assert idle == record.idle or not record.has_begun
-    assert state.credit is not None
-    assert int(state.credit) == record.credit.parts
+    assert int(state.drafts.credit) == record.credit.parts
 
 
 def check_followed(state: EngineState, rows: list[reference.Row | None]) -> int:

@@ -23,7 +23,8 @@ from jaxpaged.sampling_state import token_bits
 from jaxpaged.status import Status
 from jaxpaged.step import admission, automata, scheduler
 from jaxpaged.step.config import ByModel, DraftCost, Lookup, StepConfig, SuffixLookup
-from jaxpaged.step.features import Features
+from jaxpaged.step.feature_values import DRAFTS, GRAMMARS, DraftSizes
+from jaxpaged.step.features import Features, with_values
 from jaxpaged.step.scheduler import Decision
 from jaxpaged.step.state import (
     Counter,
@@ -190,8 +191,12 @@ class Setting:
 
     @property
     def features(self) -> Features:
-        words = automata.BLOCK_WORDS * (1 + len(AUTOMATA) + NUM_ROWS) if self.has_arena else 0
-        return Features(arena_words=words, max_drafts=self.most_drafts, past_tokens=self.past_tokens)
+        sizes: dict[str, Any] = {}
+        if self.has_arena:
+            sizes[GRAMMARS] = automata.BLOCK_WORDS * (1 + len(AUTOMATA) + NUM_ROWS)
+        if self.most_drafts:
+            sizes[DRAFTS] = DraftSizes(self.most_drafts, self.past_tokens)
+        return Features.on(**sizes)
 
     def state(self) -> EngineState:
         def tables(num_blocks: int, more_blocks: tuple[int, ...], *, cached: bool) -> BlockTables:
@@ -224,7 +229,7 @@ class Setting:
         device = tables(self.num_blocks, self.more_blocks, cached=self.prefix_caching)
         sizes = MAX_MODEL_LEN, VOCAB_ROOM
         state = create_state(device, arrays(device.pool.num_blocks), *sizes, host, self.features)
-        state = dataclasses.replace(state, arena=arena(NUM_ROWS)) if self.has_arena else state
+        state = with_values(state, {GRAMMARS: arena(NUM_ROWS)}) if self.has_arena else state
         # Bound to its device, as what a step gives back is: else the second step would be another program.
         return jax.tree.map(lambda x: jax.device_put(x, x.sharding), state)
 
@@ -349,9 +354,10 @@ class LockStep:
             elif name == "automaton":
                 opens = value.opens
                 block = len(AUTOMATA) + row if request.is_followed else AUTOMATA.index(value)
-                line.grammars.first[0] = automata.BLOCK_WORDS * (1 + block)
-                line.grammars.state[0] = 0 if opens is None else automata.WAITS
-                line.grammars.opens[0] = automata.WAITS if opens is None else opens
+                grammars = line.features[GRAMMARS]
+                grammars.first[0] = automata.BLOCK_WORDS * (1 + block)
+                grammars.state[0] = 0 if opens is None else automata.WAITS
+                grammars.opens[0] = automata.WAITS if opens is None else opens
             else:
                 np.asarray(getattr(line.rules, name))[0] = value
         np.asarray(line.sampling.has_rules)[0] = bool(rules.keys() - {"automaton"})
@@ -373,11 +379,11 @@ class LockStep:
     def write_mask(self, row: int, automaton: TokenAutomaton, answer: list[int]) -> None:
         """Write what may come behind an answer, as the host does."""
         block, may = 1 + len(AUTOMATA) + row, automaton.allowed(answer)
-        its = self.state.rows
+        words, grammars = self.state.features[GRAMMARS], self.state.rows.features[GRAMMARS]
         first, state = automata.BLOCK_WORDS * block, automata.FREE if may is None else 0
-        arena, states = written((self.state.arena, its.grammars.state), may, first, row, state)
-        its = dataclasses.replace(its, grammars=dataclasses.replace(its.grammars, state=states))
-        self.state = dataclasses.replace(self.state, arena=arena, rows=its)
+        words, states = written((words, grammars.state), may, first, row, state)
+        rows = with_values(self.state.rows, {GRAMMARS: dataclasses.replace(grammars, state=states)})
+        self.state = with_values(dataclasses.replace(self.state, rows=rows), {GRAMMARS: words})
 
     def step(self) -> None:
         want = self.oracle.step()
@@ -457,7 +463,7 @@ class LockStep:
                 want = {None: automata.WAITS, -1: automata.LOST}.get(behind, behind)
                 if row.request.is_followed:
                     want = automata.RESTS if row.rests else min(want, 0)
-                assert state.rows.grammars.state[index] == want
+                assert state.rows.features[GRAMMARS].state[index] == want
             if row.drafting is not None and row.finish_reason is None:
                 check_record(state, index, row.drafting)
             reason = FinishReason(state.rows.finish_reason[index]).name.lower()

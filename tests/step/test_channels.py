@@ -1,4 +1,4 @@
-"""Channels and row features, each of one table. Those of a test are an entry in it."""
+"""Channels and features, each of one table. Those of a test are an entry in it."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.step import channels
 from jaxpaged.step.channels import CANDIDATES, CHANNELS, EXPERTS, MASKS, Channel, Given, Per
 from jaxpaged.step.config import MAX_STEPS
-from jaxpaged.step.row_features import ROW_FEATURES, RowFeature
+from jaxpaged.step.features import FEATURES, Feature
 from jaxpaged.step.state import Rows
 from tests import tiny
 
@@ -35,10 +35,10 @@ TOY_PLACES = Channel(
 )
 
 # Seed of each request, which is added to all its tokens; passes that it was in, and the sum of its tokens.
-TALLY = RowFeature(
+TALLY = Feature(
     "tally",
     option="",
-    empty=lambda num_rows: {name: np.zeros(num_rows, np.int32) for name in ("seed", "passes", "sum")},
+    empty=lambda num_rows, size: {name: np.zeros(num_rows, np.int32) for name in ("seed", "passes", "sum")},
     encode=lambda request, num_tokens: {"seed": request.params.seed or 0, "passes": 0, "sum": 0},
     before_pass=lambda its, rows, computes: its | {"passes": its["passes"] + computes},
     of_choice=lambda its, rows, row, choice: (choice.token_ids + its["seed"][row]) % tiny.CONFIG.vocab_size,
@@ -68,7 +68,7 @@ def test_what_is_one_entry_of_a_table_works_in_an_engine_and_comes_to_users(monk
     """Check the values of answers that are longer than a run."""
     for channel in (TOY, TOY_PLACES, TALLIES):
         monkeypatch.setitem(CHANNELS, channel.name, channel)
-    monkeypatch.setitem(ROW_FEATURES, TALLY.name, TALLY)
+    monkeypatch.setitem(FEATURES, TALLY.name, TALLY)
     driver = tiny.driver(max_num_seqs=3)  # a setup of no other test: sizes are kept by setup
     prompts = tiny.prompts([5, 9, 12, 7])
     each = [

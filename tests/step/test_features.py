@@ -1,7 +1,6 @@
 """Features: optional fields of rows and state."""
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,19 +10,15 @@ from jaxpaged.engine import capacity
 from jaxpaged.engine.setup import Setup
 from jaxpaged.memory import kv_cache
 from jaxpaged.step.channels import CHANNELS
-from jaxpaged.step.features import NO_FEATURES, Features
-from jaxpaged.step.row_features import ROW_FEATURES
+from jaxpaged.step.feature_values import DraftSizes
+from jaxpaged.step.features import FEATURES, NO_FEATURES, Features
 from jaxpaged.step.state import EngineState, create_state, create_tables
 from tests import tiny
 
-ON: dict[str, Any] = {
-    "lora": True,
-    "arena_words": 64,
-    "max_drafts": 3,
-    "past_tokens": 8,
-    "row_features": tuple(ROW_FEATURES),
-    "channels": tuple((name, jax.ShapeDtypeStruct((2, 1), jnp.uint8)) for name in CHANNELS),
-}
+SIZES = dict.fromkeys(FEATURES) | {"drafts": DraftSizes(3, past_tokens=8), "grammars": 64}
+ON = Features.on(
+    channels=tuple((name, jax.ShapeDtypeStruct((2, 1), jnp.uint8)) for name in CHANNELS), **SIZES
+)
 
 
 def arrays_of(features: Features) -> set[str]:
@@ -32,7 +27,7 @@ def arrays_of(features: Features) -> set[str]:
     def create() -> EngineState:
         tables = create_tables(8, 2, 2, 4, prefix_caching=False)
         nothing = kv_cache.create(0, 0, 1, 1, 1, jnp.dtype("float32"))
-        return create_state(tables, nothing, 8, 32, features=features)
+        return create_state(tables, nothing, 8, 32, on=features)
 
     leaves = jax.tree_util.tree_leaves_with_path(jax.eval_shape(create))
     return {jax.tree_util.keystr(path) for path, _ in leaves}
@@ -40,11 +35,15 @@ def arrays_of(features: Features) -> set[str]:
 
 def test_each_feature_adds_arrays_and_one_that_is_off_none():
     basic = arrays_of(NO_FEATURES)
-    assert set(ON) == {field.name for field in dataclasses.fields(Features)}
-    for name, value in ON.items():
-        assert arrays_of(Features(**{name: value})) > basic, name
-        off = {**ON, name: getattr(NO_FEATURES, name)}
-        assert arrays_of(Features(**off)) < arrays_of(Features(**ON)), name
+    for name, size in SIZES.items():
+        if FEATURES[name].option:
+            assert arrays_of(Features.on(**{name: size})) > basic, name
+            off = {other: its for other, its in SIZES.items() if other != name}
+            assert arrays_of(Features.on(channels=ON.channels, **off)) < arrays_of(ON), name
+    for channel in ON.channels:
+        assert arrays_of(Features.on(channels=(channel,))) > basic, channel
+        others = tuple(other for other in ON.channels if other != channel)
+        assert arrays_of(dataclasses.replace(ON, channels=others)) < arrays_of(ON), channel
 
 
 def test_bytes_of_the_state_count_the_adapter_of_each_row():

@@ -70,7 +70,7 @@ ALLOWED = {
     ("reduce_max", "jaxpaged/sampling.py", "likeliest"): EXACT,
     ("reduce_max", "jaxpaged/sampling.py", "draw"): EXACT,
     ("reduce_max", "jaxpaged/sampling.py", "support"): EXACT,
-    ("reduce_max", "jaxpaged/sampling.py", "told"): EXACT,
+    ("reduce_max", "jaxpaged/sampling.py", "reported_values"): EXACT,
     ("reduce_max", "jaxpaged/sampling_filters.py", "first_equals"): "a maximum of equal weights and zeros",
     ("reduce_max", "jaxpaged/step/automata.py", "not_empty"): EXACT,
     ("cumsum", "jaxpaged/sampling.py", "_inverted"): "on a CPU JAX adds pairs in a tree of the row's length",

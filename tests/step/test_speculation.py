@@ -10,7 +10,8 @@ import pytest
 from jaxpaged.sampling_state import token_bits
 from jaxpaged.step import followers, loop, past, speculation
 from jaxpaged.step.config import DraftCost, Lookup, SuffixLookup
-from jaxpaged.step.features import DraftRows, Features, no_past
+from jaxpaged.step.feature_values import DraftRows, DraftSizes, no_past
+from jaxpaged.step.features import Features, with_values
 from jaxpaged.step.plan import DecodeSlots, Plan
 from jaxpaged.step.state import Phase, empty_rows
 from reference import speculation as reference
@@ -116,14 +117,15 @@ def test_nothing_is_drafted_from_answers_before_a_reset_of_the_prefix_cache():
     old = empty_rows(1, 20, VOCAB)
     old.arrival[:], old.prompt_lens[:], old.num_tokens[:] = 1, 3, 15
     old.token_ids[0, :15] = np.arange(15) % VOCAB
-    ring = jax.jit(past.with_answer)(state.past, old, 0)
+    ring = jax.jit(past.with_answer)(state.drafts.past, old, 0)
     token_ids = np.zeros((1, 20), np.int32)
     token_ids[0, :4] = [1, 7, 8, 9]  # of the answer
     found = jax.jit(lambda *args: followers.likely_followers(*args[:2], lookup, *args[2:]))
     asked, salt = (token_ids, np.array([4], np.int32)), np.zeros(1, np.int32)
     assert np.asarray(found(*asked, ring, salt)[0]).tolist() == [lookup.most]
-    state = loop.reset_prefix_cache(dataclasses.replace(state, past=ring))
-    assert np.asarray(found(*asked, state.past, salt)[0]).tolist() == [0]
+    account = dataclasses.replace(state.drafts, past=ring)
+    state = loop.reset_prefix_cache(with_values(state, {"drafts": account}))
+    assert np.asarray(found(*asked, state.drafts.past, salt)[0]).tolist() == [0]
 
 
 def test_a_draft_that_ends_its_answer_is_chosen_and_not_accepted():
@@ -225,7 +227,7 @@ def test_a_row_drafts_more_after_hits_and_waits_after_misses():
 @pytest.mark.parametrize("parts", [-1, 0, 77])
 def test_what_a_row_may_draft_follows_from_what_its_drafts_have_cost(parts):
     rng = np.random.default_rng(4)
-    rows = empty_rows(50, 8, 97, Features(max_drafts=5))
+    rows = empty_rows(50, 8, 97, Features.on(drafts=DraftSizes(5)))
     rows.prompt_lens[:] = rng.integers(1, 40, 50)
     rows.num_tokens[:] = rows.prompt_lens + rng.integers(1, 200, 50)
     rows.drafting.counts[:, 2] = rng.integers(0, 40, 50)

@@ -14,6 +14,7 @@ from jaxpaged.engine.request import Request
 from jaxpaged.engine.request_queue import Queued
 from jaxpaged.engine.services.service import InUse, Service
 from jaxpaged.models.lora import Arrays
+from jaxpaged.step.feature_values import ADAPTERS
 
 
 class AdapterSlots(Service):
@@ -59,4 +60,4 @@ class AdapterSlots(Service):
     def row_values(self, queued: Queued) -> dict[str, Any]:
         """Return the number of the request's slot, from 1 on; 0 for none."""
         adapter = queued.request.adapter
-        return {"lora": 0 if adapter is None else 1 + self._adapters.index(adapter)}
+        return {ADAPTERS: 0 if adapter is None else 1 + self._adapters.index(adapter)}

@@ -31,15 +31,15 @@ class BlockExchange:
             return self._format[1]
         self._device.require(*MEMORY)
         setup = self._device.setup
-        found = exchange.describe_format(
+        described = exchange.describe_format(
             setup.config,
             setup.model_config,
             setup.grouping,
             self._device.params,
             self._device.state.kv_cache,
         )
-        self._format = self._device.num_updates, found
-        return found
+        self._format = self._device.num_updates, described
+        return described
 
     def export_blocks(self, prompt: np.ndarray, cache_salt: str | None) -> Blocks:
         """Copy the cached blocks of a prompt to the host's memory. Waits for the run under way."""

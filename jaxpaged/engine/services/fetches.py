@@ -132,16 +132,16 @@ class Fetches:
         fetch.together += together
         return True
 
-    def plan(self, fetch: Fetch, chain: exchange.Chain, found: Sequence[StoredBlock]) -> None:
+    def plan(self, fetch: Fetch, chain: exchange.Chain, stored: Sequence[StoredBlock]) -> None:
         """Cut what is to be fetched behind the chain that the device has into pieces."""
         num_here, num_groups = min(len(chain.token_ids), len(fetch.keys)), len(self._specs)
         state = self._device.state
         size = state.tables.block_size
-        fetch.is_planned, fetch.num_blocks, end = True, len(found), num_here + len(found)
+        fetch.is_planned, fetch.num_blocks, end = True, len(stored), num_here + len(stored)
         present = np.zeros((num_groups, end), bool)
         present[:, :num_here] = chain.present[:, :num_here]
         read = groups.blocks_read(self._specs, end, size)
-        for i, block in enumerate(found, start=num_here):
+        for i, block in enumerate(stored, start=num_here):
             present[:, i] = block.present
             present[1:, i] &= read[1:, i]
         fetch.present = present
@@ -151,7 +151,9 @@ class Fetches:
         names = [state.kv_cache.movable_of(each).keys() for each in range(len(self._sizes.of_class))]
         for piece in self._sizes.cut(of_places):
             pairs = [pair for n in piece for pair in of_places[n]]
-            blocks = [_of_group(found[i - num_here], group, self._sizes.classes, names) for group, i in pairs]
+            blocks = [
+                _of_group(stored[i - num_here], group, self._sizes.classes, names) for group, i in pairs
+            ]
             places = self._sizes.places(pairs)
             fetch.waiting.append(Piece(num_here + piece.start, num_here + piece.stop, places, blocks))
 

@@ -15,6 +15,7 @@ from jaxpaged.engine.request import Request
 from jaxpaged.engine.request_queue import Queued
 from jaxpaged.engine.services.service import InUse, Service
 from jaxpaged.step.automata import BLOCK_WORDS
+from jaxpaged.step.feature_values import GRAMMARS
 
 # Blocks of an automaton written in one dispatch.
 WRITTEN_BLOCKS = 64
@@ -64,7 +65,7 @@ class DeviceGrammars(Service):
         rests = request.is_followed and request.beams is not None
         opens = None if rests else request.grammar_opens
         return {
-            "grammars": self._arena.row_values(
+            GRAMMARS: self._arena.row_values(
                 request.grammar, answer=queued.answer, opens=opens, index=request.index
             )
         }

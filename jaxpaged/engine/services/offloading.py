@@ -172,15 +172,15 @@ class Offloading(Service):
         self._arrivals[first] = Arrival(wanted, self._ask(request), [(request, answer)])
         return True
 
-    def _note_found(self, request: Request, found: Sequence[BlockKey]) -> None:
+    def _note_found(self, request: Request, keys: Sequence[BlockKey]) -> None:
         """Let events tell what tiers had before anybody asked for it."""
         if self._mirror is None:
             return
-        self._note_keys(request, request.prompt_token_ids, found)
+        self._note_keys(request, request.prompt_token_ids, keys)
         for name, store in self.tiers.stores.items():
             if name in MEDIA:
                 tell = self._mirror.observer(MEDIA[name])
-                for key in reversed(found):
+                for key in reversed(keys):
                     tell(key.digest, store.contains(key))
 
     def before_fill(self, *, is_idle: bool) -> None:
@@ -278,9 +278,9 @@ class Offloading(Service):
         if request.request_id in self._tried or not self._may_hit(request):
             return None
         wanted = self._keys(request, request.prompt_token_ids[:-1])  # one is left to compute
-        found = [self.tiers.get(key) for key in reversed(wanted)][::-1]
+        stored = [self.tiers.get(key) for key in reversed(wanted)][::-1]
         promoted = self._promoted.pop(request.request_id, set())
-        return Fetch([*together], wanted, found, self._ask(request), promoted) if any(found) else None
+        return Fetch([*together], wanted, stored, self._ask(request), promoted) if any(stored) else None
 
     def _note_begun(self, queued: Queued) -> None:
         """Note that a request gets a row now, for what is to be stored of it."""
@@ -294,20 +294,20 @@ class Offloading(Service):
         """Decide what to fetch, now that the device has told what it has."""
         chain, size = fetch.asked.chain(), self._config.block_size
         num_here = min(len(chain.token_ids), len(fetch.keys))
-        found: list[StoredBlock] = []
+        stored: list[StoredBlock] = []
         for block in fetch.found[num_here:]:
             if block is None:
                 break
-            found.append(block)
-        present = [block.present for block in found]
-        found = found[: groups.served(present, self._specs, num_here, size) - num_here]
-        fetch.found, seconds = (), self._compute_seconds(len(found))
-        if len(found) > self._num_spare_blocks or not self.rule.pays(
-            seconds, self.fetches.num_bytes(len(found)), 0
+            stored.append(block)
+        present = [block.present for block in stored]
+        stored = stored[: groups.served(present, self._specs, num_here, size) - num_here]
+        fetch.found, seconds = (), self._compute_seconds(len(stored))
+        if len(stored) > self._num_spare_blocks or not self.rule.pays(
+            seconds, self.fetches.num_bytes(len(stored)), 0
         ):
-            found = []
+            stored = []
         fetch.deadline = time.monotonic() + self.rule.wait(seconds)
-        self.fetches.plan(fetch, chain, found)
+        self.fetches.plan(fetch, chain, stored)
 
     def _enqueue(self, fetch: Fetch) -> None:
         for queued in fetch.together:

@@ -86,7 +86,7 @@ class Service:
         return False
 
     def row_values(self, queued: Queued) -> dict[str, Any]:
-        """Return what `Rows` holds of a request by the service; it has room on the device."""
+        """Return what features have of a request by the service, by name; it has room on the device."""
         return {}
 
     # A turn.

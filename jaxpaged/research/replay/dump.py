@@ -30,7 +30,7 @@ from jaxpaged.untrusted import dtype_named, read_json, read_npz
 from pallas_kernels import layouts
 from pallas_kernels.ops import TiledImplementation
 
-VERSION = 6  # version of the file's format
+VERSION = 7  # version of the file's format
 
 
 @dataclass(frozen=True)

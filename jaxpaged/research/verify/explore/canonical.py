@@ -7,6 +7,7 @@ import numpy as np
 from jaxpaged.memory.block_table import BlockTables
 from jaxpaged.memory.invariants import free_block_ids
 from jaxpaged.memory.prefix_cache import PrefixCache
+from jaxpaged.step.feature_values import DRAFTS
 from jaxpaged.step.state import EngineState, Phase
 
 type Key = tuple[Any, ...]
@@ -71,7 +72,7 @@ def key(state: EngineState) -> Key:
     progress = tuple((int(rows.num_tokens[row]), int(tables.seq_lens[row])) for row in live)
     rejected = tuple(state.last_rejected.tolist())
     drafting: Key = ()
-    if rows.drafting is not None:
+    if DRAFTS in rows.features:
         record = (rows.drafting.most, rows.drafting.misses, rows.drafting.wait, rows.drafting.idle)
         drafting = tuple(tuple(int(each[row]) for each in record) for row in live)
     return phases, tuple(live), progress, tuple(lines), free, held, content, chains, host, rejected, drafting

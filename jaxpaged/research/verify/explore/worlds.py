@@ -13,6 +13,7 @@ from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.models.attention import PassBatch
 from jaxpaged.step import scheduler
 from jaxpaged.step.config import Lookup, StepConfig
+from jaxpaged.step.feature_values import DraftSizes
 from jaxpaged.step.features import NO_FEATURES, Features
 from jaxpaged.step.state import (
     EngineState,
@@ -67,7 +68,7 @@ class World:
     @property
     def features(self) -> Features:
         """Return what rows have beside."""
-        return Features(max_drafts=self.most_drafts) if self.most_drafts else NO_FEATURES
+        return Features.on(drafts=DraftSizes(self.most_drafts)) if self.most_drafts else NO_FEATURES
 
     def state(self) -> EngineState:
         """Return the state before anything has come."""
@@ -135,7 +136,7 @@ def slots_name(cache: KVCache) -> str:
     return sorted(cache.blocks)[-1]
 
 
-FIXED = (".scores", ".rows.sampling", ".rows.rules", ".rows.beams", ".counters")
+FIXED = (".scores", ".rows.sampling", ".rows.rules", ".rows.features", ".counters")
 # A step under `vmap` is large, and compiling it with all passes takes a minute.
 QUICK_TO_COMPILE: dict[str, bool | int | str] = {
     "xla_backend_optimization_level": 0,
