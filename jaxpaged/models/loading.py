@@ -49,8 +49,8 @@ class Checkpoint:
         def draw() -> Mapping[str, Any]:
             return DrawnWeights(self.config, self.module_names, seed)
 
-        without = {"files": (), "keep_quantised": None, "quant_method": None}
-        return dataclasses.replace(self, names=self.module_names, load_weights=draw, seed=seed, **without)
+        made = dataclasses.replace(self, names=self.module_names, load_weights=draw, seed=seed)
+        return dataclasses.replace(made, files=(), keep_quantised=None, quant_method=None)
 
     def model(self, load_as: LoadAs) -> Decoder:
         """Load the model in this form.
@@ -64,7 +64,7 @@ class Checkpoint:
             return Decoder(StoredWeights(self.config, self.names, tensors, load_as, quantisation))
 
         files = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in self.files]
-        form = [str(load_as.dtype), native.why_not(load_as.dtype), load_as.form]
+        form: list[Any] = [str(load_as.dtype), native.why_not(load_as.dtype), load_as.form]
         form += [] if self.seed is None else ["drawn", self.seed]
         return kept.model(
             build,
