@@ -24,7 +24,6 @@ from absl import app, flags
 
 from benchmarks import record
 from jaxpaged import LLM, SamplingParams
-from jaxpaged.handover.exchange import block_bytes
 
 _MODEL = flags.DEFINE_string("model", "smollm2", "As for LLM.")
 _DTYPE = flags.DEFINE_string("dtype", "auto", "As for LLM.")
@@ -77,7 +76,7 @@ def measure(way: str, folder: Path) -> dict[str, Any]:
 
     if way in ("host", "disk"):
         plain = LLM(_MODEL.value, **options)
-        gib = block_bytes(plain.engine._driver.state.kv_cache) / BLOCK_SIZE * its["total"] / 2**30
+        gib = plain.engine._driver.state.kv_cache.block_bytes() / BLOCK_SIZE * its["total"] / 2**30
         plain.engine.close()
     llm, seconds = make(), {"before": list[float](), "after": list[float]()}
     fetched: dict[str, dict[str, int]] = {"before": {}, "after": {}}

@@ -18,7 +18,6 @@ from absl import app, flags
 
 from benchmarks import record
 from jaxpaged import LLM, SamplingParams
-from jaxpaged.handover.exchange import block_bytes
 
 _MODEL = flags.DEFINE_string("model", "smollm2", "As for LLM.")
 _DTYPE = flags.DEFINE_string("dtype", "auto", "As for LLM.")
@@ -51,7 +50,7 @@ def measure(folder: Path) -> dict[str, Any]:
             told[way] = {"hit": answer.num_cached_tokens, "fetched": dict(answer.metrics.num_fetched_tokens)}
 
     plain = LLM(_MODEL.value, **options)
-    bytes_per_token = block_bytes(plain.engine._driver.state.kv_cache) / block_size
+    bytes_per_token = plain.engine._driver.state.kv_cache.block_bytes() / block_size
     one_prompt_gib = 1.1 * bytes_per_token * _TOKENS.value / 2**30
     host = LLM(_MODEL.value, kv_offloading_size=3 * one_prompt_gib, **options)
     disk = LLM(

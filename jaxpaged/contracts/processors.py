@@ -12,6 +12,7 @@ without arguments for all. The rows of others stay as they are, to the bit. A ro
 row alone, so that an answer is the same in any company. Beam searches are not processed.
 """
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -175,7 +176,7 @@ def processed(
     logits: Float[Array, "rows vocab"],
     words: Int[Array, "rows words"],
     applies: Bool[Array, " rows"],
-    rows: tuple[Array, ...],
+    rows: tuple[Array, Array, Array, Array],
 ) -> Float[Array, "rows vocab"]:
     """Return the logits changed by the processors of those rows to which they apply.
 
@@ -183,8 +184,7 @@ def processed(
     """
     place = 1
     for bit, each in enumerate(processors):
-        arguments: dict[str, Array] = {}
-        its = applies & ((words[:, 0] >> bit) & 1 == 1)
+        arguments, its = {}, applies & ((words[:, 0] >> bit) & 1 == 1)
         for name, default in each.arguments:
             bits = words[:, place]
             if isinstance(default, float):
@@ -193,18 +193,15 @@ def processed(
             place += 1
         if isinstance(each.function, HostProcessors):
             arguments[NUMBER] = jnp.where(its, arguments[NUMBER], 0)
-        token_ids, prompt_lens, num_tokens, request_ids = rows
-        request = RequestRows(token_ids, prompt_lens, num_tokens, request_ids, arguments)
-
-        def change(
-            logits: Float[Array, "rows vocab"],
-            each: Processor = each,
-            its: Bool[Array, " rows"] = its,
-            request: RequestRows = request,
-        ) -> Any:
-            new = each(logits, request)
-            is_left = jnp.any(jnp.isfinite(new), axis=1)
-            return jnp.where((its & is_left)[:, None], new, logits)
-
+        change = functools.partial(_changed, each, its, RequestRows(*rows, arguments))
         logits = lax.cond(jnp.any(its), change, lambda logits: logits, logits)
     return logits
+
+
+def _changed(
+    each: Processor, its: Bool[Array, " rows"], request: RequestRows, logits: Float[Array, "rows vocab"]
+) -> Float[Array, "rows vocab"]:
+    """Return the logits with what a processor makes of rows in which it leaves something."""
+    new = each(logits, request)
+    is_left = jnp.any(jnp.isfinite(new), axis=1)
+    return jnp.where((its & is_left)[:, None], new, logits)

@@ -49,15 +49,8 @@ class Checkpoint:
         def draw() -> Mapping[str, Any]:
             return DrawnWeights(self.config, self.module_names, seed)
 
-        return dataclasses.replace(
-            self,
-            names=self.module_names,
-            load_weights=draw,
-            seed=seed,
-            files=(),
-            keep_quantised=None,
-            quant_method=None,
-        )
+        made = dataclasses.replace(self, names=self.module_names, load_weights=draw, seed=seed)
+        return dataclasses.replace(made, files=(), keep_quantised=None, quant_method=None)
 
     def model(self, load_as: LoadAs) -> Decoder:
         """Load the model in this form.
