@@ -205,7 +205,7 @@ def compile_for_h200(case: Case) -> tuple[Any, Any]:
     from jaxpaged.models.quantised.on_load import OnLoad
     from jaxpaged.step import loop
     from jaxpaged.step.config import StepConfig
-    from jaxpaged.step.features import Features
+    from jaxpaged.step.features import NO_FEATURES, Features
     from jaxpaged.step.state import EngineState, HostPool, create_state, create_tables
     from pallas_kernels.ops import choice
 
@@ -245,7 +245,7 @@ def compile_for_h200(case: Case) -> tuple[Any, Any]:
             MAX_MODEL_LEN,
             vocab_size,
             host,
-            Features.on(**({"adapters": None} if has_room else {})),
+            on=Features.on(adapters=None) if has_room else NO_FEATURES,
         )
 
     def create_model() -> nnx.Module:

@@ -163,7 +163,7 @@ def create(
         "max_num_tokens": np.full(num_rows, max_model_len),
     }
     rows = dataclasses.replace(rows, **{name: value.astype(np.int32) for name, value in fields.items()})
-    state = create_state(tables, kv_cache, max_model_len, vocab_size, features=features)
+    state = create_state(tables, kv_cache, max_model_len, vocab_size, on=features)
     state = loop.submit(state, rows, np.arange(num_rows, dtype=np.int32))
     num_tiles = PREFILL_TOKENS // PREFILL_TILE
     config = StepConfig(

@@ -44,7 +44,7 @@ from jaxpaged.models import loading
 from jaxpaged.models.constant import ConstantModel
 from jaxpaged.models.load_as import LoadAs
 from jaxpaged.step.config import MAX_STEPS
-from jaxpaged.step.features import Features
+from jaxpaged.step.features import NO_FEATURES, Features
 from jaxpaged.step.model import Model
 
 _REPEATS = flags.DEFINE_integer("repeats", 20, f"Runs of {MAX_STEPS} steps.", lower_bound=1, upper_bound=26)
@@ -184,7 +184,7 @@ def measure_arenas(
             max_model_len=MAX_MODEL_LEN,
             prefix_caching=True,
             attention="xla",
-            features=Features(arena_words=size * 2**18),
+            features=Features.on(grammars=size * 2**18) if size else NO_FEATURES,
         )
         for size in sizes
     }

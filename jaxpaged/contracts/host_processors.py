@@ -171,17 +171,17 @@ class HostProcessors:
             removed = {self._lines.pop(key)[0] for key in gone}
             rows, lines, added = list[int](), list[int](), list[Any]()
             for row in np.flatnonzero(numbers).tolist():
-                key, its = (int(numbers[row]), int(ids[row])), token_ids[row]
+                key, tokens_of_row = (int(numbers[row]), int(ids[row])), token_ids[row]
                 if (asked := self._asked.get(key[0])) is None:
                     continue
                 if key not in self._lines:
                     taken = {line for line, _ in self._lines.values()}
                     line = next(each for each in itertools.count() if each not in taken)
                     self._lines[key] = line, []
-                    prompt = its[: prompt_lens[row]].tolist()
+                    prompt = tokens_of_row[: prompt_lens[row]].tolist()
                     added.append((line, asked.params, prompt, self._lines[key][1]))
                 line, answer = self._lines[key]
-                answer[:] = its[prompt_lens[row] : num_tokens[row]].tolist()
+                answer[:] = tokens_of_row[prompt_lens[row] : num_tokens[row]].tolist()
                 rows.append(row)
                 lines.append(line)
             if not rows:

@@ -94,18 +94,16 @@ def named(asked: Sequence[Any], max_num_seqs: int, vocab_size: int) -> tuple[Pro
     """
     parts = [_imported(each) for each in asked]
     classes = [each for each in parts if isinstance(each, type) and issubclass(each, LogitsProcessor)]
-    found = tuple(
-        _named(given, each) for given, each in zip(asked, parts, strict=True) if each not in classes
-    )
+    made = tuple(_named(given, each) for given, each in zip(asked, parts, strict=True) if each not in classes)
     if classes:
         host = HostProcessors(classes, max_num_seqs, vocab_size)
-        found += (Processor(host, ((NUMBER, 0),), name=" ".join(each.__qualname__ for each in classes)),)
-    names = [name for each in found for name, _ in each.arguments]
+        made += (Processor(host, ((NUMBER, 0),), name=" ".join(each.__qualname__ for each in classes)),)
+    names = [name for each in made for name, _ in each.arguments]
     for name in names:
         check("logits_processors: argument", name, "an argument of one processor", names.count(name) == 1)
     rule = f"at most {MOST_ARGUMENTS}"
     check("number of arguments of logits_processors", len(names), rule, len(names) <= MOST_ARGUMENTS)
-    return found
+    return made
 
 
 RULE = "a function under @processor, or a LogitsProcessor class (docs/research/processors.md)"
@@ -115,16 +113,16 @@ def _imported(asked: Any) -> Any:
     return versions.imported("logits_processors", asked, RULE) if isinstance(asked, str) else asked
 
 
-def _named(asked: Any, found: Any) -> Processor:
+def _named(asked: Any, part: Any) -> Processor:
     path = asked if isinstance(asked, str) else ""
-    versions.check_version("logits_processors", asked, found, "processor")
-    if not isinstance(found, Processor):
-        arguments = getattr(found, "arguments", None)
-        if not callable(found) or not isinstance(arguments, tuple):
+    versions.check_version("logits_processors", asked, part, "processor")
+    if not isinstance(part, Processor):
+        arguments = getattr(part, "arguments", None)
+        if not callable(part) or not isinstance(arguments, tuple):
             raise InputError(f"logits_processors={shown(asked)} must be {RULE}")
-        made = getattr(found, "contract", 1), getattr(found, "__qualname__", "")
-        found = Processor(found, arguments, *made)
-    return replace(found, name=path or found.name or "processor")
+        details = getattr(part, "contract", 1), getattr(part, "__qualname__", "")
+        part = Processor(part, arguments, *details)
+    return replace(part, name=path or part.name or "processor")
 
 
 def words_of(
@@ -184,7 +182,7 @@ def processed(
     """
     place = 1
     for bit, each in enumerate(processors):
-        arguments, its = {}, applies & ((words[:, 0] >> bit) & 1 == 1)
+        arguments, of_rows = {}, applies & ((words[:, 0] >> bit) & 1 == 1)
         for name, default in each.arguments:
             bits = words[:, place]
             if isinstance(default, float):
@@ -192,16 +190,16 @@ def processed(
             arguments[name] = bits != 0 if isinstance(default, bool) else bits
             place += 1
         if isinstance(each.function, HostProcessors):
-            arguments[NUMBER] = jnp.where(its, arguments[NUMBER], 0)
-        change = functools.partial(_changed, each, its, RequestRows(*rows, arguments))
-        logits = lax.cond(jnp.any(its), change, lambda logits: logits, logits)
+            arguments[NUMBER] = jnp.where(of_rows, arguments[NUMBER], 0)
+        change = functools.partial(_changed, each, of_rows, RequestRows(*rows, arguments))
+        logits = lax.cond(jnp.any(of_rows), change, lambda logits: logits, logits)
     return logits
 
 
 def _changed(
-    each: Processor, its: Bool[Array, " rows"], request: RequestRows, logits: Float[Array, "rows vocab"]
+    each: Processor, of_rows: Bool[Array, " rows"], request: RequestRows, logits: Float[Array, "rows vocab"]
 ) -> Float[Array, "rows vocab"]:
     """Return the logits with what a processor makes of rows in which it leaves something."""
     new = each(logits, request)
     is_left = jnp.any(jnp.isfinite(new), axis=1)
-    return jnp.where((its & is_left)[:, None], new, logits)
+    return jnp.where((of_rows & is_left)[:, None], new, logits)

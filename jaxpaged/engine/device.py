@@ -207,8 +207,9 @@ class Device:
         shapes = start.state_shapes(setup, nnx.merge(self.graphdef, params), self.num_blocks)
         # All else is described by the present arrays, as at the start: shapes of a pool in the host's memory
         # let XLA return it in the device's. Whether the arrays were donated meanwhile does not matter.
-        rows = dataclasses.replace(self._state.rows, grammars=shapes.rows.grammars)
-        state = dataclasses.replace(self._state, rows=rows, arena=shapes.arena)
+        rows = with_values(self._state.rows, {GRAMMARS: shapes.rows.features[GRAMMARS]})
+        state = dataclasses.replace(self._state, rows=rows)
+        state = with_values(state, {GRAMMARS: shapes.features[GRAMMARS]})
         source = start.Source(setup, self.graphdef, params, state, by_host=self.by_host)
         return source.run(source.kept() or source.compiled())
 

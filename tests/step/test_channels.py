@@ -128,8 +128,8 @@ def test_what_a_request_gives_for_places_is_written_by_row_and_read_from_its_til
     assert (lines.dtype, lines.T.tolist()) == (np.int32, [[7, 33, 4, 5, -1], [7, 34, 6, -1, -1]])
     assert CANDIDATES.lines([], (3,)).shape == (5, 0)
     tiles = {32: np.arange(9).reshape(3, 3) + 100, 0: np.zeros((32, 3))}
-    assert CANDIDATES.told(asks, tiles).tolist() == [[103, 104], [106, 107]]
-    assert CANDIDATES.told(SamplingParams(), {}) is None
+    assert CANDIDATES.reported(asks, tiles).tolist() == [[103, 104], [106, 107]]
+    assert CANDIDATES.reported(SamplingParams(), {}) is None
 
 
 def test_deltas_are_joined_and_cut_by_channel():

@@ -171,8 +171,9 @@ def _words_of(config: StepConfig) -> dict[str, Any]:
     for name in ("attention", "sampler"):
         words[name] = getattr(words[name], "name", words[name])
     words["grouping"] = config.grouping.words()
-    for name in ("sampler", "lookup"):  # a file has none of the latter: snapshots with drafts are refused
-        if words[name] is None:
+    # A file has none of the latter two: snapshots with drafts or processors are refused.
+    for name in ("sampler", "lookup", "processors"):
+        if not words[name]:
             del words[name]
     return words
 
