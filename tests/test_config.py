@@ -50,6 +50,7 @@ from jaxpaged.sampling_params import SamplingParams, seed_bits
         ({"repetition_penalty": 0}, "repetition_penalty=0 must be a number > 0, at most 3.4e38"),
         ({"logit_bias": {"1": 2}}, "logit_bias={'1': 2} must be a mapping of token ids, ints >= 0, to num"),
         ({"logit_bias": {1: float("nan")}}, "logit_bias={1: nan} must be a mapping of token ids"),
+        ({"logit_bias": {1: float("inf")}}, "logit_bias={1: inf} must be a mapping of token ids"),
         ({"logit_bias": [1]}, r"logit_bias=\[1\] must be a mapping of token ids"),
         ({"allowed_token_ids": []}, r"allowed_token_ids=\[\] must be None or at least one token id"),
         ({"allowed_token_ids": 5}, "allowed_token_ids=5 must be a list of token ids"),

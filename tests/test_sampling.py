@@ -241,7 +241,7 @@ def told_in_each_mode(logits: jax.Array, rows: Rows, token_ids: jax.Array):
     searches = row == len(logits) - 1
     found = {}
     for mode in get_args(LogprobsMode)[1:]:
-        told = sampling.told(
+        told = sampling.reported_values(
             mode,
             logits,
             rows.sampling,

@@ -459,8 +459,6 @@ def test_a_profile_is_a_trace_of_jaxs(llm, tmp_path, monkeypatch):
 
 
 def test_what_is_not_served_says_what_to_take(llm):
-    with pytest.raises(AttributeError, match="LLM.collective_rpc is not served: .*use the methods of LLM"):
-        llm.collective_rpc("reload_weights")
     with pytest.raises(AttributeError, match="LLM.apply_model is not served: .*use LLM.weights"):
         llm.apply_model(print)
     with pytest.raises(AttributeError, match="LLMEngine.pin_lora is not served"):

@@ -308,6 +308,42 @@ def test_optional_properties_beside_any_value_are_divided_exactly():
     assert [text for text in texts if accepts(made, text) != (text in valid)] == []
 
 
+def test_a_name_with_escapes_bypasses_no_type():
+    """With `additionalProperties` another spelling of a name is no other name."""
+    named = {"type": "object", "properties": {"a": {"type": "integer"}}, "additionalProperties": True}
+    beside = {"type": "object", "properties": {"d": named, "x": {}}, "required": ["d"]}
+    made = Language(Constraint({"json": beside}, Limits()).source(), VOCABULARY)
+    texts = [
+        '{"d":{"a":1,"b":[{}]}}',
+        '{"d":{"a":"x"}}',
+        '{"d":{"\\u0061":"x"}}',
+        '{"d":{"b":1,"\\u0061":"x"}}',
+    ]
+    assert [accepts(made, text) for text in texts] == [True, False, False, False]
+
+
+@pytest.mark.parametrize("anything", [{}, {"$ref": "#"}])
+def test_a_hundred_optional_properties_beside_any_value_are_followed(anything):
+    names = {f"p{i}": {"type": "integer"} for i in range(100)}
+    schema = {"type": "object", "properties": names | {"x": anything}, "additionalProperties": False}
+    made = Language(Constraint({"json": schema}, Limits()).source(), VOCABULARY)
+    some = {f"p{i}": i for i in range(0, 100, 7)} | {"x": {"p1": 1, "x": {"p2": 2}}}
+    right = json.dumps(some, separators=(",", ":"))
+    assert accepts(made, right)
+    assert not accepts(made, right.replace('"p98":98', '"p98":"a"'))
+
+
+def test_a_list_of_two_thousand_items_has_no_item_more():
+    beside = {
+        "type": "object",
+        "properties": {"d": {"type": "array", "items": {"const": 1}, "maxItems": 2000}, "x": {}},
+        "required": ["d"],
+    }
+    made = Language(Constraint({"json": beside}, Limits()).source(), VOCABULARY)
+    texts = ['{"d":[' + ",".join("1" * number) + "]}" for number in (2000, 2001)]
+    assert [accepts(made, text) for text in texts] == [True, False]
+
+
 def test_properties_that_are_too_few_are_no_text():
     """The last property alone is fewer than `minProperties`, where nothing can follow it."""
     few = {name: {"const": 1} for name in "abc"}

@@ -217,6 +217,8 @@ def test_weights_with_a_wrappers_names_are_read_under_the_text_parts_config_too(
         }
         save_file(renamed, tmp_path / "model.safetensors")
         again = loading.open_checkpoint(tmp_path)
+        for key in renamed:  # adapters' modules, too
+            assert again.module_names.name_of(key) == again.names.name_of(key)
         got = weights.by_role(again.config, again.names, again.load_weights())
         assert got.keys() == want.keys()
         for role, values in want.items():

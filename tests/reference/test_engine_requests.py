@@ -215,6 +215,7 @@ def test_the_answers_are_the_models_own() -> None:
         scale=0.5,
         attention_soft_cap=None,
         alibi_slopes=None,
+        latent=None,
         sinks=False,
         activation="silu",
         gated=True,

@@ -18,7 +18,8 @@ def apart(tensors: Mapping[str, np.ndarray], names: Names) -> Mapping[str, np.nd
     """Return a file's tensors with one for each expert's product, if the file has them in one and the family
     asks for one each; else the tensors as they are.
     """
-    asked = names.table.get("experts.gate_up", ())
+    role = "experts.gate_up"  # a name for it with its ending goes first
+    asked = names.table.get(f"{role}.weight", names.table.get(role, ()))
     asks_each = any(name.endswith(EACH) for name in ((asked,) if isinstance(asked, str) else asked))
     if not asks_each or not any(name.endswith(GATE_UP) for name in tensors):
         return tensors
