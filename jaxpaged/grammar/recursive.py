@@ -23,7 +23,7 @@ from jaxpaged.grammar.vocabulary import TokenBytes
 EVERY_TOKEN = '\n%llguidance {"no_forcing": true}\n'
 # The engine waits for each mask, and each row has a matcher: less than llguidance's own bounds.
 BOUNDS: dict[str, Any] = {
-    "max_lexer_states": 20_000,  # of about 2 kB
+    "max_lexer_states": 50_000,  # of about 2 kB: twenty texts of 2,000 characters
     "max_items_in_row": 400,
     "step_max_items": 10_000,
     "step_lexer_fuel": 1_000_000,  # at 14,000 a millisecond

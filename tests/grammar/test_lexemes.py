@@ -258,6 +258,14 @@ def test_twenty_large_properties_are_served_exactly():
         assert not accepts(made, json.dumps(right | {f"p{i}": RIGHT[kinds[i]][1]}, ensure_ascii=False))
 
 
+def test_twenty_texts_of_two_thousand_characters_may_be_full():
+    names = [f"p{i}" for i in range(20)]
+    made = Language(
+        Constraint({"json": thing(dict.fromkeys(names, KINDS["texts"]))}, Limits()).source(), VOCABULARY
+    )
+    assert accepts(made, json.dumps(dict.fromkeys(names, "a" * 2000)))
+
+
 def beside_any(number):
     """Return a schema of optional properties of several kinds beside one of any value."""
     kinds = [
