@@ -317,7 +317,7 @@ def test_optional_properties_beside_any_value_are_divided_exactly():
 
 
 def test_a_name_with_escapes_bypasses_no_type():
-    """With `additionalProperties` another spelling of a name is no other name."""
+    """Another spelling of a name is no other name, which `additionalProperties` would allow."""
     named = {"type": "object", "properties": {"a": {"type": "integer"}}, "additionalProperties": True}
     beside = {"type": "object", "properties": {"d": named, "x": {}}, "required": ["d"]}
     made = Language(Constraint({"json": beside}, Limits()).source(), VOCABULARY)
