@@ -3,6 +3,7 @@ request alone in the same engine, to the last bit.
 
     python -m tests.engine.fuzz --seconds 1200                    all settings, each for its share of the time
     python -m tests.engine.fuzz --setting adapters --seed 17      one workload
+    python -m tests.engine.fuzz --scores                          answers, too, beside prompts that have them
 
 It ends with how many runs made requests give way to others: half of them must.
 
@@ -169,7 +170,7 @@ class Fuzz:
     """
 
     def __init__(self, setting: str, folder: Path, asks_of: str | None = None) -> None:
-        self.setting, self._folder = setting, folder
+        self.setting, self._folder, self.scores = setting, folder, False
         self.driver = driver = SETTINGS[setting](folder)
         has_grammars = driver.config.arena_words > 0 and recursive.is_installed()
         if has_grammars:
@@ -204,7 +205,28 @@ class Fuzz:
             found = self._alone[number, self._weights] = [
                 _bare(answers[request.request_id]) for request in requests
             ]
+            if self.scores:
+                self._assert_scored(self._asks[number], found)
         return found
+
+    def _assert_scored(self, ask: Ask, answers: Sequence[Delta]) -> None:
+        """Check that prompts which have the answers are told the same log-probabilities of their tokens."""
+        config, params = self.driver.config, ask.params
+        if isinstance(params, BeamSearchParams) or config.logprobs_mode != "raw_logprobs":
+            return
+        for answer in answers:
+            if params.logprobs is None or not answer.token_ids:
+                continue
+            tokens = [*ask.prompt, *answer.token_ids]
+            if len(tokens) >= self.driver.door.max_model_len:
+                continue
+            scoring = SamplingParams(max_tokens=1, prompt_logprobs=0)
+            [request] = dataclasses.replace(ask, prompt=tuple(tokens), params=scoring).requests(
+                self.driver, self._folder
+            )
+            self.driver.add(request)
+            scores = tiny.drain(self.driver)[request.request_id].prompt_scores[len(ask.prompt) :]
+            assert [each.logprob for each in scores] == [each.logprob for each in answer.scores], ask
 
     def run(self, seed: int) -> tuple[int, int]:
         """Run one workload and compare; how many answers were whole, and how many given up."""
@@ -358,6 +380,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0, help="for so long; without it one workload each")
     parser.add_argument("--setting", choices=SETTINGS, action="append", help="only this one, or these")
     parser.add_argument("--seed", type=int, default=0, help="the first")
+    parser.add_argument("--scores", action="store_true", help="compare answers with prompts that have them")
     args = parser.parse_args()
     names = args.setting or list(settings(jax.device_count()))
     end = time.monotonic() + args.seconds
@@ -367,6 +390,7 @@ def main() -> None:
             its_folder = Path(folder) / str(i)
             its_folder.mkdir()
             fuzz, its_end = Fuzz(name, its_folder), time.monotonic()
+            fuzz.scores = args.scores
             its_end += (end - its_end) / (len(names) - i)
             for seed in itertools.count(args.seed):
                 try:
