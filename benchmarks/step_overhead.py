@@ -26,7 +26,7 @@ With sizes of the arena of structured outputs given, the rows of this device's s
 each; no row has a constraint. `ratio` is the least time over that of the first size.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -148,35 +148,25 @@ def measure_groups(
     numbers: list[int], num_rows: int, num_blocks: int, repeats: int
 ) -> Iterator[dict[str, Any]]:
     """Return the lines of the constant model with several numbers of groups, run in turns."""
-    loops = {
-        number: decode_loop.create(
-            ConstantModel(),
-            kv_cache.create(0, num_blocks, decode_loop.BLOCK_SIZE, 1, 1, ConstantModel.dtype),
-            num_blocks=num_blocks,
-            seq_lens=[64 + row % decode_loop.BLOCK_SIZE for row in range(num_rows)],
-            max_model_len=MAX_MODEL_LEN,
-            prefix_caching=True,
-            attention="xla",
-            grouping=grouping(number),
-        )
-        for number in numbers
-    }
-    us: dict[int, list[float]] = {number: [] for number in numbers}
-    for _ in range(2 + repeats):  # the first compiles
-        for number, loop in loops.items():
-            us[number].append(loop.seconds_per_step() * 1e6)
-    for number in numbers:
-        line = _line("constant", num_rows, num_blocks, True, us[number][2:])
-        ratio = min(us[number][2:]) / min(us[numbers[0]][2:])
-        yield line | {"num_groups": number, "ratio": round(ratio, 3)}
+    options = {number: {"grouping": grouping(number)} for number in numbers}
+    return _in_turns("num_groups", options, num_rows, num_blocks, repeats)
 
 
 def measure_arenas(
     sizes: list[int], num_rows: int, num_blocks: int, repeats: int
 ) -> Iterator[dict[str, Any]]:
     """Return the lines of the constant model beside arenas of several sizes in MiB, run in turns."""
+    arenas = {size: Features.on(grammars=size * 2**18) if size else NO_FEATURES for size in sizes}
+    options = {size: {"features": features} for size, features in arenas.items()}
+    return _in_turns("structured_outputs_mib", options, num_rows, num_blocks, repeats)
+
+
+def _in_turns(
+    name: str, options: Mapping[int, Mapping[str, Any]], num_rows: int, num_blocks: int, repeats: int
+) -> Iterator[dict[str, Any]]:
+    """Return the lines of the constant model with the options of each value of `name`, run in turns."""
     loops = {
-        size: decode_loop.create(
+        value: decode_loop.create(
             ConstantModel(),
             kv_cache.create(0, num_blocks, decode_loop.BLOCK_SIZE, 1, 1, ConstantModel.dtype),
             num_blocks=num_blocks,
@@ -184,18 +174,18 @@ def measure_arenas(
             max_model_len=MAX_MODEL_LEN,
             prefix_caching=True,
             attention="xla",
-            features=Features.on(grammars=size * 2**18) if size else NO_FEATURES,
+            **more,
         )
-        for size in sizes
+        for value, more in options.items()
     }
-    us: dict[int, list[float]] = {size: [] for size in sizes}
+    us: dict[int, list[float]] = {value: [] for value in options}
     for _ in range(2 + repeats):  # the first compiles
-        for size, loop in loops.items():
-            us[size].append(loop.seconds_per_step() * 1e6)
-    for size in sizes:
-        line = _line("constant", num_rows, num_blocks, True, us[size][2:])
-        ratio = min(us[size][2:]) / min(us[sizes[0]][2:])
-        yield line | {"structured_outputs_mib": size, "ratio": round(ratio, 3)}
+        for value, loop in loops.items():
+            us[value].append(loop.seconds_per_step() * 1e6)
+    least = {value: min(times[2:]) for value, times in us.items()}
+    for value, times in us.items():
+        line = _line("constant", num_rows, num_blocks, True, times[2:])
+        yield line | {name: value, "ratio": round(least[value] / least[next(iter(us))], 3)}
 
 
 def grouping(num_groups: int) -> Grouping:

@@ -18,6 +18,7 @@ from jaxpaged.engine.setup import Setup
 from jaxpaged.memory import kv_cache, sizing
 from jaxpaged.memory.sizing import Budget, CacheSize
 from jaxpaged.models.names import num_weights
+from jaxpaged.step.config import StepConfig
 from jaxpaged.step.state import EngineState, create_state, create_tables
 from pallas_kernels.gpu.decode.attention import partial_bytes
 from pallas_kernels.gpu.prompt.attention import partial_bytes as prompt_partial_bytes
@@ -84,16 +85,16 @@ def longest_that_fits(setup: Setup, size: CacheSize) -> int:
 
     The request has the cache for itself. An answer's last token is never written to the cache.
     """
+    config = setup.step_config(size.num_blocks, size.more_blocks)
     return bisect.bisect_left(
-        range(setup.max_model_len), True, key=lambda num_tokens: bool(_shortage(setup, size, num_tokens))
+        range(setup.max_model_len), True, key=lambda num_tokens: bool(_shortage(config, size, num_tokens))
     )
 
 
-def _shortage(setup: Setup, size: CacheSize, num_tokens: int) -> tuple[int, int] | None:
+def _shortage(config: StepConfig, size: CacheSize, num_tokens: int) -> tuple[int, int] | None:
     """Return a size class that has too few blocks for a request with so many tokens in the cache, and how
     many it needs; None if all have enough.
     """
-    config = setup.step_config(size.num_blocks, size.more_blocks)
     needs = config.blocks_by_class(num_tokens, size.block_size)
     for size_class, (need, blocks) in enumerate(zip(needs, size.blocks_by_class, strict=True)):
         if need > blocks - 1:
@@ -120,7 +121,7 @@ def served_len(setup: Setup, size: CacheSize) -> int:
         )
         return fits
     whose = ", the model's own," if config.max_model_len is None else ""
-    shortage = _shortage(setup, size, longest - 1)
+    shortage = _shortage(setup.step_config(size.num_blocks, size.more_blocks), size, longest - 1)
     assert shortage is not None  # it does not fit
     size_class, need = shortage
     usable, num_bytes = size.blocks_by_class[size_class] - 1, size.bytes_by_class[size_class]

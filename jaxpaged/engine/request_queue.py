@@ -78,8 +78,8 @@ class RequestQueue:
     ) -> Iterator[list[Queued]]:
         """Remove the next requests and yield them: each with those that must come into rows with it.
 
-        It ends when the next ones are more than `most()`. A request whose adapter or grammar gets no room is
-        overtaken by requests without either, and by no others.
+        It ends when the next ones are more than `max_requests()`. A request whose adapter or grammar gets no
+        room is overtaken by requests without either, and by no others.
         """
         waiting: list[Queued] = []
         while self._heap and self.first.group_size <= max_requests():

@@ -5,7 +5,7 @@ import functools
 import hashlib
 import re
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -411,10 +411,7 @@ class Setup:
         if mixer is None:
             return
         name = f"with layers of {mixer.name}, whose states are no K and V"
-        check("tensor_parallel_size", c.tensor_parallel_size, f"1 {name}", c.tensor_parallel_size == 1)
-        check("quantization", c.quantization, f"None {name}", c.quantization is None)
-        check("enable_lora", c.enable_lora, f"False {name}", not c.enable_lora)
-        check("layer_kind", c.layer_kind, f"None {name}", c.layer_kind is None)
+        self._require(name, tensor_parallel_size=1, quantization=None, enable_lora=False, layer_kind=None)
         check("loop_over_layers", c.loop_over_layers, f"None or False {name}", not c.loop_over_layers)
         least = mixer.kernel_size - 1
         rule = f"at least {least}, the tokens that a convolution reads before its own"
@@ -422,12 +419,15 @@ class Setup:
 
     def _check_latents(self) -> None:
         """Raise `InputError` for an option that latent attention does not serve."""
-        c = self.config
-        if self.whole.latent is None:
-            return
-        name = "with latent attention, whose heads share one vector a token"
-        check("tensor_parallel_size", c.tensor_parallel_size, f"1 {name}", c.tensor_parallel_size == 1)
-        check("enable_lora", c.enable_lora, f"False {name}", not c.enable_lora)
+        if self.whole.latent is not None:
+            name = "with latent attention, whose heads share one vector a token"
+            self._require(name, tensor_parallel_size=1, enable_lora=False)
+
+    def _require(self, where: str, **values: Any) -> None:
+        """Raise `InputError` for an option with another value than this one, the only one that is served."""
+        for name, value in values.items():
+            given = getattr(self.config, name)
+            check(name, given, f"{value} {where}", given == value)
 
     def _check_loop_over_layers(self) -> None:
         """Raise `InputError` if layers cannot be computed in a loop: on a GPU XLA cannot multiply in one."""

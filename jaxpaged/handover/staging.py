@@ -44,7 +44,8 @@ class Line:
 @dataclass(frozen=True)
 class PieceSizes:
     """Blocks of each size class that a piece has: of `PIECE_BYTES`, but no more than a sequence, and at least
-    one a group.
+    one a group. A block may be larger: then all classes have as many bytes, or a piece without such a block
+    would be little else than room for it.
     """
 
     of_class: tuple[int, ...]
@@ -56,10 +57,12 @@ class PieceSizes:
         """Make those of an engine's state."""
         tables = state.tables
         classes, sizes = tables.classes or (0,) * tables.num_groups, []
-        for size_class in range(tables.num_classes):
-            num_groups, num_bytes = classes.count(size_class), state.kv_cache.block_bytes(size_class)
+        block_bytes = [state.kv_cache.block_bytes(size_class) for size_class in range(tables.num_classes)]
+        piece_bytes = max(PIECE_BYTES, *block_bytes)
+        for size_class, num_bytes in enumerate(block_bytes):
+            num_groups = classes.count(size_class)
             most = num_groups * tables.max_blocks_per_seq
-            sizes.append(max(min(PIECE_BYTES // max(num_bytes, 1), most), num_groups))
+            sizes.append(max(min(piece_bytes // max(num_bytes, 1), most), num_groups))
         return cls(tuple(sizes), classes, tables.max_blocks_per_seq)
 
     def cut(self, pairs: Sequence[Sequence[Pair]]) -> list[range]:

@@ -82,9 +82,10 @@ class KVCache:
 
     def movable_of(self, size_class: int) -> dict[str, Num[Array, "..."]]:
         """Return the arrays of `movable` in which blocks of a size class lie."""
-        return {name: x for name, x in self.movable.items() if self._class_of(name) == size_class}
+        return {name: x for name, x in self.movable.items() if self.class_of(name) == size_class}
 
-    def _class_of(self, name: str) -> int:
+    def class_of(self, name: str) -> int:
+        """Return the size class of the blocks that lie in an array of `movable`."""
         return 1 if self.first_state_block and name.startswith(STATE) else 0
 
     def places_of(self, name: str, block_ids: Int[Array, "*n"]) -> Int[Array, "*n"]:

@@ -14,6 +14,7 @@ from jaxpaged.engine.door import check_blocks
 from jaxpaged.engine.occupancy import occupancy
 from jaxpaged.engine.request import Request
 from jaxpaged.engine.setup import Setup
+from jaxpaged.handover import staging
 from jaxpaged.memory import kv_cache
 from jaxpaged.memory.block_pool import HELD_ONCE
 from jaxpaged.memory.cache_specs import FULL, SlidingWindow
@@ -124,6 +125,25 @@ def test_a_length_for_which_states_have_too_few_blocks_is_refused():
         InputError, match=r"max_model_len=120 needs \d+ blocks of states of 4 tokens, \d+ byte"
     ):
         capacity.served_len(tight, size)
+
+
+def test_pieces_of_a_chain_have_room_for_the_blocks_of_each_class():
+    """Blocks at one place go together; each lies behind those of its class that came before."""
+    sizes = staging.PieceSizes((3, 1), CLASSES, max_blocks=8)
+    chain = [[(0, 0), (2, 0)], [(0, 1)], [(0, 2), (1, 2), (2, 2)], [(1, 3)], [(0, 4)]]
+    assert sizes.cut(chain) == [range(2), range(2, 3), range(3, 5)]
+    assert sizes.cut([]) == []
+    assert sizes.by_class(chain[2]) == ([(0, 2), (2, 2)], [(1, 2)])
+    assert [line.tolist() for line in sizes.places(chain[2])] == [[2, 2 * 8 + 2, -1], [8 + 2]]
+
+
+def test_a_piece_has_as_many_bytes_of_keys_and_values_as_a_state_has(monkeypatch):
+    monkeypatch.setattr(staging, "PIECE_BYTES", 1)
+    few = setup(tiny_states.DELTA, num_blocks=20, max_model_len=120)
+    made = start.create_state(few, tiny_states.model(few.whole), 20)
+    times = made.kv_cache.block_bytes(1) // made.kv_cache.block_bytes(0)
+    assert times > made.tables.max_blocks_per_seq  # and no more than a sequence has
+    assert staging.PieceSizes.of(made).of_class == (made.tables.max_blocks_per_seq, 1)
 
 
 def test_a_state_with_several_classes_is_written_down_and_read_again(tmp_path):

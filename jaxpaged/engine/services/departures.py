@@ -25,6 +25,11 @@ class Piece:
     pairs: Sequence[Sequence[staging.Pair]]  # the groups' blocks at each place of the chain
     keys: Sequence[BlockKey]  # of these places
 
+    @property
+    def blocks(self) -> list[staging.Pair]:
+        """All blocks, in the order in which they leave."""
+        return [pair for together in self.pairs for pair in together]
+
 
 @dataclasses.dataclass(frozen=True)
 class Keep:
@@ -125,31 +130,29 @@ class Departures:
             self._under_way.append(self._thread.submit(self._tiers.keep, piece.keys, piece.seconds))
             return
         state = self._device.state
-        places = self._sizes.places([pair for together in piece.pairs for pair in together])
+        places = self._sizes.places(piece.blocks)
         leaving = staging.leaving(state, piece.line, places, self._specs, self._device.mesh)
         self._under_way.append(self._thread.submit(self._put, piece, leaving))
 
     def _put(self, piece: Piece, leaving: staging.Leaving) -> None:
         """Copy a piece and put its blocks into the tiers; in the thread for that."""
         is_there, arrays = leaving.on_host(self._device.mesh)
-        classes = self._sizes.classes
-        class_of = {
-            name: size_class
-            for size_class in range(len(is_there))
-            for name in self._device.state.kv_cache.movable_of(size_class)
+        classes, class_of = self._sizes.classes, self._device.state.kv_cache.class_of
+        place_of = {  # of the blocks that were there, in the arrays of their size class
+            pair: place
+            for pairs, flags in zip(self._sizes.by_class(piece.blocks), is_there, strict=True)
+            for place, (pair, is_here) in enumerate(zip(pairs, flags, strict=False))
+            if is_here
         }
-        first = [0] * len(is_there)  # the next block of each size class in the piece
         for together, key in zip(piece.pairs, piece.keys, strict=True):
-            present, chosen = np.zeros(len(classes), bool), [list[int]() for _ in first]
-            for group, _ in together:
-                size_class = classes[group]
-                place = first[size_class]
-                first[size_class] += 1
-                if is_there[size_class][place]:
-                    present[group] = True
-                    chosen[size_class].append(place)
+            here = [pair for pair in together if pair in place_of]
+            present = np.zeros(len(classes), bool)
+            present[[group for group, _ in here]] = True
             if present[0] and not self._has_all(key, present):
-                of_block = {name: x[chosen[class_of[name]]] for name, x in arrays.items()}
+                of_block = {
+                    name: x[[place_of[pair] for pair in here if classes[pair[0]] == class_of(name)]]
+                    for name, x in arrays.items()
+                }
                 self._tiers.put(key, StoredBlock(tuple(present.tolist()), of_block))
             self._leaving.discard(key)
 

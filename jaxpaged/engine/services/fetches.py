@@ -3,7 +3,7 @@
 import collections
 import dataclasses
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
@@ -148,14 +148,17 @@ class Fetches:
         of_places = [
             [(group, i) for group in range(num_groups) if present[group, i]] for i in range(num_here, end)
         ]
-        names = [state.kv_cache.movable_of(each).keys() for each in range(len(self._sizes.of_class))]
         for piece in self._sizes.cut(of_places):
             pairs = [pair for n in piece for pair in of_places[n]]
-            blocks = [
-                _of_group(stored[i - num_here], group, self._sizes.classes, names) for group, i in pairs
-            ]
+            blocks = [self._part(stored[i - num_here], group) for group, i in pairs]
             places = self._sizes.places(pairs)
             fetch.waiting.append(Piece(num_here + piece.start, num_here + piece.stop, places, blocks))
+
+    def _part(self, block: StoredBlock, group: int) -> dict[str, np.ndarray]:
+        """Return one group's part of a block."""
+        classes, class_of = self._sizes.classes, self._device.state.kv_cache.class_of
+        place = sum(block.present[other] for other in range(group) if classes[other] == classes[group])
+        return {name: x[place] for name, x in block.arrays.items() if class_of(name) == classes[group]}
 
     def advance(self, rule: Rule) -> None:
         """Write what has come to the device, and let more come. Waits for nothing."""
@@ -226,15 +229,3 @@ class Fetches:
         line = staging.Line.of(state, tokens, request.salt)
         done = self._device.write_piece(line, fetch.present[:, :end], piece.places, arrays)
         fetch.arrived.append((piece, done))
-
-
-def _of_group(
-    block: StoredBlock, group: int, classes: Sequence[int], names: Sequence[Collection[str]]
-) -> dict[str, np.ndarray]:
-    """Return one group's part of a block.
-
-    classes: size class of each group's blocks. names: of the arrays of each class.
-    """
-    size_class = classes[group]
-    place = sum(block.present[other] for other in range(group) if classes[other] == size_class)
-    return {name: block.arrays[name][place] for name in names[size_class]}
