@@ -21,6 +21,7 @@ from jaxpaged.options import (
     ours_or_path,
     parts_or_paths,
     store_of_blocks,
+    sums,
     text,
     whole,
     yes_or_no,
@@ -38,7 +39,7 @@ EvictionPolicy = Literal[
     "plain_lfu", "s3fifo", "tinylfu", "greedy_dual", "queue_lru",
 ]  # fmt: skip
 Loop = Literal["auto", "device", "host"]
-Sums = Literal["fast", "ordered"]  # see `models.shards.Shards`
+Sums = Literal["fast", "ordered"] | int  # see `models.shards.Shards`
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
 SchedulingPolicy = Literal["fcfs", "priority"]  # first come first served; or lower `priority` first
 
@@ -314,12 +315,16 @@ class EngineConfig:
         flag=count("replicas of the model, each on tensor-parallel-size devices (default 1)"),
         short="-dp",
     )
-    # Sums over the devices of a model: "fast", or "ordered": in the devices' order with any library, for more
-    # bytes moved.
+    # Sums over the devices of a model: "fast"; "ordered": in the devices' order with any library, for more
+    # bytes moved; or a number: as so many devices would sum, on however many, with equal bits.
     tensor_parallel_sums: Sums = option(
         "fast",
-        choice(*get_args(Sums)),
-        flag=text("sums over the devices: fast (default), or ordered: in their order, for more bytes moved"),
+        sums,
+        flag={
+            "type": lambda value: int(value) if value.isdecimal() else value,
+            "help": "sums over the devices: fast (default); ordered: in their order, for more bytes moved; "
+            "or a number: as so many devices would, with equal bits on fewer",
+        },
     )
     # Whether the device or the host runs the serving loop. auto: the device; the host where a GPU fails to
     # run it as one program.

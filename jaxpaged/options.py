@@ -15,6 +15,7 @@ from jaxpaged.checks import (
     checked_int,
     checked_number,
     is_int,
+    shown,
 )
 
 # Brings a value into its form, given the option's name; raises `InputError`.
@@ -95,6 +96,13 @@ def length(name: str, value: Any) -> Any:
         return AUTO
     rule = "None or an int >= 2, at most 2**31 - 1, or 'auto' (-1) for what fits"
     return optional(whole(rule, 2))(name, value)
+
+
+def sums(name: str, value: Any) -> Any:
+    """Check how sums over devices are made: in one of two ways, or as a number of devices would make them."""
+    if value in ("fast", "ordered") if isinstance(value, str) else is_int(value) and 1 < value <= 256:
+        return value
+    raise InputError(f"{name}={shown(value)} must be fast, ordered, or an int from 2 to 256")
 
 
 def optional(check: Check) -> Check:

@@ -9,7 +9,9 @@ Exponentials of numbers that do not fill a vector may still differ in a rare las
 divide how many there are.
 """
 
-from collections.abc import Callable
+import functools
+import operator
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +21,7 @@ from jaxtyping import Array, Float
 
 LIBRARY_SIZE = 4096  # numbers
 INFINITY = np.float32(np.inf)
+LARGEST = np.float32(np.finfo(np.float32).max)
 
 type Rows = Float[Array, "*rows features"]
 type Numbers = Float[Array, "*rows 1"]
@@ -97,3 +100,23 @@ def _reduced(x: Rows, start: np.float32, combine: Callable[[Array, Array], Array
         return combine(lax.clamp(-INFINITY, found, INFINITY), number)
 
     return lax.reduce(x, start, opaque, (x.ndim - 1,))[..., None]
+
+
+def rounded(product: Float[Array, "*n"]) -> Float[Array, "*n"]:
+    """Return a finite product as it is, kept apart from a sum behind it.
+
+    As one instruction the two would have other bits, and it depends on the program whether they are one: on
+    the sizes of its arrays, for one.
+    """
+    return lax.clamp(-LARGEST, product, LARGEST)
+
+
+def tree_sum(summands: Sequence[Float[Array, "*n"]]) -> Float[Array, "*n"]:
+    """Return the sum of the first half and of the second, made likewise; of an odd number from left to right.
+
+    So the sums of 2, 4, ... equal runs of the summands, added up in the same way, give the same bits.
+    """
+    half, is_odd = divmod(len(summands), 2)
+    if is_odd:
+        return functools.reduce(operator.add, summands)
+    return tree_sum(summands[:half]) + tree_sum(summands[half:])

@@ -144,7 +144,8 @@ def beside(model: Decoder, names: Names | None, setup: Setup) -> Adapters | None
     `names` are the names of the weights in an adapter's files. Under tensor parallelism arrays have those of
     all shards along their first axis.
     """
-    config, mesh, shards = setup.config, setup.mesh, setup.shards
+    config, mesh = setup.config, setup.mesh
+    shards = setup.shards or (setup.load_as().shard,)
     if not config.enable_lora:
         return None
     check("adapter_names", names, "those of the model's family, for enable_lora", names is not None)
@@ -157,16 +158,16 @@ def beside(model: Decoder, names: Names | None, setup: Setup) -> Adapters | None
     model_config = model.config
 
     def read(request: LoRARequest) -> Arrays:
-        if not shards:
-            return lora.read(request, model_config, names, rank, dtype)
-        return _joined([lora.read(request, shard.whole, names, rank, dtype, shard) for shard in shards])
+        return _joined([lora.read(request, setup.whole, names, rank, dtype, shard) for shard in shards])
 
-    nothing = lora.nothing(model_config, names, rank, dtype)
-    return Adapters(read, config.max_cpu_loras, _joined([nothing] * len(shards)) if shards else nothing)
+    nothing = lora.nothing(model_config, names, rank, dtype, shards[0])
+    return Adapters(read, config.max_cpu_loras, _joined([nothing] * len(shards)))
 
 
 def _joined(each: Sequence[Arrays]) -> Arrays:
     """Concatenate the arrays of all shards."""
+    if len(each) == 1:
+        return each[0]
     return {
         role: (
             np.concatenate([shard[role][0] for shard in each]),

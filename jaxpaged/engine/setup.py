@@ -88,7 +88,8 @@ class Setup:
         if rule := self.layout.why_not_heads(self.whole.num_kv_heads):
             raise InputError(f"kv_layout={self.layout}: {rule}")
         self._check_loop_over_layers()
-        _ = self.shards
+        _ = self.shards, self.model_config
+        self._check_sums()
         names = " ".join(str(getattr(part, "name", part)) for part in self._parts)
         if self.has_outsiders:
             trace_anew_if_changed(names, self.code_digest)
@@ -108,14 +109,20 @@ class Setup:
     def shards(self) -> tuple[Shard, ...]:
         """Shards of the model under tensor parallelism, one for each device; empty for one device."""
         size = self.config.tensor_parallel_size
-        if self.mesh is None or size == 1:
-            return ()
-        together = Shards(size, self.config.tensor_parallel_sums)
-        return tuple(Shard(self.whole, together, number) for number in range(size))
+        return tuple(self._shard(number) for number in range(size)) if size > 1 else ()
+
+    def _shard(self, number: int) -> Shard:
+        config = self.config
+        return Shard(self.whole, Shards(config.tensor_parallel_size, config.tensor_parallel_sums), number)
+
+    @functools.cached_property
+    def sums_in_pieces(self) -> bool:
+        """Whether sums are made as another number of devices would make them: also on one device."""
+        return isinstance(self.config.tensor_parallel_sums, int)
 
     def load_as(self, number: int = 0) -> LoadAs:
         """Return the form in which a device's weights are loaded; `number` is that of its shard."""
-        shard = self.shards[number] if self.shards else None
+        shard = self._shard(number) if self.shards or self.sums_in_pieces else None
         return LoadAs(self.dtype, self.config.quantization, shard, self.config.loop_over_layers, self.kinds)
 
     @property
@@ -127,7 +134,7 @@ class Setup:
     @functools.cached_property
     def model_config(self) -> ModelConfig:
         """Model as one device computes it: narrower than `whole` under tensor parallelism."""
-        return self.shards[0].config if self.shards else self.whole
+        return self._shard(0).config if self.shards or self.sums_in_pieces else self.whole
 
     @functools.cached_property
     def layout(self) -> Layout:
@@ -246,7 +253,7 @@ class Setup:
         c, config = self.model_config, self.config
         padded = c.num_kv_heads, c.head_dim
         narrowest, *wider = c.heads_by_size
-        if not wider or self.shards or isinstance(self.attention, Attention):
+        if not wider or self.shards or self.sums_in_pieces or isinstance(self.attention, Attention):
             return padded
         one = self.layout, config.block_size, self.dtype, narrowest
         return narrowest if all(kv_cache.is_divisible(*one, heads) for heads in wider) else padded
@@ -412,6 +419,7 @@ class Setup:
             return
         name = f"with layers of {mixer.name}, whose states are no K and V"
         self._require(name, tensor_parallel_size=1, quantization=None, enable_lora=False, layer_kind=None)
+        check("tensor_parallel_sums", c.tensor_parallel_sums, f"a text {name}", not self.sums_in_pieces)
         check("loop_over_layers", c.loop_over_layers, f"None or False {name}", not c.loop_over_layers)
         least = mixer.kernel_size - 1
         rule = f"at least {least}, the tokens that a convolution reads before its own"
@@ -422,12 +430,21 @@ class Setup:
         if self.whole.latent is not None:
             name = "with latent attention, whose heads share one vector a token"
             self._require(name, tensor_parallel_size=1, enable_lora=False)
+            sums = self.config.tensor_parallel_sums
+            check("tensor_parallel_sums", sums, f"a text {name}", not self.sums_in_pieces)
 
     def _require(self, where: str, **values: Any) -> None:
         """Raise `InputError` for an option with another value than this one, the only one that is served."""
         for name, value in values.items():
             given = getattr(self.config, name)
             check(name, given, f"{value} {where}", given == value)
+
+    def _check_sums(self) -> None:
+        """Raise `InputError` if XLA would choose orders of sums by the number of heads or columns."""
+        by_ours = form_of(self.dtype).own != "xla" and self.attention in ("native", "mosaic_gpu")
+        rule = "a text where our own kernels do not compute both products and attention"
+        sums = self.config.tensor_parallel_sums
+        check("tensor_parallel_sums", sums, rule, not self.sums_in_pieces or by_ours)
 
     def _check_loop_over_layers(self) -> None:
         """Raise `InputError` if layers cannot be computed in a loop: on a GPU XLA cannot multiply in one."""

@@ -14,6 +14,7 @@ from jaxpaged.models.config import Experts
 from jaxpaged.models.feed_forward import MLP, linear, stack
 from jaxpaged.models.names import layers_with
 from jaxpaged.models.norms import Norm, norm
+from jaxpaged.models.shards import total
 from jaxpaged.models.weights import Weights
 
 GLU_SLOPE = 1.702
@@ -29,23 +30,26 @@ class ExpertLinear(nnx.Module):
         self.num_experts = weights.config.experts.num_experts if weights.config.experts else 0
         each = layers_with(weights.config, role)
         groups = [each] if weights.form.loops else [[layer] for layer in each]
+        self.num_pieces = weights.num_pieces(role) or 1
         self.linears = nnx.List(self._linear(weights, role, group) for group in groups)
 
     def _linear(self, weights: Weights, role: str, group: Sequence[int]) -> layers.Linear:
         kernels = weights.of_experts(f"{role}.weight", group) or ()
         biases = weights.of_experts(f"{role}.bias", group)
-        return layers.Linear(kernels, biases, form=weights.form, together=True)
+        num_pieces = weights.num_pieces(role)
+        return layers.Linear(kernels, biases, form=weights.form, together=True, num_pieces=num_pieces)
 
     def __call__(
         self,
         x: Float[Array, "num_tokens in_features"],
         layer: layers.Layer,
         expert: Int[Array, ""],
-    ) -> Float[Array, "num_tokens out_features"]:
+    ) -> list[Float[Array, "num_tokens out_features"]]:
+        """Return the expert's product, piece by piece."""
         if len(self.linears) == 1:
-            return self.linears[0](x, layer * self.num_experts + expert)
+            return self.linears[0].pieces(x, layer * self.num_experts + expert)
         assert isinstance(layer, int)
-        return self.linears[layer](x, expert)
+        return self.linears[layer].pieces(x, expert)
 
 
 class ExpertsMLP(nnx.Module):
@@ -88,34 +92,48 @@ class ExpertsMLP(nnx.Module):
         else:
             (experts,) = jnp.nonzero(chosen, size=chosen.shape[0], fill_value=0)
 
-        def add(
-            i: Int[Array, ""], total: Float[Array, "num_tokens hidden"]
-        ) -> Float[Array, "num_tokens hidden"]:
+        type Sums = list[Float[Array, "num_tokens hidden"]]  # of each piece of the experts' inputs
+
+        def add(i: Int[Array, ""], sums: Sums) -> Sums:
             expert = experts[i].astype(jnp.int32)
             weight = weights[:, expert, None]
             mine = jnp.where(weight > 0, given, 0)  # products on a CPU skip rows of zeros
             if self.config.scales_input:
                 mine, weight = (mine * weight).astype(x.dtype), (weight > 0).astype(jnp.float32)
-            gate, up = jnp.split(self.gate_up(mine, layer, expert), 2, axis=-1)
-            out = self.down(self._glu(gate, up).astype(x.dtype), layer, expert)
+            [wide] = self.gate_up(mine, layer, expert)
+            gate, up = jnp.split(wide, 2, axis=-1)
+            found = self.down(self._glu(gate, up).astype(x.dtype), layer, expert)
             if self.beside is not None:
-                out = out * self.beside.scale[layer][expert].astype(jnp.float32)
-            return total + weight * jnp.where(weight > 0, out, 0)
+                scale = self.beside.scale[layer][expert].astype(jnp.float32)
+                found = [out * scale for out in found]
+            return [
+                so_far + weight * jnp.where(weight > 0, out, 0)
+                for so_far, out in zip(sums, found, strict=True)
+            ]
 
+        count = chosen.shape[0] if self.visits_all else jnp.sum(chosen)
         nothing = jnp.zeros(x.shape, jnp.float32)
-        out = lax.fori_loop(0, chosen.shape[0] if self.visits_all else jnp.sum(chosen), add, nothing)
-        if self.shared is not None:
-            shared = self.shared(x, layer, is_padding)
-            if self.shared_gate is not None:
-                shared = shared * jax.nn.sigmoid(self.shared_gate(x, layer))
-            if self.config.shared_scale != 1.0:
-                shared = shared * self.config.shared_scale
-            if self.beside is not None:
-                if self.shards is not None:
-                    out, shared = self.shards.total(out), self.shards.total(shared)
-                return self.beside.added(out.astype(x.dtype), shared.astype(x.dtype), layer), by_token
-            out = out + shared
-        return out if self.shards is None else self.shards.total(out), by_token
+        sums = lax.fori_loop(0, count, add, [nothing] * self.down.num_pieces)
+        if self.shared is None:
+            return total(self.shards, sums), by_token
+        shared = self._shared(x, layer)
+        if self.beside is not None:
+            out, by_all = (total(self.shards, each).astype(x.dtype) for each in (sums, shared))
+            return self.beside.added(out, by_all, layer), by_token
+        return total(self.shards, [out + more for out, more in zip(sums, shared, strict=True)]), by_token
+
+    def _shared(
+        self, x: Float[Array, "num_tokens hidden"], layer: layers.Layer
+    ) -> list[Float[Array, "num_tokens hidden"]]:
+        """Return the output of the expert that all tokens have, piece by piece."""
+        assert self.shared is not None
+        pieces = self.shared.pieces(x, layer)
+        if self.shared_gate is not None:
+            gate = jax.nn.sigmoid(self.shared_gate(x, layer))
+            pieces = [piece * gate for piece in pieces]
+        if self.config.shared_scale != 1.0:
+            pieces = [piece * self.config.shared_scale for piece in pieces]
+        return pieces
 
     def choose(
         self, x: Float[Array, "num_tokens hidden"], layer: layers.Layer

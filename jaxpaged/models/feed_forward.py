@@ -9,18 +9,19 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxpaged import row_sums
 from jaxpaged.models import layers
+from jaxpaged.models.shards import total
 from jaxpaged.models.weights import Weights
 
 
 class MLP(nnx.Module):
     """`down(act(gate(x)) * up(x))`, or without a gate `down(act(up(x)))`.
 
-    `prefix`: that of its roles. An expert that all tokens have is such a part; its caller sums over shards.
+    `prefix`: that of its roles. An expert that all tokens have is such a part; its caller sums `pieces`.
     """
 
     def __init__(self, weights: Weights, prefix: str = "") -> None:
         self.config = weights.config
-        self.shards = None if prefix else weights.shards
+        self.shards = weights.shards
         self.up = linear(weights, f"{prefix}gate_up" if self.config.gated else f"{prefix}up")
         self.down = linear(weights, f"{prefix}down")
         self.xielu = XIELU(weights) if self.config.activation == "xielu" else None
@@ -32,14 +33,22 @@ class MLP(nnx.Module):
         is_padding: Bool[Array, " num_tokens"],  # part of the common signature; only experts use it
         adapters: Int[Array, " num_tiles"] | None = None,
     ) -> Float[Array, "num_tokens hidden"]:
+        return total(self.shards, self.pieces(x, layer, adapters))
+
+    def pieces(
+        self,
+        x: Float[Array, "num_tokens hidden"],
+        layer: layers.Layer,
+        adapters: Int[Array, " num_tiles"] | None = None,
+    ) -> list[Float[Array, "num_tokens hidden"]]:
+        """Return what the columns of this shard give, piece by piece."""
         wide = self.up(x, layer, adapters)
         if self.config.gated:
             gate, up = jnp.split(wide, 2, axis=-1)
             wide = self._activated(self._sparse(gate, layer), layer) * up
         else:
             wide = self._activated(wide, layer)
-        out = self.down(wide.astype(x.dtype), layer, adapters)
-        return out if self.shards is None else self.shards.total(out)
+        return self.down.pieces(wide.astype(x.dtype), layer, adapters)
 
     def _sparse(
         self, x: Float[Array, "num_tokens width"], layer: layers.Layer
@@ -49,9 +58,9 @@ class MLP(nnx.Module):
         if not any(shares):
             return x
         deviations = [statistics.NormalDist().inv_cdf(share) if share else 0.0 for share in shares]
-        mean_of = (lambda its: its) if self.shards is None else self.shards.mean
-        mean = mean_of(row_sums.mean(x))
-        variance = mean_of(row_sums.mean(jnp.square(x - mean)))
+        mean_of = row_sums.mean if self.shards is None else self.shards.mean
+        mean = mean_of(x)
+        variance = mean_of(jnp.square(x - mean))
         count = deviations[layer] if isinstance(layer, int) else jnp.asarray(deviations)[layer]
         is_sparse = shares[layer] > 0 if isinstance(layer, int) else jnp.asarray(shares)[layer] > 0
         return jnp.where(is_sparse, jax.nn.relu(x - mean - jnp.sqrt(variance) * count), x)
@@ -91,7 +100,8 @@ def linear(weights: Weights, role: str) -> layers.Linear:
     """Return the layers' product of this role."""
     kernels = weights.each(f"{role}.weight")
     assert kernels is not None
-    return layers.Linear(kernels, weights.each(f"{role}.bias"), form=weights.form)
+    num_pieces = weights.num_pieces(role)
+    return layers.Linear(kernels, weights.each(f"{role}.bias"), form=weights.form, num_pieces=num_pieces)
 
 
 def stack(weights: Weights, role: str) -> layers.Stack | None:

@@ -142,10 +142,13 @@ class Linear(nnx.Module):
         *,
         form: LayerForm | None = None,
         together: bool | None = None,
+        num_pieces: int | None = None,
     ) -> None:
         """Make the product. `form` None: this machine's. `together`: in a stack; None: if layers are in a
-        loop.
+        loop. `num_pieces`: weights of each layer, which divide its inputs: see `pieces`. None: one, whose
+        inputs may be fused with what they are made of.
         """
+        self.num_pieces, self.fuses_inputs = num_pieces or 1, num_pieces is None
         rest = iter(weights)
         first = next(rest)
         self.out_features = first.shape[0]
@@ -172,26 +175,42 @@ class Linear(nnx.Module):
         layer: Layer = 0,
         adapters: Int[Array, " num_tiles"] | None = None,
     ) -> Float[Array, "num_tokens out_features"]:
-        y = self._product(x, layer)
-        if adapters is None:
-            return y
-        add = low_rank.add_by_xla if self.implementation == "xla" else low_rank.add
-        return add(y, x, self.adapters.get_value(), layer, adapters)
+        return row_sums.tree_sum(self.pieces(x, layer, adapters))
+
+    def pieces(
+        self,
+        x: Float[Array, "num_tokens in_features"],
+        layer: Layer = 0,
+        adapters: Int[Array, " num_tiles"] | None = None,
+    ) -> list[Float[Array, "num_tokens out_features"]]:
+        """Return the product of each piece of the inputs; their sum is the layer's output."""
+        # What is fused must not depend on the number of pieces, for bits depend on it.
+        x = x if self.fuses_inputs else lax.optimization_barrier(x)
+        inputs = [x] if self.num_pieces == 1 else jnp.split(x, self.num_pieces, axis=-1)
+        found = []
+        for i, piece in enumerate(inputs):
+            number = layer if self.num_pieces == 1 else layer * self.num_pieces + i
+            y = self._product(piece, number)
+            if self.bias is not None and i == 0:
+                y = y + self.bias[layer].astype(jnp.float32)
+            if adapters is not None:
+                add = low_rank.add_by_xla if self.implementation == "xla" else low_rank.add
+                y = add(y, piece, self.adapters.get_value(), number, adapters)
+            found.append(y)
+        return found
 
     def _product(
         self, x: Float[Array, "num_tokens in_features"], layer: Layer
     ) -> Float[Array, "num_tokens out_features"]:
         if self.is_quantised:
-            y = self._quantised(x, layer)
-        elif self.implementation == "native":
+            return self._quantised(x, layer)
+        if self.implementation == "native":
             packed, number = self.kernel.holding(layer)
-            y = native.product(x, packed, self.out_features, 0 if number is None else number)
-        elif self.implementation == "mosaic_gpu":
+            return native.product(x, packed, self.out_features, 0 if number is None else number)
+        if self.implementation == "mosaic_gpu":
             packed, number = self.kernel.holding(layer)
-            y = dense_product.packed_product(x, packed, self.out_features, number)
-        else:
-            y = xla.product(x, self.kernel[layer], contract=0)
-        return y if self.bias is None else y + self.bias[layer].astype(jnp.float32)
+            return dense_product.packed_product(x, packed, self.out_features, number)
+        return xla.product(x, self.kernel[layer], contract=0)
 
     def _quantised(
         self, x: Float[Array, "num_tokens in_features"], layer: Layer
@@ -263,10 +282,10 @@ class RMSNorm(nnx.Module):
         self,
         x: Float[Array, "*num_tokens features"],
         layer: Layer = 0,
-        mean: Callable[[Array], Array] = lambda its: its,  # mean over all shards of the features
+        mean: Callable[[Array], Array] = row_sums.mean,  # over the features of all shards
     ) -> Float[Array, "*num_tokens features"]:
         wide = x.astype(jnp.float32)
-        mean_square = mean(row_sums.mean(wide * wide))
+        mean_square = mean(wide * wide)
         normed = wide * lax.rsqrt(mean_square + self.eps)
         if self.offset:
             return (normed * (self.offset + self.weight[layer].astype(jnp.float32))).astype(x.dtype)
@@ -403,8 +422,13 @@ def apply_rope(
 ) -> Float[Array, "num_tokens num_heads head_dim"]:
     """Turn the pairs (x[i], x[i + dim / 2]) of the first `dim` coordinates by their angles: Hugging Face's
     order of coordinates.
+
+    Products are rounded before they are added, whatever the number of tokens and heads.
     """
     half = cos.shape[-1]
     a, b, rest = jnp.split(x, [half, 2 * half], axis=-1)
-    turned = [a * cos - b * sin, b * cos + a * sin]
+    turned = [
+        row_sums.rounded(a * cos) - row_sums.rounded(b * sin),
+        row_sums.rounded(b * cos) + row_sums.rounded(a * sin),
+    ]
     return jnp.concatenate([*turned, rest] if rest.shape[-1] else turned, axis=-1)

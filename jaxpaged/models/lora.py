@@ -83,20 +83,33 @@ def make_room(model: Decoder, names: Names, num_adapters: int, rank: int) -> Non
     native.serves(model.dtype, "low_rank")  # registers the target, also for programs from disk
     adaptable = products(model)
     for role, room in rooms(model.config, names).items():
-        sizes = model.config.num_layers, num_adapters, room.in_features, room.widths, rank
-        adaptable[role].adapters = AdapterParam(low_rank.zeros(*sizes, model.dtype))
+        sizes = _sizes(model.config, room, num_adapters, adaptable[role].num_pieces)
+        adaptable[role].adapters = AdapterParam(low_rank.zeros(*sizes, rank, model.dtype))
 
 
-def nothing(config: ModelConfig, names: Names, rank: int, dtype: jnp.dtype) -> dict[str, tuple[Any, Any]]:
-    """Return the arrays of an adapter that changes nothing."""
+def _sizes(
+    config: ModelConfig, room: Room, num_adapters: int, num_pieces: int
+) -> tuple[int, int, int, tuple[int, ...]]:
+    """Return the first sizes of `low_rank.zeros`: each piece of a layer's inputs has matrices of its own."""
+    return config.num_layers * num_pieces, num_adapters, room.in_features // num_pieces, room.widths
 
-    def of(room: Room) -> tuple[np.ndarray, np.ndarray]:
-        sizes = config.num_layers, 1, room.in_features, room.widths, rank
-        one = jax.eval_shape(lambda: low_rank.zeros(*sizes, dtype))
+
+def nothing(
+    config: ModelConfig, names: Names, rank: int, dtype: jnp.dtype, shard: Shard | None = None
+) -> dict[str, tuple[Any, Any]]:
+    """Return the arrays of an adapter that changes nothing; `config` is the shard's."""
+
+    def of(role: str, room: Room) -> tuple[np.ndarray, np.ndarray]:
+        sizes = _sizes(config, room, 1, _num_pieces(role, shard))
+        one = jax.eval_shape(lambda: low_rank.zeros(*sizes, rank, dtype))
         a, b = (np.zeros((x.shape[0], *x.shape[2:]), dtype) for x in (one.a, one.b))
         return a, b
 
-    return {role: of(room) for role, room in rooms(config, names).items()}
+    return {role: of(role, room) for role, room in rooms(config, names).items()}
+
+
+def _num_pieces(role: str, shard: Shard | None) -> int:
+    return 1 if shard is None else len(shard.pieces(f"{role}.weight"))
 
 
 def read(
@@ -127,7 +140,7 @@ def _read(
             raise InputError(f"there must be a directory with {file}")
     adapter_config = _AdapterConfig(hf.read_object(path / CONFIG))
     narrow = config if shard is None else shard.config
-    arrays, narrow_locations = nothing(narrow, names, max_rank, dtype), dict(_locations(narrow, names))
+    arrays, narrow_locations = nothing(narrow, names, max_rank, dtype, shard), dict(_locations(narrow, names))
     widths = {role: room.widths for role, room in rooms(config, names).items()}
     for location, (module, sides) in _found(path, config, names):
         rank, scale = adapter_config.rank_and_scale(module)
@@ -140,13 +153,15 @@ def _read(
         if shard is not None:
             a, b = _of_shard(shard, location, widths[location.role], a, b)
             location = narrow_locations[module]
-        all_a, all_b = (its[location.layer] for its in arrays[location.role])
-        packed = low_rank.pack(a.T).astype(dtype)
-        all_a[location.piece * low_rank.num_panels(max_rank) :][: len(packed)] = packed
-        packed = low_rank.pack(b.T).astype(dtype)
-        if not np.isfinite(packed.astype(np.float32)).all():
+        packed_b = low_rank.pack(b.T).astype(dtype)
+        if not np.isfinite(packed_b.astype(np.float32)).all():
             raise InputError(f"{module}.lora_B, scaled by {scale:g}, must be finite in {dtype.name}")
-        all_b[location.first_panel :][: len(packed), :rank] = packed
+        inputs = np.split(a.T, _num_pieces(location.role, shard))
+        for number, its in enumerate(inputs, start=location.layer * len(inputs)):
+            all_a, all_b = (x[number] for x in arrays[location.role])
+            packed_a = low_rank.pack(its).astype(dtype)
+            all_a[location.piece * low_rank.num_panels(max_rank) :][: len(packed_a)] = packed_a
+            all_b[location.first_panel :][: len(packed_b), :rank] = packed_b
     return arrays
 
 

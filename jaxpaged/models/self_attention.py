@@ -1,5 +1,6 @@
 """Self-attention of a decoder's layers: projections, norms and RoPE around a look at the cache."""
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -15,6 +16,7 @@ from jaxpaged.models.attention import PassBatch, attend
 from jaxpaged.models.feed_forward import linear, stack
 from jaxpaged.models.norms import Norm, norm
 from jaxpaged.models.positions import PositionTables, has_rope, of_layer, turned
+from jaxpaged.models.shards import total
 from jaxpaged.models.weights import Weights
 
 
@@ -62,8 +64,7 @@ class Attention(nnx.Module):
         attended = attended.reshape(x.shape[0], -1)
         if self.gate is not None:
             attended = self._gated(attended, self.gate(x, layer)).astype(dtype)
-        out = self.o(attended, layer, batch.adapters)
-        return out if self.shards is None else self.shards.total(out), cache
+        return total(self.shards, self.o.pieces(attended, layer, batch.adapters)), cache
 
     def _projected(
         self,
@@ -124,16 +125,16 @@ class Attention(nnx.Module):
         self, x: Float[Array, "num_tokens heads head_dim"], layer: layers.Layer
     ) -> Float[Array, "num_tokens heads head_dim"]:
         """Return each head normed without weights."""
-        mean_square = self._mean(layer)(row_sums.mean(x * x))
+        mean_square = self._mean(layer)(x * x)
         return x * lax.rsqrt(mean_square + self.config.norm_eps)
 
     def _mean(self, layer: layers.Layer) -> Callable[[Array], Array]:
-        """Return what makes a mean over a padded head that over the coordinates which the layer has."""
+        """Return the mean over a head's coordinates, over those alone that the layer has of a padded one."""
         c = self.config
         times = [c.head_dim // (kind.head_dim or c.head_dim) for kind in c.layers]
         if set(times) == {1}:
-            return lambda mean: mean
-        return lambda mean: mean * layers.value_of(times, layer)
+            return row_sums.mean
+        return lambda x: row_sums.mean(x) * layers.value_of(times, layer)
 
     def _normed(
         self, qk: Float[Array, "num_tokens heads head_dim"], layer: layers.Layer
@@ -158,4 +159,5 @@ class Attention(nnx.Module):
         whole = x.reshape(x.shape[0], -1)
         if self.shards is None or isinstance(norm, layers.LayerNorm):
             return norm(whole, layer).reshape(x.shape)
-        return norm(whole, layer, self.shards.mean).reshape(x.shape)
+        mean = functools.partial(self.shards.mean, num_heads=x.shape[1])
+        return norm(whole, layer, mean).reshape(x.shape)

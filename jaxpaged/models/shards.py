@@ -4,6 +4,10 @@ A shard is a decoder itself, narrower. Heads, columns of feed-forward parts and 
 in their order, as many to every shard. Of the products back to the residual, `o` and `down`, a shard has the
 inputs that its own heads and columns give: the sum of all shards' outputs is the whole product's. The
 embedding, norms and routers are whole on each shard.
+
+With a number for `tensor_parallel_sums`, say 8, these sums are made as 8 shards would make them, on however
+many devices: a shard of 2 has the inputs of 4 pieces, makes a product of each, and adds the products up in
+the tree in which 4 devices would. So the bits are equal on 1, 2, 4 and 8 devices.
 """
 
 import dataclasses
@@ -17,8 +21,9 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Num
 
+from jaxpaged import row_sums
 from jaxpaged.arithmetic import cdiv
-from jaxpaged.checks import InputError
+from jaxpaged.checks import check
 from jaxpaged.config import Sums
 from jaxpaged.digest import digest
 from jaxpaged.models.config import ModelConfig
@@ -26,6 +31,7 @@ from jaxpaged.models.layers import Values
 
 DATA, MODEL = "data", "model"  # the axes of a mesh
 COLUMNS = ("o", "down")  # roles split by input; `Shard._rows` has those split by output
+LANES = 16  # float32 numbers in the widest vector of a processor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,24 +39,62 @@ class Shards:
     """The shards of a model, one on each device along the mesh's axis "model", and what they exchange.
 
     `sums`: "fast" lets XLA add up, in whatever order the devices' library has. "ordered" adds in the shards'
-    order, whatever the library, and moves `size / 2` times as many bytes: each device gets all summands.
+    order, whatever the library, and moves `size / 2` times as many bytes: each device gets all summands. A
+    number adds as so many shards would, in `row_sums.tree_sum`'s order, with the bytes of "fast".
+
+    Raises `InputError` for a number whose tree this many shards cannot make.
     """
 
     size: int
     sums: Sums = "fast"
 
-    def total(self, summand: Float[Array, "*n"]) -> Float[Array, "*n"]:
-        """Return the sum of all shards' summands, on each shard."""
-        if self.size == 1:
-            return summand
+    def __post_init__(self) -> None:
+        if isinstance(self.sums, int):
+            is_power = self.size & (self.size - 1) == 0
+            rule = f"{self.sums}, or a power of two that divides tensor_parallel_sums={self.sums}"
+            fits = self.size == self.sums or (self.sums % self.size == 0 and is_power)
+            check("tensor_parallel_size", self.size, rule, fits)
+
+    @property
+    def sums_in_pieces(self) -> bool:
+        """Whether sums are made as a number of shards would make them."""
+        return isinstance(self.sums, int)
+
+    @property
+    def num_pieces(self) -> int:
+        """Parts of a shard's inputs that are summed by themselves."""
+        return self.sums // self.size if isinstance(self.sums, int) else 1
+
+    def total(self, pieces: Sequence[Float[Array, "*n"]]) -> Float[Array, "*n"]:
+        """Return the sum of all shards' summands, on each shard; a shard has `num_pieces` of them."""
+        summand = row_sums.tree_sum(pieces)
+        if self.size == 1:  # not fused with what follows, as nothing is behind a collective
+            return lax.optimization_barrier(summand) if self.sums_in_pieces else summand
         if self.sums == "fast":
             return lax.psum(summand, MODEL)
-        summands = lax.all_gather(summand, MODEL)
-        return functools.reduce(operator.add, [summands[i] for i in range(self.size)])
+        if self.sums == "ordered":
+            summands = lax.all_gather(summand, MODEL)
+            return functools.reduce(operator.add, [summands[i] for i in range(self.size)])
+        width = summand.shape[-1]
+        if width % self.size:  # few numbers, such as means
+            summands = lax.all_gather(summand, MODEL)
+            return row_sums.tree_sum([summands[i] for i in range(self.size)])
+        # Each shard adds up its slice of all summands, and gets the others' sums: the bytes of an all-reduce.
+        slices = summand.reshape(*summand.shape[:-1], self.size, width // self.size)
+        slices = lax.all_to_all(slices, MODEL, split_axis=slices.ndim - 2, concat_axis=0)
+        mine = row_sums.tree_sum([slices[i] for i in range(self.size)])
+        return lax.all_gather(mine, MODEL, axis=mine.ndim - 1, tiled=True)
 
-    def mean(self, x: Float[Array, "*n"]) -> Float[Array, "*n"]:
-        """Return the mean of all shards' numbers, on each shard."""
-        return self.total(x) / self.size
+    def mean(self, x: Float[Array, "*n width"], num_heads: int | None = None) -> Float[Array, "*n 1"]:
+        """Return the mean over all shards' features, on each shard.
+
+        num_heads: heads that the features are of, fewer than pieces where shards share one; None: they are
+            dealt out in any way.
+        """
+        count = self.num_pieces if num_heads is None else min(self.num_pieces, num_heads)
+        means = [row_sums.mean(piece) for piece in jnp.split(x, count, axis=-1)]
+        repeated = [mean for mean in means for _ in range(self.num_pieces // count)]
+        return self.total(repeated) / (self.size * self.num_pieces)
 
     def joined(self, columns: Float[Array, "n width"], width: int) -> Float[Array, "n all_widths"]:
         """Return all shards' columns side by side, the first `width` of them."""
@@ -60,6 +104,8 @@ class Shards:
 
     def mine(self, whole: Num[Array, " n"]) -> Num[Array, " n_of_shard"]:
         """Return this shard's slice of an array that all shards have alike: equal slices, in their order."""
+        if self.size == 1:
+            return whole
         count = whole.shape[0] // self.size
         return lax.dynamic_slice_in_dim(whole, lax.axis_index(MODEL) * count, count)
 
@@ -67,6 +113,11 @@ class Shards:
         """Return whether all shards have equal arrays in `tree`, by a digest of them."""
         mine = digest(jax.tree.leaves(tree))
         return jnp.all(lax.pmin(mine, MODEL) == lax.pmax(mine, MODEL))
+
+
+def total(shards: Shards | None, pieces: Sequence[Float[Array, "*n"]]) -> Float[Array, "*n"]:
+    """Return the sum over all shards of what `Linear.pieces` returns; None: one has all, in one piece."""
+    return pieces[0] if shards is None else shards.total(pieces)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,24 +132,41 @@ class Shard:
     number: int  # counted from 0
 
     def __post_init__(self) -> None:
-        c, size = self.whole, self.shards.size
-        sizes = {"num_q_heads": c.num_q_heads, "intermediate_size": c.intermediate_size}
+        self._check("tensor_parallel_size", self.shards.size)
+        if isinstance(self.shards.sums, int):
+            self._check("tensor_parallel_sums", self.shards.sums)
+            self._check_lanes(self.shards.sums)
+
+    @property
+    def _sizes(self) -> dict[str, int]:
+        """Numbers of columns that shards divide, by their names in the config."""
+        c = self.whole
+        sizes = {"intermediate_size": c.intermediate_size}
         if c.experts is not None:
             sizes |= {"shared_size": c.experts.shared_size, "dense_size": c.experts.dense_size}
+        return sizes
+
+    def _check_lanes(self, size: int) -> None:
+        """Raise `InputError` unless a share of so many is whole vectors wherever it has exponentials: those
+        of a vector's rest may have another last bit.
+        """
+        c = self.whole
+        sizes = self._sizes | ({} if c.output_gate is None else {"output gate": c.num_q_heads * c.head_dim})
         for name, width in sizes.items():
-            if width % size:
-                raise InputError(
-                    f"tensor_parallel_size={size} must be a divisor of the model's {name}={width}"
-                )
-        if c.num_kv_heads % size and size % c.num_kv_heads:
-            raise InputError(
-                f"tensor_parallel_size={size} must be a divisor or a multiple of the model's "
-                f"num_kv_heads={c.num_kv_heads}"
-            )
-        if c.qk_norm == "all" and c.norm == "layer":
-            raise InputError(
-                f"tensor_parallel_size={size} must be 1 for layer norms over the queries of all heads"
-            )
+            rule = f"a number of equal shares of the model's {name}={width} that {LANES} divides"
+            check("tensor_parallel_sums", size, rule, width % (size * LANES) == 0)
+        rule = "a text for a model that has a gate for each head"
+        check("tensor_parallel_sums", size, rule, c.output_gate != "head")
+
+    def _check(self, option: str, size: int) -> None:
+        """Raise `InputError` unless the model can be split into so many shards."""
+        c = self.whole
+        for name, width in {"num_q_heads": c.num_q_heads, **self._sizes}.items():
+            check(option, size, f"a divisor of the model's {name}={width}", width % size == 0)
+        is_split = c.num_kv_heads % size == 0 or size % c.num_kv_heads == 0
+        check(option, size, f"a divisor or a multiple of the model's num_kv_heads={c.num_kv_heads}", is_split)
+        has_norm = c.qk_norm == "all" and c.norm == "layer"
+        check(option, size, "1 for layer norms over the queries of all heads", size == 1 or not has_norm)
 
     @functools.cached_property
     def config(self) -> ModelConfig:
@@ -121,8 +189,16 @@ class Shard:
             num_q_heads=c.num_q_heads // size,
             num_kv_heads=max(c.num_kv_heads // size, 1),
             intermediate_size=c.intermediate_size // size,
-            tie_word_embeddings=False,
+            tie_word_embeddings=c.tie_word_embeddings and size == 1,
         )
+
+    def pieces(self, role: str) -> list["Shard"]:
+        """Return the shards of `num_pieces` times as many, to which this one's products of a role belong."""
+        count = self.shards.num_pieces
+        if count == 1 or not is_of_columns(role.rpartition(".")[0]):
+            return [self]
+        narrow = Shards(self.shards.size * count)
+        return [Shard(self.whole, narrow, self.number * count + i) for i in range(count)]
 
     def source(self, role: str) -> str:
         """Return the role in the whole decoder that a role of this one is made from."""
@@ -134,7 +210,7 @@ class Shard:
         if name in COLUMNS and ending == "bias":  # the bias is added once
             if self.number == 0:
                 return list(tensors)
-            return [np.zeros(tensor.shape, tensor.dtype) for tensor in tensors]
+            return [np.full(tensor.shape, -0.0, tensor.dtype) for tensor in tensors]  # changes no bit
         outputs, inputs = self.ranges(role, (sum(map(len, tensors)), *tensors[0].shape[1:]))
         if inputs is not None:
             return [tensor[:, slice(*inputs)] for tensor in tensors]
@@ -197,6 +273,11 @@ class Shard:
         c, size = self.whole, self.shards.size
         head = self.number * c.num_kv_heads // size
         return head, head + max(c.num_kv_heads // size, 1)
+
+
+def is_of_columns(role: str) -> bool:
+    """Return whether shards divide the inputs of a product, such as "o" or "experts.down"."""
+    return _bare(role) in COLUMNS
 
 
 def _bare(role: str) -> str:

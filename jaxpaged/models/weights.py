@@ -1,5 +1,6 @@
 """A decoder's weights by their role in it, made of a file's tensors one by one, as they are asked for."""
 
+import copy
 import functools
 import itertools
 import math
@@ -30,6 +31,7 @@ from jaxpaged.models.names import (
     without_prefix,
 )
 from jaxpaged.models.quantised.codes import Quantisation, SegmentSpec, ShardSlice, zeros
+from jaxpaged.models.shards import is_of_columns
 from pallas_kernels import native
 
 
@@ -48,6 +50,7 @@ class Weights(ABC):
         self._shard, self.dtype, self.form = load_as.shard, jnp.dtype(load_as.dtype), load_as.form
         # Config of the decoder to make.
         self.config = config if self._shard is None else self._shard.config
+        self._pieces_of = None if self._shard is None else self._shard.pieces
         if (
             config.mixer is not None
         ):  # XLA would copy the cache where layers of two kinds write to it in a loop
@@ -55,6 +58,8 @@ class Weights(ABC):
         if load_as.kinds:
             self.config = self.config.with_kinds(load_as.kinds)
         self.shards = None if self._shard is None else self._shard.shards
+        if self.shards is not None and self.shards.size == 1:  # all but the pieces is the whole model's
+            self._shard = None
         self._of_experts: dict[str, tuple[SegmentSpec, ...] | None] = {}
 
     @property
@@ -82,14 +87,16 @@ class Weights(ABC):
         shape = in_layer(self._whole).get(role)
         if shape is None:
             return None
-        layers_ = layers_with(self._whole, role)
-        segments = [self._segments(role, shape, layer=i) for i in layers_]
+        places = list(itertools.product(layers_with(self._whole, role), self._pieces(role)))
+        segments = [piece._segments(role, shape, layer=layer) for layer, piece in places]
         if None in segments:  # if one layer is unquantised, all are
             segments = [None] * len(segments)
 
         def of(numbers: Sequence[int], groups: Any = ()) -> layers.Each:
             def make() -> Iterator[layers.Weight]:
-                return (self._made(role, shape, segments[i], layer=layers_[i]) for i in numbers)
+                for i in numbers:
+                    layer, piece = places[i]
+                    yield piece._made(role, shape, segments[i], layer=layer)
 
             return layers.Each(len(numbers), make, groups)
 
@@ -104,11 +111,33 @@ class Weights(ABC):
             return None
         num_experts = self.config.experts.num_experts
 
+        pieces = self._pieces(role)
+
         def make() -> Iterator[layers.Weight]:
             for layer in numbers:
-                yield from self._experts(role, shape, layer, num_experts)
+                of_pieces = [piece._experts(role, shape, layer, num_experts) for piece in pieces]
+                for of_expert in zip(*of_pieces, strict=True):
+                    yield from of_expert
 
-        return layers.Each(len(numbers) * num_experts, make)
+        return layers.Each(len(numbers) * num_experts * len(pieces), make)
+
+    def num_pieces(self, role: str) -> int | None:
+        """Return into how many weights those of a role, such as "o", are split by their inputs; None where
+        that does not depend on the number of shards.
+        """
+        is_split = self.shards is not None and self.shards.sums_in_pieces and is_of_columns(role)
+        return len(self._pieces(f"{role}.weight")) if is_split else None
+
+    def _pieces(self, role: str) -> list["Weights"]:
+        """Return the weights of which each makes a piece of a role's; itself where there is one."""
+        pieces = [] if self._pieces_of is None else self._pieces_of(role)
+        if len(pieces) < 2 or not role.endswith(".weight"):
+            return [self]
+
+        made = [copy.copy(self) for _ in pieces]
+        for weights, shard in zip(made, pieces, strict=True):
+            weights._shard, weights._of_experts = shard, {}
+        return made
 
     def _expert_segments(self, role: str, shape: Shape, num_experts: int) -> tuple[SegmentSpec, ...] | None:
         """Return the segments of all experts' weights, the same in all layers; None if they differ."""

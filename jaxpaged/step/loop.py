@@ -172,7 +172,7 @@ def _one_step(model: Model, carry: Carry, config: StepConfig) -> Carry:
 def _check_shards(state: EngineState, model: Model) -> EngineState:
     """Return the state, with an error in its status if the model's shards have come to different numbers."""
     shards = getattr(model, "shards", None)
-    if shards is None:
+    if shards is None or shards.size == 1:
         return state
     vectors = [x for x in jax.tree.leaves(state.rows) if x.ndim == 1]
     pool = state.tables.pool.num_free, block_pool.num_cached(state.tables.pool)

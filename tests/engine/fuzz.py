@@ -214,6 +214,8 @@ class Fuzz:
         config, params = self.driver.config, ask.params
         if isinstance(params, BeamSearchParams) or config.logprobs_mode != "raw_logprobs":
             return
+        if params.structured_outputs is not None:  # scores of an answer are of the tokens that its mask allows
+            return
         for answer in answers:
             if params.logprobs is None or not answer.token_ids:
                 continue

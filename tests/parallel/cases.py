@@ -128,7 +128,7 @@ def collectives(run):
     [
         (4, "tensor_parallel_size=4 must be a divisor of the model's num_q_heads=6"),
         (3, "=3 must be a divisor or a multiple of the model's num_kv_heads=2"),
-        (12, "=12 must be at most 6, the cpu devices that JAX has"),
+        (12, "=12 must be at most 8, the cpu devices that JAX has"),
         (2.5, "=2.5 must be a positive int, at most 256"),
     ],
 )
