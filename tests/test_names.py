@@ -10,7 +10,7 @@ EMPTY_NAMES = {"found", "its", "most", "own", "told"}
 # Rooms that are held to it. Others are to follow, and these files of theirs.
 ROOMS = [
     f"jaxpaged/{name}"
-    for name in ("api", "batch", "contracts", "engine", "memory", "parallel", "pooling", "step")
+    for name in ("api", "batch", "contracts", "engine", "memory", "parallel", "pooling", "serve", "step")
 ]
 TO_FOLLOW = {f"jaxpaged/engine/{name}.py" for name in ("capacity", "setup", "start")} | {
     f"jaxpaged/memory/{name}.py" for name in ("kv_cache", "transfer")
@@ -29,7 +29,7 @@ def names_of(tree: ast.AST) -> Iterator[tuple[str, int]]:
             yield node.id, node.lineno
         elif isinstance(node, ast.arg):
             yield node.arg, node.lineno
-        elif isinstance(node, ast.FunctionDef):
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield node.name, node.lineno
 
 
@@ -43,5 +43,5 @@ def test_no_variable_is_named_by_a_pronoun():
 
 
 def test_names_are_read_where_they_are_made():
-    code = "class Row:\n    own: int\n\ndef told(most):\n    for its in most:\n        found = own\n"
+    code = "class Row:\n    own: int\n\nasync def told(most):\n    for its in most:\n        found = own\n"
     assert sorted(names_of(ast.parse(code))) == [("found", 6), ("its", 5), ("most", 4), ("told", 4)]

@@ -89,8 +89,8 @@ class Guard:
         """Return which key was given, in a time that does not tell how much of it is right; None for none."""
         scheme, _, key = headers.get("authorization", "").partition(" ")
         given = _digest(key)
-        found = [secrets.compare_digest(given, known) for known in self._keys]
-        return found.index(True) if scheme.lower() == "bearer" and any(found) else None
+        matches = [secrets.compare_digest(given, known) for known in self._keys]
+        return matches.index(True) if scheme.lower() == "bearer" and any(matches) else None
 
     def _is_left(self, path: str, headers: Headers) -> bool:
         """Return whether the body is left to the route: there is none, or it is one of weights."""

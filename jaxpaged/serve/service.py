@@ -167,9 +167,9 @@ class Service:
 
     def check_num_answers(self, num_answers: int) -> None:
         """Check that one request asks for no more than there is ever room for. Raises `ApiError`."""
-        most = self.max_open
-        if num_answers > most:
-            message = f"the request asks for {num_answers} answers, must ask for at most {most}"
+        max_answers = self.max_open
+        if num_answers > max_answers:
+            message = f"the request asks for {num_answers} answers, must ask for at most {max_answers}"
             raise ApiError(400, message, param="n")
 
     def _salt(self, request: Request, given: str | None) -> str | None:
@@ -184,10 +184,11 @@ class Service:
         return f"key {request.state.key}: {key.hexdigest()}"
 
     def _check_room(self, num_answers: int) -> None:
-        most = self.max_open
-        if self.num_open + num_answers > most:
+        max_answers = self.max_open
+        if self.num_open + num_answers > max_answers:
             message = (
-                f"{self.num_open} answers are open, and with {num_answers} more there would be over {most}"
+                f"{self.num_open} answers are open, and with {num_answers} more there would be over "
+                f"{max_answers}"
             )
             self.metrics.refused.inc()
             raise ApiError(429, message, headers={"retry-after": "1"})

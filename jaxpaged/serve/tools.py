@@ -172,8 +172,8 @@ class ToolDeltas:
         self, form: Form | str, reasoned: ReasoningTokens | None = None, *, parallel: bool = True
     ) -> None:
         """Start reading an answer. `form` may be the name of a parser of calls."""
-        its = Form(calls=form, parallel=parallel) if isinstance(form, str) else form
-        self._fragments = AnswerFragments(its, reasoned)
+        answer_form = Form(calls=form, parallel=parallel) if isinstance(form, str) else form
+        self._fragments = AnswerFragments(answer_form, reasoned)
         self._calls: list[tuple[dict[str, Any], list[str]]] = []
         self._reasoning: list[str] = []
 

@@ -70,7 +70,7 @@ def answer_parser(
 
 def detected(table: Mapping[str, type[Parser]], template: str) -> str | None:
     """Return the name of the parser whose signs a chat template has all; of several, the one with most."""
-    found = [
+    parsers = [
         name for name, each in table.items() if each.signs and all(sign in template for sign in each.signs)
     ]
-    return max(found, key=lambda name: len(table[name].signs), default=None)
+    return max(parsers, key=lambda name: len(table[name].signs), default=None)
