@@ -162,14 +162,14 @@ def choose_dataset(args: argparse.Namespace) -> None:
     rule = "given for sharegpt and custom, and only then"
     needs = args.dataset_name in ("sharegpt", "custom")
     check("--dataset-path", args.dataset_path, rule, needs == (args.dataset_path is not None))
-    for own, other, default in (
+    for option, general_option, default in (
         ("random_input_len", "input_len", 1024),
         ("random_output_len", "output_len", 128),
         ("random_prefix_len", "prefix_len", 0),
     ):
-        if getattr(args, own) is None:
-            value = getattr(args, other)
-            setattr(args, own, default if value is None else value)
+        if getattr(args, option) is None:
+            value = getattr(args, general_option)
+            setattr(args, option, default if value is None else value)
 
 
 def range_ratios(text: str) -> tuple[float, float]:

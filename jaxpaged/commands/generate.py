@@ -165,8 +165,8 @@ def _answer(
         )
         with first_interrupt(answering.stop) as interrupts, contextlib.closing(answers):
             for place, refused in answering.refused.items():
-                its = left[place]
-                total -= its.params.n if isinstance(its, PromptLine) else 0
+                line = left[place]
+                total -= line.params.n if isinstance(line, PromptLine) else 0
                 num_refused += 1
                 answers.write(place, refused, None)
             for place, output in answering.finished:
