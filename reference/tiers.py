@@ -100,7 +100,7 @@ class Store:
         self.entries, self.kept = [], {}
 
 
-def found(stores: Sequence[Store], wanted: Sequence[Key]) -> int:
+def num_cached(stores: Sequence[Store], wanted: Sequence[Key]) -> int:
     """Return how many of these blocks, from the first on, any store has.
 
     All of them are used, the last one first, so that a chain's end goes before its beginning.
@@ -163,7 +163,7 @@ class TieredCache(Cache):
         contents = [key[3][-size:] for key in all_keys]
         wanted = all_keys[: (len(tokens) - 1) // size]
         here = len(self._lookup(contents[: len(wanted)], number)[0])
-        num_found = found(self.stores, wanted)
+        num_found = num_cached(self.stores, wanted)
         has_below = len(self.stores) > 1
         promoted = promote(self.stores, wanted[:num_found], here) if has_below else set()
         values = [self.stores[0].get(key) for key in reversed(wanted)][::-1]

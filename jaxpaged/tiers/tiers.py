@@ -78,7 +78,7 @@ class Tiers:
         """All tiers by their names, the fastest first."""
         return {HOST: self.host} | ({} if self.below is None else {self.below_name: self.below})
 
-    def found(self, keys: Sequence[BlockKey]) -> int:
+    def num_cached(self, keys: Sequence[BlockKey]) -> int:
         """Return how many of these blocks, from the first on, any tier has.
 
         All are used, the last one first, so that a chain's end goes before its beginning.

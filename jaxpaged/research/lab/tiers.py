@@ -129,7 +129,7 @@ def _hits(cut: Blocks, on_device: Sequence[int] | np.ndarray, stack: Tiers) -> t
         symbols = cut.symbols[start : start + int(cut.num_findable[r])].tolist()
         keys = [made.setdefault(each, _key(each)) for each in symbols]
         wanted, here = keys[: int(cut.num_lookup[r])], int(on_device[r])
-        num_found = stack.found(wanted)
+        num_found = stack.num_cached(wanted)
         job = Promotion([key for key in stack.below_only(wanted[:num_found]) if key in wanted[here:]], np.inf)
         if job.keys:
             stack.read(job)
