@@ -110,8 +110,8 @@ class _Walk:
     def module(self, value: types.ModuleType) -> None:
         self.note("module", value.__name__)
         if not _is_known(value.__name__):
-            own = {name: each for name, each in vars(value).items() if not name.startswith("__")}
-            self.add(own)
+            members = {name: each for name, each in vars(value).items() if not name.startswith("__")}
+            self.add(members)
 
     def kind(self, value: type) -> None:
         self.note("class", value.__module__, value.__qualname__)

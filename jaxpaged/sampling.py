@@ -342,8 +342,8 @@ def first_ranked(logits: Float[Array, "rows vocab"], num: int) -> Int[Array, "ro
     row = jnp.arange(logits.shape[0])
     type Found = tuple[Int[Array, "rows vocab"], Int[Array, "rows num"]]
 
-    def find_one(i: Int[Array, ""], found: Found) -> Found:
-        left, ids = found
+    def find_one(i: Int[Array, ""], carry: Found) -> Found:
+        left, ids = carry
         best = jnp.argmax(left, axis=1).astype(jnp.int32)
         return left.at[row, best].set(jnp.iinfo(jnp.int32).min), ids.at[:, i].set(best)
 
