@@ -11,8 +11,8 @@ EMPTY_NAMES = {"found", "its", "most", "own", "told"}
 ROOMS = [
     f"jaxpaged/{name}"
     for name in (
-        *("api", "batch", "commands", "contracts", "engine", "kv_events", "lora", "memory", "parallel"),
-        *("pooling", "serve", "step", "text", "tiers", "vllm_names"),
+        *("api", "batch", "commands", "contracts", "engine", "grammar", "kv_events", "lora", "memory"),
+        *("parallel", "pooling", "serve", "step", "text", "tiers", "vllm_names"),
     )
 ]
 TO_FOLLOW = {f"jaxpaged/engine/{name}.py" for name in ("capacity", "setup", "start")} | {

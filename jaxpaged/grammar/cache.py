@@ -115,12 +115,14 @@ class _Store:
             content = path.read_bytes()
         except OSError:
             return None
-        found = files.from_file(content, disk_cache.key_of(made_from), len(self._tokens.raw), self._limits)
-        if found is None:
+        automaton = files.from_file(
+            content, disk_cache.key_of(made_from), len(self._tokens.raw), self._limits
+        )
+        if automaton is None:
             logging.warning("%s is not used: it is torn, or not the grammar that it is named for", path)
             return None
         path.touch()
-        return _told(found, key)
+        return _told(automaton, key)
 
     def keep(self, key: str, made: TokenAutomaton | str) -> TokenAutomaton | Language:
         """Return what came of a constraint, kept on disk if it is an automaton."""

@@ -139,8 +139,8 @@ class Constraint:
             given = shown(self.fields.get("grammar"))
             raise NotRegularError(f"structured_outputs.grammar={given} has no automaton")
         else:
-            most = self.fields.get("max_depth")
-            for levels in LEVELS if most is None else (most,):
+            max_depth = self.fields.get("max_depth")
+            for levels in LEVELS if max_depth is None else (max_depth,):
                 yield self._node_of(levels), levels
 
     @functools.cached_property
@@ -213,9 +213,9 @@ class Constraint:
         return None
 
     def _check_length(self, name: str, value: str) -> None:
-        most = self.limits.max_spec_chars
-        if len(value) > most:
-            raise GrammarError(f"{name} has {len(value)} characters, must have at most {most}")
+        max_chars = self.limits.max_spec_chars
+        if len(value) > max_chars:
+            raise GrammarError(f"{name} has {len(value)} characters, must have at most {max_chars}")
 
 
 def _style(fields: Mapping[str, Any]) -> Style:

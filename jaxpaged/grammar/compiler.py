@@ -141,12 +141,12 @@ class Compiler:
                 continue
             if (job := self._jobs.get(key)) is None:
                 try:
-                    found = self._find(key)
+                    automaton = self._find(key)
                 except Exception as error:
                     _set(asked, error)
                     continue
-                if found is not None:
-                    _set(asked, found)
+                if automaton is not None:
+                    _set(asked, automaton)
                     continue
                 job = self._jobs[key] = Job(key)
             job.waiting.append((asked, client))
@@ -297,7 +297,7 @@ class Compiler:
 
     def _end_all(self, why: str) -> None:
         asked = [asked for job in self._jobs.values() for asked, _ in job.waiting]
-        for each in [*asked, *(its for _, its, _ in self._asked)]:
+        for each in [*asked, *(future for _, future, _ in self._asked)]:
             _set(each, GrammarError(why))
 
 

@@ -51,9 +51,9 @@ CHARACTER = Either(
 )
 
 
-def string(least: int = 0, most: int | None = None) -> Node:
-    """Return JSON strings of `least` to `most` characters."""
-    return quoted(Repeat(CHARACTER, least, most))
+def string(minimum: int = 0, maximum: int | None = None) -> Node:
+    """Return JSON strings of `minimum` to `maximum` characters."""
+    return quoted(Repeat(CHARACTER, minimum, maximum))
 
 
 def pattern_text(pattern: str, path: str, *, is_wide: bool = False) -> Node:
@@ -63,15 +63,15 @@ def pattern_text(pattern: str, path: str, *, is_wide: bool = False) -> Node:
 
 def format_texts(name: str) -> list[Node]:
     """Return nodes whose common texts are those of a format of `FORMATS`."""
-    found = [parse_regex(FORMATS[name])]
+    nodes = [parse_regex(FORMATS[name])]
     if name in MAX_LENGTHS:
-        found.append(length_text(0, MAX_LENGTHS[name]))
-    return found
+        nodes.append(length_text(0, MAX_LENGTHS[name]))
+    return nodes
 
 
-def length_text(least: int, most: int | None) -> Node:
-    """Return texts of `least` to `most` characters."""
-    return Repeat(Chars(((0, MAX_POINT),)), least, most)
+def length_text(minimum: int, maximum: int | None) -> Node:
+    """Return texts of `minimum` to `maximum` characters."""
+    return Repeat(Chars(((0, MAX_POINT),)), minimum, maximum)
 
 
 def literal(value: Any) -> Node:
@@ -100,15 +100,15 @@ def encoded(node: Node) -> Node:
             return Then(tuple(map(encoded, parts)))
         case Either(parts):
             return Either(tuple(map(encoded, parts)))
-        case Repeat(part, least, most):
-            return Repeat(encoded(part), least, most)
+        case Repeat(part, minimum, maximum):
+            return Repeat(encoded(part), minimum, maximum)
         case Both(parts):
             return Both(tuple(map(encoded, parts)))
         case Minus(part, other):
             return Minus(encoded(part), encoded(other))
-        case Members(parts, comma, rest, least, most):
-            its = tuple((encoded(part), required) for part, required in parts)
-            return Members(its, encoded(comma), None if rest is None else encoded(rest), least, most)
+        case Members(parts, comma, rest, minimum, maximum):
+            members = tuple((encoded(part), required) for part, required in parts)
+            return Members(members, encoded(comma), None if rest is None else encoded(rest), minimum, maximum)
         case _:
             raise TypeError(f"{type(node).__name__} is no part of a string")
 
@@ -130,31 +130,31 @@ def other_string(names: list[str]) -> Node:
     return quoted(encoded(behind(names)))
 
 
-def integer(least: int | None, most: int | None) -> Node:
-    """Return the integers from `least` to `most`, both included; None: without a bound. 0 may have a sign."""
-    if least is None and most is None:
+def integer(minimum: int | None, maximum: int | None) -> Node:
+    """Return the integers from `minimum` to `maximum`, both included; None: no bound. 0 may have a sign."""
+    if minimum is None and maximum is None:
         return INTEGER
     ways = []
-    if most is None or most >= 0:
-        low = max(least or 0, 0)
-        ways += [natural(low, most)] if most is None or low <= most else []
-    if least is None or least <= 0:
-        low = 0 if most is None or most >= 0 else -most
-        high = None if least is None else -least
+    if maximum is None or maximum >= 0:
+        low = max(minimum or 0, 0)
+        ways += [natural(low, maximum)] if maximum is None or low <= maximum else []
+    if minimum is None or minimum <= 0:
+        low = 0 if maximum is None or maximum >= 0 else -maximum
+        high = None if minimum is None else -minimum
         ways += [Then((chars("-"), natural(low, high)))] if high is None or low <= high else []
     return Either(tuple(ways)) if ways else NOTHING
 
 
-def natural(least: int, most: int | None) -> Node:
-    """Return the digits of the integers from `least`, not below 0, to `most`; None: without a bound."""
+def natural(minimum: int, maximum: int | None) -> Node:
+    """Return the digits of the integers from `minimum`, not below 0, to `maximum`; None: without a bound."""
     ways = []
-    first = len(str(least))
-    last = first if most is None else len(str(most))
+    first = len(str(minimum))
+    last = first if maximum is None else len(str(maximum))
     for length in range(first, last + 1):
-        low = max(least, 10 ** (length - 1) if length > 1 else 0)
-        high = 10**length - 1 if most is None else min(most, 10**length - 1)
+        low = max(minimum, 10 ** (length - 1) if length > 1 else 0)
+        high = 10**length - 1 if maximum is None else min(maximum, 10**length - 1)
         ways.append(_between(str(low), str(high)))
-    if most is None:
+    if maximum is None:
         ways.append(Then((chars("123456789"), Repeat(DIGIT, last, None))))
     return Either(tuple(ways))
 

@@ -73,26 +73,26 @@ class Either:
 
 @dataclass(frozen=True)
 class Repeat:
-    """A part from `least` to `most` times in a row; None: any number of times."""
+    """A part from `minimum` to `maximum` times in a row; None: any number of times."""
 
     part: "Node"
-    least: int = 0
-    most: int | None = None
+    minimum: int = 0
+    maximum: int | None = None
 
 
 @dataclass(frozen=True)
 class Members:
     """Parts in order, with `comma` between those that are there.
 
-    A part with False may be missing. `rest` may follow any number of times. From `least` to `most` are there;
-    None: any number.
+    A part with False may be missing. `rest` may follow any number of times. The parts that are there are
+    `minimum` to `maximum`; None: any number.
     """
 
     parts: "tuple[tuple[Node, bool], ...]"
     comma: "Node"
     rest: "Node | None" = None
-    least: int = 0
-    most: int | None = None
+    minimum: int = 0
+    maximum: int | None = None
 
 
 @dataclass(frozen=True)
@@ -136,12 +136,12 @@ class Multiples:
 
 @dataclass(frozen=True)
 class Distinct:
-    """Some parts in any order, each once at most, with `comma` between: from `least` to `most` of them."""
+    """From `minimum` to `maximum` parts in any order, each once at most, with `comma` between."""
 
     parts: "tuple[Node, ...]"
     comma: "Node"
-    least: int
-    most: int
+    minimum: int
+    maximum: int
 
 
 @dataclass(frozen=True)

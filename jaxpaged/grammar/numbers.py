@@ -62,10 +62,10 @@ def multiples(of: Decimal, *, is_whole: bool) -> Node | None:
         top, zeros = top // 10, zeros + 1
     if top * (places + 1) > MAX_REMAINDERS or zeros > MAX_PLACES:
         return None
-    found: Node = Multiples(top, places, is_whole)
+    magnitude: Node = Multiples(top, places, is_whole)
     if zeros:
-        found = Either((text("0"), Then((Minus(found, text("0")), text("0" * zeros)))))
-    return Then((optional(chars("-")), found))
+        magnitude = Either((text("0"), Then((Minus(magnitude, text("0")), text("0" * zeros)))))
+    return Then((optional(chars("-")), magnitude))
 
 
 def _unsigned(low: Decimal, high: Decimal | None) -> Node:

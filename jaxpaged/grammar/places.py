@@ -91,12 +91,12 @@ def count(place: Place, key: str) -> int | None:
     return int(value)
 
 
-def counts(way: Way, least: str, most: str) -> tuple[int, int | None]:
+def counts(way: Way, minimum_key: str, maximum_key: str) -> tuple[int, int | None]:
     """Return the bounds of a count that hold in all places. Raises `UnmetError` if there is no such count."""
-    low = max((number for place in way if (number := count(place, least)) is not None), default=0)
-    high = min((number for place in way if (number := count(place, most)) is not None), default=None)
+    low = max((number for place in way if (number := count(place, minimum_key)) is not None), default=0)
+    high = min((number for place in way if (number := count(place, maximum_key)) is not None), default=None)
     if high is not None and high < low:
-        raise unmet(way[0].path, f"{least}={low} is more than {most}={high}")
+        raise unmet(way[0].path, f"{minimum_key}={low} is more than {maximum_key}={high}")
     return low, high
 
 
@@ -128,24 +128,24 @@ def types(place: Place) -> list[str]:
     if "type" not in place.schema:
         return list(KINDS)
     value = place.schema["type"]
-    found = list(value) if isinstance(value, list) else [value]
-    for kind in found:
+    names = list(value) if isinstance(value, list) else [value]
+    for kind in names:
         if kind not in TYPES:
             raise wrong(place.path, f"has type={shown(kind)}, must be one of {', '.join(sorted(TYPES))}")
-    return [kind for kind in dict.fromkeys(found) if kind != "integer" or "number" not in found]
+    return [kind for kind in dict.fromkeys(names) if kind != "integer" or "number" not in names]
 
 
 def kinds(way: Way) -> list[str]:
     """Return the types that all places allow."""
-    found = list(KINDS)
+    allowed = list(KINDS)
     for place in way:
-        pairs = [(kind, other) for kind in found for other in types(place)]
-        found = [
+        pairs = [(kind, other) for kind in allowed for other in types(place)]
+        allowed = [
             min(kind, other)  # an integer is a number
             for kind, other in pairs
             if kind == other or {kind, other} == {"integer", "number"}
         ]
-    return found
+    return allowed
 
 
 def has_kind(value: Any, kind: str) -> bool:
@@ -157,8 +157,8 @@ def has_kind(value: Any, kind: str) -> bool:
 
 def type_of(value: Any) -> str:
     """Return the type of a value of JSON; `number` for all numbers."""
-    for its, kind in ((bool, "boolean"), (int | float, "number"), (str, "string"), (list, "array")):
-        if isinstance(value, its):
+    for types, kind in ((bool, "boolean"), (int | float, "number"), (str, "string"), (list, "array")):
+        if isinstance(value, types):
             return kind
     return "null" if value is None else "object"
 
@@ -168,27 +168,27 @@ def as_key(value: Any) -> Any:
     if isinstance(value, list):
         return ("array", *map(as_key, value))
     if isinstance(value, dict):
-        return ("object", frozenset((name, as_key(its)) for name, its in value.items()))
+        return ("object", frozenset((name, as_key(entry)) for name, entry in value.items()))
     return type_of(value), value
 
 
 def distinct(values: Iterable[Any]) -> dict[Any, list[Any]]:
     """Return values by `as_key`, each with all of its forms."""
-    found: dict[Any, list[Any]] = {}
+    forms: dict[Any, list[Any]] = {}
     for value in values:
-        found.setdefault(as_key(value), []).append(value)
-    return found
+        forms.setdefault(as_key(value), []).append(value)
+    return forms
 
 
 def item_places(way: Way, i: int) -> Way:
     """Return the places that an item must be valid at."""
-    found = []
+    places = []
     for place in way:
         if i < len(place.schema.get("prefixItems", [])):
-            found.append(place.at("prefixItems", i))
+            places.append(place.at("prefixItems", i))
         elif "items" in place.schema:
-            found.append(place.at("items"))
-    return tuple(found)
+            places.append(place.at("items"))
+    return tuple(places)
 
 
 def read_schema(value: str, limits: Limits) -> Any:

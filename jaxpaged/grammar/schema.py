@@ -127,20 +127,20 @@ class _Reader:
         """Return what `node` does, worked out."""
         if not places:
             return self.any_value(path)
-        found: list[Node] = []
+        nodes: list[Node] = []
         problem = None
         for way in self.ways.of(places):
             if not way:
                 return self.any_value(path)
             if (values := self.ways.values(way)) is not None:
-                found += map(json_values.literal, values)
+                nodes += map(json_values.literal, values)
                 continue
             for kind in kinds(way):
                 try:
-                    found.append(self.of_kind(way, kind))
+                    nodes.append(self.of_kind(way, kind))
                 except UnmetError as error:
                     problem = problem or error
-        made = either(found)
+        made = either(nodes)
         if made == NOTHING and problem is not None:
             raise problem
         return made
@@ -166,7 +166,9 @@ class _Reader:
 
     def string(self, way: Way) -> Node:
         """Return JSON strings, the same node where the same is said: so it is compiled once."""
-        said = [{key: its for key, its in place.schema.items() if key in scalars.OF_STRINGS} for place in way]
+        said = [
+            {key: value for key, value in place.schema.items() if key in scalars.OF_STRINGS} for place in way
+        ]
         key = json.dumps(said)
         if key not in self.strings:
             self.strings[key] = scalars.string(way)
@@ -206,8 +208,12 @@ class _Reader:
     def between(self, begin: str, inside: Node, end: str) -> Node:
         """Return something between two marks; where it may be empty, with one white space between them."""
         ways: list[Node] = []
-        if isinstance(inside, Members) and inside.least == 0 and not any(its for _, its in inside.parts):
-            ways, inside = [EMPTY], dataclasses.replace(inside, least=1)
+        if (
+            isinstance(inside, Members)
+            and inside.minimum == 0
+            and not any(is_required for _, is_required in inside.parts)
+        ):
+            ways, inside = [EMPTY], dataclasses.replace(inside, minimum=1)
         elif isinstance(inside, Either) and inside.parts[:1] == (EMPTY,):
             ways, inside = [EMPTY], either(inside.parts[1:])
         some = Then((inside, self.space, chars(end)))
@@ -223,16 +229,18 @@ class _Reader:
         required = {name for place in way for name in names(place, "required")}
         parts: list[tuple[Node, bool]] = []
         for name in self.declared(way, required, is_closed=is_closed):
-            its = named(way, name)
-            where = its[0].path if its else f"{path}/properties/{escaped(name)}"
-            if name in required and any(each.schema is False for each in its if each.path.endswith(REST)):
+            value_places = named(way, name)
+            where = value_places[0].path if value_places else f"{path}/properties/{escaped(name)}"
+            if name in required and any(
+                each.schema is False for each in value_places if each.path.endswith(REST)
+            ):
                 raise unmet(path, f"it requires {shown(name)}, which additionalProperties does not allow")
             is_named = all(
                 validity.is_valid(name, place.at("propertyNames"), root_of(place, self.whole))
                 for place in way
                 if "propertyNames" in place.schema
             )
-            node = self.if_any(its, where) if is_named else NOTHING
+            node = self.if_any(value_places, where) if is_named else NOTHING
             if node == NOTHING and name in required:
                 raise unmet(where, "it has no valid value, and is required")
             if node != NOTHING:
@@ -254,13 +262,13 @@ class _Reader:
 
     def declared(self, way: Way, required: set[str], *, is_closed: bool) -> list[str]:
         """Return the names that have parts of their own, in order. Raises `UnmetError`."""
-        found: dict[str, None] = {}
+        declared: dict[str, None] = {}
         for place in sorted(way, key=lambda place: place.is_made):
-            its = [*mapping(place, "properties"), *names(place, "required")]
+            place_names = [*mapping(place, "properties"), *names(place, "required")]
             if not is_closed or (not place.is_made and not self.only_declared):
-                found |= dict.fromkeys(its)
+                declared |= dict.fromkeys(place_names)
                 continue
-            for name in its:
+            for name in place_names:
                 is_there = any(
                     name in mapping(other, "properties")
                     or any(
@@ -271,10 +279,10 @@ class _Reader:
                     if not other.is_made
                 )
                 if is_there:
-                    found[name] = None
+                    declared[name] = None
                 elif name in required:
                     raise unmet(place.path, f"it requires {shown(name)}, which is not declared")
-        return list(found)
+        return list(declared)
 
     def others(self, way: Way, *, is_closed: bool) -> Iterator[Node]:
         """Yield members whose names have no part of their own, by the patterns that they contain."""
@@ -286,14 +294,14 @@ class _Reader:
         required = {name for place in way for name in names(place, "required")}
         its_names = self.declared(way, required, is_closed=is_closed)
         for is_in in itertools.product((False, True), repeat=len(patterns)):
-            inside = {pattern for pattern, its in zip(patterns, is_in, strict=True) if its}
+            inside = {pattern for pattern, holds in zip(patterns, is_in, strict=True) if holds}
             if is_closed and not inside:
                 continue
             places = []
             for place in way:
-                own = [key for key in mapping(place, "patternProperties") if key in inside]
-                places += [place.at("patternProperties", key) for key in own]
-                if not own and "additionalProperties" in place.schema:
+                place_patterns = [key for key in mapping(place, "patternProperties") if key in inside]
+                places += [place.at("patternProperties", key) for key in place_patterns]
+                if not place_patterns and "additionalProperties" in place.schema:
                     places.append(place.at("additionalProperties"))
             if any(place.schema is False for place in places):
                 continue
@@ -303,69 +311,74 @@ class _Reader:
             name: Node = json_values.other_string(its_names)
             for place in way:
                 if "propertyNames" in place.schema:
-                    its = place.at("propertyNames")
-                    name = both([name, self.if_any((its, its.made({"type": "string"})), its.path)])
+                    name_place = place.at("propertyNames")
+                    name = both(
+                        [
+                            name,
+                            self.if_any((name_place, name_place.made({"type": "string"})), name_place.path),
+                        ]
+                    )
             for pattern in patterns:
                 where, is_wide = f"{way[0].path}/patternProperties", pattern not in inside
-                found = json_values.pattern_text(pattern, where, is_wide=is_wide)
-                found = json_values.quoted(json_values.encoded(found))
-                name = both([name, found]) if pattern in inside else Minus(name, found)
+                matching = json_values.pattern_text(pattern, where, is_wide=is_wide)
+                matching = json_values.quoted(json_values.encoded(matching))
+                name = both([name, matching]) if pattern in inside else Minus(name, matching)
             if name != NOTHING:
                 yield Then((name, self.colon, value))
 
     def members(self, way: Way, parts: list[tuple[Node, bool]], rest: Node | None) -> Node:
         """Return the inside of an object, by the counts of its properties. Raises `UnmetError`."""
         path = way[0].path
-        least, most = counts(way, "minProperties", "maxProperties")
+        minimum, maximum = counts(way, "minProperties", "maxProperties")
         num_required = sum(is_required for _, is_required in parts)
-        if rest is not None and least > max(1, num_required):
+        if rest is not None and minimum > max(1, num_required):
             # A name that is not declared may be written twice, and is one property then.
-            raise not_regular(path, f"minProperties={least} counts names that are not declared")
-        if least > len(parts) and rest is None:
-            raise unmet(path, f"minProperties={least}, and only {len(parts)} are declared")
-        if most is not None and most < num_required:
-            raise unmet(path, f"maxProperties={most} is less than must be there")
-        return Members(tuple(parts), self.comma, rest, 0 if least <= num_required else least, most)
+            raise not_regular(path, f"minProperties={minimum} counts names that are not declared")
+        if minimum > len(parts) and rest is None:
+            raise unmet(path, f"minProperties={minimum}, and only {len(parts)} are declared")
+        if maximum is not None and maximum < num_required:
+            raise unmet(path, f"maxProperties={maximum} is less than must be there")
+        return Members(tuple(parts), self.comma, rest, 0 if minimum <= num_required else minimum, maximum)
 
     def array(self, way: Way) -> Node:
         path = way[0].path
         if scalars.excluded(way, "array"):
             raise not_regular(path, "a list that is not a certain one has no automaton")
-        least, most = counts(way, "minItems", "maxItems")
+        minimum, maximum = counts(way, "minItems", "maxItems")
         for place in way:
             if not isinstance(place.schema.get("prefixItems", []), list):
                 raise wrong(place.path, "has prefixItems that are not a list of schemas")
-        own = [place.schema for place in way if not place.is_made]
-        num_first = max((len(schema.get("prefixItems", [])) for schema in own), default=0)
+        given_schemas = [place.schema for place in way if not place.is_made]
+        num_first = max((len(schema.get("prefixItems", [])) for schema in given_schemas), default=0)
         closes = False
-        if any("unevaluatedItems" in schema for schema in own):
-            closes = not any("items" in schema for schema in own)
+        if any("unevaluatedItems" in schema for schema in given_schemas):
+            closes = not any("items" in schema for schema in given_schemas)
             if any("contains" in place.schema for place in way):
                 raise not_regular(path, "contains beside unevaluatedItems is not followed by an automaton")
         nodes: list[Node] = []
-        for i in range(num_first if most is None else min(num_first, most)):
+        for i in range(num_first if maximum is None else min(num_first, maximum)):
             nodes.append(self.if_any(item_places(way, i), f"{path}/prefixItems/{i}"))
             if nodes[-1] == NOTHING:
-                nodes, most = nodes[:-1], i
+                nodes, maximum = nodes[:-1], i
                 break
         if any(place.schema.get("uniqueItems", False) is not False for place in way):
-            return self.brackets(self.unlike(way, num_first, least, most))
+            return self.brackets(self.unlike(way, num_first, minimum, maximum))
         item = None
-        if most is None or most > len(nodes):
+        if maximum is None or maximum > len(nodes):
             item = NOTHING if closes else self.if_any(item_places(way, num_first), f"{path}/items")
             if item == NOTHING:
-                most = len(nodes)
-        if most is not None and most < least:
-            raise unmet(path, f"minItems={least}, and only {most} items can be valid")
-        found = [self.items(nodes, item, least, most)]
+                maximum = len(nodes)
+        if maximum is not None and maximum < minimum:
+            raise unmet(path, f"minItems={minimum}, and only {maximum} items can be valid")
+        conditions = [self.items(nodes, item, minimum, maximum)]
         for place in way:
             if "contains" in place.schema:
                 if num_first:
                     raise not_regular(path, "contains beside prefixItems is not followed by an automaton")
-                found.append(self.containing(place, item_places(way, 0), item))
-        return self.brackets(both(found))
+                conditions.append(self.containing(place, item_places(way, 0), item))
+        return self.brackets(both(conditions))
 
-    def unlike(self, way: Way, num_first: int, least: int, most: int | None) -> Node:
+    def unlike(self, way: Way, num_first: int, minimum: int, maximum: int | None) -> Node:
         """Return items that all differ, of few values."""
         path = way[0].path
         values: list[Any] | None = None
@@ -376,14 +389,14 @@ class _Reader:
                 path, f"uniqueItems is only followed for items of at most {MAX_DISTINCT} values"
             )
         parts = [either(map(json_values.literal, same)) for same in distinct(values).values()]
-        most = len(parts) if most is None else min(most, len(parts))
-        if most < least:
-            raise unmet(path, f"minItems={least}, and only {len(parts)} items can differ")
-        return Distinct(tuple(parts), self.comma, least, most)
+        maximum = len(parts) if maximum is None else min(maximum, len(parts))
+        if maximum < minimum:
+            raise unmet(path, f"minItems={minimum}, and only {len(parts)} items can differ")
+        return Distinct(tuple(parts), self.comma, minimum, maximum)
 
     def finite(self, places: Way) -> list[Any] | None:
         """Return all values that are valid at some places; None if they are not listed."""
-        found: list[Any] = []
+        values_listed: list[Any] = []
         if not places:
             return None
         few: dict[str, list[Any]] = {"boolean": [False, True], "null": [None]}
@@ -394,46 +407,48 @@ class _Reader:
                     return None
                 for kind in kinds(way):
                     barred = scalars.excluded(way, kind)
-                    found += [value for value in few[kind] if value not in barred]
+                    values_listed += [value for value in few[kind] if value not in barred]
             else:
-                found += values
-        return found
+                values_listed += values
+        return values_listed
 
     def containing(self, place: Place, items: Way, item: Node | None) -> Node:
         """Return items of which as many are valid under `contains` as must be."""
-        least, most = count(place, "minContains"), count(place, "maxContains")
-        least = 1 if least is None else least
+        minimum, maximum = count(place, "minContains"), count(place, "maxContains")
+        minimum = 1 if minimum is None else minimum
         there = self.if_any((*items, place.at("contains")), place.path)
         other = item or NOTHING
-        if most is not None:
-            if most < least:
-                raise unmet(place.path, f"minContains={least} is more than maxContains={most}")
+        if maximum is not None:
+            if maximum < minimum:
+                raise unmet(place.path, f"minContains={minimum} is more than maxContains={maximum}")
             other = self.if_any((*items, place.at().made({"not": place.schema["contains"]})), place.path)
         before, behind = Repeat(Then((other, self.comma))), Repeat(Then((self.comma, other)))
         more: Node = behind  # what may come behind the last that must be there
-        if most is not None:
-            more = Then((Repeat(Then((behind, self.comma, there)), 0, max(most - max(least, 1), 0)), behind))
+        if maximum is not None:
+            more = Then(
+                (Repeat(Then((behind, self.comma, there)), 0, max(maximum - max(minimum, 1), 0)), behind)
+            )
         parts: list[Node] = [before, there]
-        for _ in range(least - 1):
+        for _ in range(minimum - 1):
             parts += [behind, self.comma, there]
-        some = Then((*parts, more)) if most != 0 else NOTHING
-        return some if least else either([self.items([], other, 0, None), some])
+        some = Then((*parts, more)) if maximum != 0 else NOTHING
+        return some if minimum else either([self.items([], other, 0, None), some])
 
-    def items(self, nodes: list[Node], item: Node | None, least: int, most: int | None) -> Node:
+    def items(self, nodes: list[Node], item: Node | None, minimum: int, maximum: int | None) -> Node:
         """Return items in a row: the first ones of their own kind, more of another."""
-        if most == 0:
+        if maximum == 0:
             return EMPTY
         made: Node = EMPTY  # what follows the items before
-        if item is not None and (most is None or most > len(nodes)):
-            left = None if most is None else most - len(nodes)
-            made = Repeat(Then((self.comma, item)), max(least - len(nodes), 0), left)
+        if item is not None and (maximum is None or maximum > len(nodes)):
+            left = None if maximum is None else maximum - len(nodes)
+            made = Repeat(Then((self.comma, item)), max(minimum - len(nodes), 0), left)
             if not nodes:
                 fewer = None if left is None else left - 1
-                some = Then((item, Repeat(Then((self.comma, item)), max(least - 1, 0), fewer)))
-                return some if least else optional(some)
+                some = Then((item, Repeat(Then((self.comma, item)), max(minimum - 1, 0), fewer)))
+                return some if minimum else optional(some)
         for i in reversed(range(len(nodes))):
             made = Then((*((self.comma,) if i else ()), nodes[i], made))
-            made = made if i < least else optional(made)
+            made = made if i < minimum else optional(made)
         return made
 
 
@@ -442,4 +457,4 @@ def _scalars() -> tuple[Node, ...]:
 
 
 def _without(place: Place, key: str) -> Place:
-    return place._replace(schema={name: its for name, its in place.schema.items() if name != key})
+    return place._replace(schema={name: value for name, value in place.schema.items() if name != key})

@@ -100,13 +100,13 @@ class Ways:
             return [()] if place.schema else []
         groups: list[list[Way]] = []
         if plain := used & PLAIN:
-            its = {key: place.schema[key] for key in place.schema if key in plain}
+            schema = {key: place.schema[key] for key in place.schema if key in plain}
             for key in CLOSING & plain:
-                if self.num_proving or (is_alone and (its[key] is True or its[key] == {})):
-                    del its[key]
-                elif its[key] is not False or not is_alone:
+                if self.num_proving or (is_alone and (schema[key] is True or schema[key] == {})):
+                    del schema[key]
+                elif schema[key] is not False or not is_alone:
                     raise not_regular(place.path, f"{key} is only followed if it is a boolean, and outermost")
-            groups.append([(place._replace(schema=its),)] if its else [()])
+            groups.append([(place._replace(schema=schema),)] if schema else [()])
         if "$ref" in used:
             target = self.target(place)
             is_alone &= not used - {"$ref"}
@@ -142,13 +142,13 @@ class Ways:
 
     def product(self, groups: Iterable[list[Way]], path: str) -> list[Way]:
         """Return the ways that are in one way of each group, less those without a common type."""
-        found: list[Way] = [()]
+        ways: list[Way] = [()]
         for group in groups:
-            self.spend(path, len(found) * len(group) - 1)
-            found = [one + other for one in found for other in group]
-            self.spend(path, sum(map(len, found)))
-            found = [way for way in found if kinds(way)]
-        return found
+            self.spend(path, len(ways) * len(group) - 1)
+            ways = [one + other for one in ways for other in group]
+            self.spend(path, sum(map(len, ways)))
+            ways = [way for way in ways if kinds(way)]
+        return ways
 
     def spend(self, path: str, places: int) -> None:
         if self.num_proving:
@@ -163,7 +163,7 @@ class Ways:
         name = place.schema["$ref"]
         if not isinstance(name, str) or not (name == "#" or name.startswith("#/")):
             raise wrong(place.path, f"has $ref={shown(name)}, must begin with #/: nothing is fetched")
-        found, path, root = self.found(place)
+        schema, path, root = self.referenced(place)
         if path in place.here:
             raise wrong(place.path, f"has $ref={shown(name)}, which refers to itself only")
         if path in place.refs and self.levels is not None and not self.num_proving:
@@ -171,9 +171,9 @@ class Ways:
                 raise not_regular(place.path, f"{name} refers to itself", is_recursive=True)
             if place.refs.count(path) >= self.levels:
                 return None
-        return Place(found, path, (*place.refs, path), (*place.here, path), place.is_made, root)
+        return Place(schema, path, (*place.refs, path), (*place.here, path), place.is_made, root)
 
-    def found(self, place: Place) -> tuple[Any, str, str]:
+    def referenced(self, place: Place) -> tuple[Any, str, str]:
         """Return the part that a place refers to, its path, and that of the schema that it is in."""
         name, part, path, root = place.schema["$ref"], self.whole, "#", "#"
         inside = [key.replace("~1", "/").replace("~0", "~") for key in place.root.split("/")[1:]]
@@ -191,38 +191,38 @@ class Ways:
 
     def one_of(self, place: Place) -> list[Way]:
         """Return the ways of each branch, less those of each other branch that is not proved to be apart."""
-        its = branches(place, "oneOf")
+        branch_places = branches(place, "oneOf")
         if self.num_proving:
-            return [way for branch in its for way in self.at(branch)]
-        rivals: list[list[Place]] = [[] for _ in its]
-        for one, other in itertools.combinations(range(len(its)), 2):
-            if not self.is_void((its[one], its[other])):
-                rivals[one].append(its[other])
-                rivals[other].append(its[one])
-        found = []
-        for branch, others in zip(its, rivals, strict=True):
-            found += self.product([self.at(branch), *map(self.against, others)], place.path)
-        return found
+            return [way for branch in branch_places for way in self.at(branch)]
+        rivals: list[list[Place]] = [[] for _ in branch_places]
+        for one, other in itertools.combinations(range(len(branch_places)), 2):
+            if not self.is_void((branch_places[one], branch_places[other])):
+                rivals[one].append(branch_places[other])
+                rivals[other].append(branch_places[one])
+        ways = []
+        for branch, others in zip(branch_places, rivals, strict=True):
+            ways += self.product([self.at(branch), *map(self.against, others)], place.path)
+        return ways
 
     def conditional(self, place: Place) -> list[Way]:
-        found = []
+        ways_of_both = []
         condition = place.beside("if")
         for key, ways in (("then", self.at(condition)), ("else", self.against(condition))):
             rest = [self.at(place.beside(key))] if key in place.schema else []
-            found += self.product([ways, *rest], place.path)
-        return found
+            ways_of_both += self.product([ways, *rest], place.path)
+        return ways_of_both
 
     def dependent(self, place: Place) -> list[list[Way]]:
         """Return the ways of each property that something depends on: without it, or with that."""
         groups = []
         for key in ("dependentRequired", "dependentSchemas"):
             for name in mapping(place, key):
-                its = place.beside(key, name)
+                condition = place.beside(key, name)
                 if key == "dependentRequired":
-                    its = place.made({"required": names(place.beside(key), name)})
+                    condition = place.made({"required": names(place.beside(key), name)})
                 there = (place.made({"required": [name]}),)
                 without = (place.made({"properties": {name: False}}),)
-                groups.append([without, *((*there, *way) for way in self.at(its))])
+                groups.append([without, *((*there, *way) for way in self.at(condition))])
         return groups
 
     def against(self, place: Place) -> list[Way]:
@@ -239,30 +239,32 @@ class Ways:
         used = self.used(place)
         if used is None:
             return [] if place.schema else [()]
-        found: list[Way] = []
+        negations: list[Way] = []
 
         def add(schema: dict[str, Any]) -> None:
-            found.append((place.made(schema),))
+            negations.append((place.made(schema),))
 
         for key in sorted(used):
             value = place.schema[key]
             kind = next((COUNTS[end] for end in COUNTS if key[3:] == end), None)
             if key == "$ref":
-                if isinstance(value, str) and value[:1] == "#" and self.found(place)[1] in place.refs:
+                if isinstance(value, str) and value[:1] == "#" and self.referenced(place)[1] in place.refs:
                     raise not_regular(place.path, f"a negation of {shown(value)} refers to itself")
                 target = self.target(place)
                 assert target is not None
-                found += self.against(target)
+                negations += self.against(target)
             elif key == "not":
-                found += self.at(place.beside(key)._replace(is_made=True))
+                negations += self.at(place.beside(key)._replace(is_made=True))
             elif key == "allOf":
-                found += [way for branch in branches(place, key) for way in self.against(branch)]
+                negations += [way for branch in branches(place, key) for way in self.against(branch)]
             elif key == "anyOf":
-                found += self.product([self.against(branch) for branch in branches(place, key)], place.path)
+                negations += self.product(
+                    [self.against(branch) for branch in branches(place, key)], place.path
+                )
             elif key == "type":
-                its = types(place)
-                left = [kind for kind in KINDS if kind not in its]
-                if "integer" in its:
+                allowed_types = types(place)
+                left = [kind for kind in KINDS if kind not in allowed_types]
+                if "integer" in allowed_types:
                     left.remove("number")
                     add({"type": "number", "not": {"type": "integer"}})
                 if left:
@@ -286,15 +288,15 @@ class Ways:
                 for name in names(place, key):
                     add({"type": "object", "properties": {name: False}})
             elif key == "properties":
-                for name, its in mapping(place, key).items():
-                    if its is not True:
-                        other = its if isinstance(its, bool) else {"not": its}
+                for name, subschema in mapping(place, key).items():
+                    if subschema is not True:
+                        other = subschema if isinstance(subschema, bool) else {"not": subschema}
                         add({"type": "object", "required": [name], "properties": {name: other or True}})
             elif not (key in NEUTRAL and (value is True or value == {})) and not (
                 key in ("then", "else") and "if" not in used
             ):
                 raise not_regular(place.path, f"a negation of {key} is not followed by an automaton")
-        return found
+        return negations
 
     def is_void(self, places: Way, depth: int = 0) -> bool:
         """Return whether it is easy to prove that no value is valid under all of some places."""
@@ -321,7 +323,9 @@ class Ways:
                 counts(way, "minItems", "maxItems")
             elif kind == "object" and depth < MAX_PROVED:
                 required = {name for place in way for name in names(place, "required")}
-                return any(self.is_void(its, depth + 1) for name in required if (its := named(way, name)))
+                return any(
+                    self.is_void(places, depth + 1) for name in required if (places := named(way, name))
+                )
         except UnmetError:
             return True
         return False
@@ -359,13 +363,13 @@ class Ways:
 
 def named(way: Way, name: str) -> Way:
     """Return the places that a property's value must be valid at."""
-    found = []
+    places = []
     for place in way:
-        its = [place.at("properties", name)] if name in mapping(place, "properties") else []
+        own_places = [place.at("properties", name)] if name in mapping(place, "properties") else []
         for pattern in mapping(place, "patternProperties"):
             if validity.contains_match(name, pattern, f"{place.path}/patternProperties"):
-                its.append(place.at("patternProperties", pattern))
-        if not its and "additionalProperties" in place.schema:
-            its.append(place.at("additionalProperties"))
-        found += its
-    return tuple(found)
+                own_places.append(place.at("patternProperties", pattern))
+        if not own_places and "additionalProperties" in place.schema:
+            own_places.append(place.at("additionalProperties"))
+        places += own_places
+    return tuple(places)

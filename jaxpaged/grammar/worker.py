@@ -196,8 +196,8 @@ def serve(control: socket.socket) -> None:
 
 def _ended(jobs: Mapping[int, int]) -> list[tuple[int, int]]:
     """Return the processes that have ended, and how."""
-    found = (os.waitpid(process, os.WNOHANG) for process in jobs)
-    return [(process, status) for process, status in found if process]
+    waited = (os.waitpid(process, os.WNOHANG) for process in jobs)
+    return [(process, status) for process, status in waited if process]
 
 
 def _compile(fields: Mapping[str, Any], tokens: TokenBytes, limits: Limits, pipe: int) -> None:
