@@ -7,14 +7,9 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 # Pronouns and participles that stand for nothing where they are read.
 EMPTY_NAMES = {"found", "its", "most", "own", "told"}
-# Rooms that are held to it. Others are to follow, and these files of theirs.
-ROOMS = [
-    f"jaxpaged/{name}"
-    for name in (
-        *("api", "batch", "commands", "contracts", "engine", "grammar", "kv_events", "lora", "memory"),
-        *("parallel", "pooling", "serve", "step", "text", "tiers", "vllm_names"),
-    )
-]
+ROOMS = ("jaxpaged", "pallas_kernels", "reference")
+# Rooms and files that are not held to it yet.
+ROOMS_TO_FOLLOW = ("jaxpaged/handover/", "jaxpaged/models/")
 TO_FOLLOW = {f"jaxpaged/engine/{name}.py" for name in ("capacity", "setup", "start")} | {
     f"jaxpaged/memory/{name}.py" for name in ("kv_cache", "transfer")
 }
@@ -38,12 +33,12 @@ def names_of(tree: ast.AST) -> Iterator[tuple[str, int]]:
 
 def test_no_variable_is_named_by_a_pronoun():
     seen = set()
-    for path in (
-        *(ROOT / "jaxpaged").glob("*.py"),
-        *(path for room in ROOMS for path in (ROOT / room).rglob("*.py")),
-    ):
+    for path in (path for room in ROOMS for path in (ROOT / room).rglob("*.py")):
         name = path.relative_to(ROOT).as_posix()
-        seen |= {(name, *each) for each in names_of(ast.parse(path.read_text())) if each[0] in EMPTY_NAMES}
+        if not name.startswith(ROOMS_TO_FOLLOW):
+            seen |= {
+                (name, *each) for each in names_of(ast.parse(path.read_text())) if each[0] in EMPTY_NAMES
+            }
     assert {each for each in seen if each[0] not in TO_FOLLOW} == set()
     assert {each[0] for each in seen} == TO_FOLLOW  # a file that is done leaves the list
 

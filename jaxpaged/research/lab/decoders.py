@@ -171,7 +171,9 @@ def with_kinds(decoder: Decoder, kinds: Any) -> Decoder:
     """Return the decoder with kinds of layers from outside (`jaxpaged.contracts`)."""
     specs = decoder.specs or (FULL,) * decoder.num_layers
     each = kinds.each(len(specs), tuple(spec == FULL for spec in specs))
-    return replace(decoder, specs=tuple(own or spec for own, spec in zip(each, specs, strict=True)))
+    return replace(
+        decoder, specs=tuple(given_spec or spec for given_spec, spec in zip(each, specs, strict=True))
+    )
 
 
 def tokens_read(spec: CacheSpec, end: jax.Array) -> jax.Array:

@@ -70,16 +70,20 @@ def gains(rows: Iterable[Mapping[str, Any]], over: str = "lru", bound: str = "be
     `gain` is the difference of hit rates; `of_bound` is the gain's share of what the bound gains, None where
     the bound gains nothing or is not in the table. Rows without a row of `over` are refused (`InputError`).
     """
-    found: Table = [dict(row) for row in rows]
-    rates = {(row["policy"], row["block_size"], row["cache_tokens"]): row["hit_rate"] for row in found}
-    for row in found:
+    rows_with_gains: Table = [dict(row) for row in rows]
+    rates = {
+        (row["policy"], row["block_size"], row["cache_tokens"]): row["hit_rate"] for row in rows_with_gains
+    }
+    for row in rows_with_gains:
         cache = row["block_size"], row["cache_tokens"]
         if (over, *cache) not in rates:
             raise InputError(f"over={over!r} must be a policy of the table, for each block and cache size")
-        base, most = rates[over, *cache], rates.get((bound, *cache))
+        base, bound_rate = rates[over, *cache], rates.get((bound, *cache))
         row["gain"] = row["hit_rate"] - base
-        row["of_bound"] = row["gain"] / (most - base) if most is not None and most > base else None
-    return found
+        row["of_bound"] = (
+            row["gain"] / (bound_rate - base) if bound_rate is not None and bound_rate > base else None
+        )
+    return rows_with_gains
 
 
 def block_sizes(
@@ -136,8 +140,8 @@ def layouts(
             raise InputError(f"cache_bytes={cache_bytes:g} must be at least a block, {num_bytes} bytes")
         rows.append({"layout": name, "bytes_a_token": num_bytes / size, "cache_tokens": num_blocks * size})
     tokens = [row["cache_tokens"] for row in rows]
-    found = hit_rates(trace, [policy], tokens, [size], **options)
-    return [row | line for row, line in zip(rows, found, strict=True)]
+    rates = hit_rates(trace, [policy], tokens, [size], **options)
+    return [row | line for row, line in zip(rows, rates, strict=True)]
 
 
 def to_csv(rows: Sequence[Mapping[str, Any]]) -> str:

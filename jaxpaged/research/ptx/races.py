@@ -31,7 +31,7 @@ class Clocks:
         self.learn(agent, self.known[starter])
 
     def release(self, agent: int) -> Array:
-        """Return what an agent knows now; what it does later is not in it."""
+        """Return the agent's vector clock, and advance the agent's own time."""
         snapshot: Array = self.known[agent].copy()
         self.known[agent, agent] += 1
         return snapshot
@@ -143,7 +143,7 @@ class Shadow:
         self._check_writer(agent, cells, "a use of a barrier, not ordered after its initialisation")
 
     def fence(self, agent: int) -> None:
-        """Let what an agent wrote, and all writes that it knows of, reach the asynchronous proxy."""
+        """Make the writes that an agent knows of visible to the asynchronous proxy."""
         [at] = np.nonzero(self.is_unfenced)
         who = self.writer[at]
         is_known = (who < 0) | (self.stamp[at] <= self._clocks.known[agent, who])

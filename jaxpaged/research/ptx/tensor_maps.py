@@ -39,7 +39,7 @@ class TensorMap:
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of a box."""
+        """Return the size of a box in bytes."""
         return int(np.prod(self.box)) * self.element
 
     def lines(self, start: list[int], shared: int) -> Iterator[tuple[Array, Array, Array]]:

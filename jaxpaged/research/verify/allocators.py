@@ -133,7 +133,7 @@ def verify_allocator(
         lines = random.failing(of_size, size, max_examples=count, steps=steps, seed=seed + number)
         if lines is None:
             continue
-        found = time.monotonic()
+        found_s = time.monotonic()
         lines = random.short(of_size, size, lines, shrink_seconds)
         found_there = random.failure(of_size, lines)  # none of what happens by chance
         history = _recorded(of_size, lines)
@@ -145,8 +145,8 @@ def verify_allocator(
             history=tuple((verb, tuple(args)) for verb, args in lines),
             saved=None if save is None or history is None else history.save(Path(save)),
             name=name,
-            seconds=found - start,
-            seconds_to_shrink=time.monotonic() - found,
+            seconds=found_s - start,
+            seconds_to_shrink=time.monotonic() - found_s,
         )
     return AllocatorReport(kind, histories, steps, seconds=time.monotonic() - start)
 

@@ -16,9 +16,9 @@ def difference(got: Mapping[str, Any], want: Mapping[str, Any]) -> str | None:
     A value that one side lacks is told as "nothing".
     """
     for what in dict.fromkeys([*want, *got]):
-        found, right = got.get(what, NOTHING), want.get(what, NOTHING)
-        if found != right:
-            return f"{what} is {_plain(found)} and must be {_plain(right)}"
+        got_value, want_value = got.get(what, NOTHING), want.get(what, NOTHING)
+        if got_value != want_value:
+            return f"{what} is {_plain(got_value)} and must be {_plain(want_value)}"
     return None
 
 

@@ -76,10 +76,10 @@ class Served:
         later = np.where(self.output_lens > 1, self.output_lens - 1, np.nan)
         return self._counted((self.moments_s[FINISHED] - self.moments_s[FIRST_TOKEN]) / later)
 
-    def over_time(self, most: int) -> list[Memory]:
-        """Return the memory's use at up to `most` moments at equal distances."""
+    def over_time(self, max_moments: int) -> list[Memory]:
+        """Return the memory's use at up to `max_moments` moments at equal distances."""
         times = np.array([each.time_s for each in self.memory])
-        at = np.linspace(times[0], times[-1], most) if len(times) else times
+        at = np.linspace(times[0], times[-1], max_moments) if len(times) else times
         return [self.memory[i] for i in np.unique(np.searchsorted(times, at, side="right") - 1)]
 
     def _counted(self, values: np.ndarray) -> np.ndarray:

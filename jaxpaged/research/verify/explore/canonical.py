@@ -27,7 +27,9 @@ def live_rows(state: EngineState) -> list[int]:
 
 
 def seen(state: EngineState) -> Key:
-    """Return what the oracle has, too: phases, tokens, tables and the free queue, with blocks renamed."""
+    """Return the part of the state that the oracle has, too: phases, tokens, tables and the free queue, with
+    blocks renumbered.
+    """
     names, rows = Names({0: 0}), []
     for row, phase in enumerate(state.rows.phase.tolist()):
         if phase not in LIVE:
