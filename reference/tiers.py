@@ -181,16 +181,16 @@ class TieredCache(Cache):
         return here, end - here - brought, brought
 
     def _run(
-        self, contents: list[tuple[int, ...]], its_keys: list[Key], length: int, salt: int, most: int
+        self, contents: list[tuple[int, ...]], keys: list[Key], length: int, salt: int, max_blocks: int
     ) -> None:
-        """Let a request find at most so many blocks, compute the rest, and finish."""
-        names, [hits] = self._lookup(contents[:most], salt)
+        """Let a request find at most `max_blocks` blocks, compute the rest, and finish."""
+        names, [hits] = self._lookup(contents[:max_blocks], salt)
         held = [block for block in hits if block is not None]
-        assert [self.kv[block.block_id] for block in held] == its_keys[: len(held)]
+        assert [self.kv[block.block_id] for block in held] == keys[: len(held)]
         self.pool.touch(held)
         held += self.pool.get_new_blocks(-(-length // self.block_size) - len(held))
         full = [*held[: len(contents)]]
-        for block, key in zip(full, its_keys, strict=True):
+        for block, key in zip(full, keys, strict=True):
             self.kv[block.block_id] = key
         self._publish(contents, salt, names, [[*full]])
         self.finish([[*held]])

@@ -192,7 +192,7 @@ def consume(
 def pieces(
     p: Problem, state: Softmax, scratch: Scratch, warpgroup: jax.Array
 ) -> Iterator[tuple[int, Softmax]]:
-    """Yield what `consume` computed: pieces of columns, each with its first."""
+    """Yield the softmax of `consume` in pieces of columns, each with the index of its first column."""
     if scratch.tensors is None:
         yield 0, state
         return
