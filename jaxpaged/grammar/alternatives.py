@@ -1,7 +1,7 @@
-"""Ways to be valid under a JSON schema: its references, combinations, conditions and negations, worked out.
+"""Alternatives of a JSON schema: its references, combinations, conditions and negations in disjunctive form.
 
-A way is places whose keywords all hold, and none of which refers to another schema for the same value. A
-value is valid exactly if it is in one of the ways.
+An alternative is a list of places whose keywords all hold, and of which none refers to another schema for the
+same value. A value is valid exactly if it fulfils one of the alternatives.
 """
 
 import itertools
@@ -15,9 +15,9 @@ from jaxpaged.grammar import scalars, validity
 from jaxpaged.grammar.nodes import NotRegularError
 from jaxpaged.grammar.places import (
     KINDS,
+    Alternative,
     Place,
     UnmetError,
-    Way,
     branches,
     count,
     counts,
@@ -78,10 +78,10 @@ NEUTRAL = {
 }
 
 
-class Ways:
+class Alternatives:
     """A reader of one schema, that counts the places it comes to.
 
-    While it proves that something is void, ways may be more than the schema allows, never fewer.
+    During a proof that a part is void, the alternatives may allow more than the schema does, never less.
     """
 
     def __init__(self, schema: Any, levels: int | None) -> None:
@@ -89,16 +89,16 @@ class Ways:
         self.num_places, self.num_proved = 0, 0
         self.num_proving = 0  # proofs begun: what is recursive is not cut in them, and `oneOf` is `anyOf`
 
-    def of(self, places: Way) -> list[Way]:
-        """Return the ways to be valid under all of some places."""
+    def of(self, places: Alternative) -> list[Alternative]:
+        """Return the alternatives of values that are valid at all these places."""
         return self.product([self.at(place, is_alone=len(places) == 1) for place in places], places[0].path)
 
-    def at(self, place: Place, *, is_alone: bool = False) -> list[Way]:
-        """Return the ways to be valid at a place. `is_alone`: it says all that is known of the value."""
+    def at(self, place: Place, *, is_alone: bool = False) -> list[Alternative]:
+        """Return the alternatives of a place. `is_alone`: no other place says anything of the value."""
         used = self.used(place)
         if used is None:
             return [()] if place.schema else []
-        groups: list[list[Way]] = []
+        groups: list[list[Alternative]] = []
         if plain := used & PLAIN:
             schema = {key: place.schema[key] for key in place.schema if key in plain}
             for key in CLOSING & plain:
@@ -114,7 +114,9 @@ class Ways:
         if "allOf" in used:
             groups += map(self.at, branches(place, "allOf"))
         if "anyOf" in used:
-            groups.append([way for branch in branches(place, "anyOf") for way in self.at(branch)])
+            groups.append(
+                [alternative for branch in branches(place, "anyOf") for alternative in self.at(branch)]
+            )
         if "oneOf" in used:
             groups.append(self.one_of(place))
         if "not" in used:
@@ -140,15 +142,15 @@ class Ways:
             raise wrong(place.path, f"has the keyword {shown(key)}, which is not supported")
         return used
 
-    def product(self, groups: Iterable[list[Way]], path: str) -> list[Way]:
-        """Return the ways that are in one way of each group, less those without a common type."""
-        ways: list[Way] = [()]
+    def product(self, groups: Iterable[list[Alternative]], path: str) -> list[Alternative]:
+        """Return the combinations of one alternative of each group, less those without a common type."""
+        alternatives: list[Alternative] = [()]
         for group in groups:
-            self.spend(path, len(ways) * len(group) - 1)
-            ways = [one + other for one in ways for other in group]
-            self.spend(path, sum(map(len, ways)))
-            ways = [way for way in ways if kinds(way)]
-        return ways
+            self.spend(path, len(alternatives) * len(group) - 1)
+            alternatives = [one + other for one in alternatives for other in group]
+            self.spend(path, sum(map(len, alternatives)))
+            alternatives = [alternative for alternative in alternatives if kinds(alternative)]
+        return alternatives
 
     def spend(self, path: str, places: int) -> None:
         if self.num_proving:
@@ -189,31 +191,31 @@ class Ways:
             root = path if is_root(part) else root
         return part, path, root
 
-    def one_of(self, place: Place) -> list[Way]:
-        """Return the ways of each branch, less those of each other branch that is not proved to be apart."""
+    def one_of(self, place: Place) -> list[Alternative]:
+        """Return the alternatives of each branch of oneOf, less those of branches that may overlap it."""
         branch_places = branches(place, "oneOf")
         if self.num_proving:
-            return [way for branch in branch_places for way in self.at(branch)]
+            return [alternative for branch in branch_places for alternative in self.at(branch)]
         rivals: list[list[Place]] = [[] for _ in branch_places]
         for one, other in itertools.combinations(range(len(branch_places)), 2):
             if not self.is_void((branch_places[one], branch_places[other])):
                 rivals[one].append(branch_places[other])
                 rivals[other].append(branch_places[one])
-        ways = []
+        alternatives = []
         for branch, others in zip(branch_places, rivals, strict=True):
-            ways += self.product([self.at(branch), *map(self.against, others)], place.path)
-        return ways
+            alternatives += self.product([self.at(branch), *map(self.against, others)], place.path)
+        return alternatives
 
-    def conditional(self, place: Place) -> list[Way]:
+    def conditional(self, place: Place) -> list[Alternative]:
         ways_of_both = []
         condition = place.beside("if")
-        for key, ways in (("then", self.at(condition)), ("else", self.against(condition))):
+        for key, alternatives in (("then", self.at(condition)), ("else", self.against(condition))):
             rest = [self.at(place.beside(key))] if key in place.schema else []
-            ways_of_both += self.product([ways, *rest], place.path)
+            ways_of_both += self.product([alternatives, *rest], place.path)
         return ways_of_both
 
-    def dependent(self, place: Place) -> list[list[Way]]:
-        """Return the ways of each property that something depends on: without it, or with that."""
+    def dependent(self, place: Place) -> list[list[Alternative]]:
+        """Return a group for each property that others depend on: it is absent, or all it requires holds."""
         groups = []
         for key in ("dependentRequired", "dependentSchemas"):
             for name in mapping(place, key):
@@ -222,11 +224,14 @@ class Ways:
                     condition = place.made({"required": names(place.beside(key), name)})
                 there = (place.made({"required": [name]}),)
                 without = (place.made({"properties": {name: False}}),)
-                groups.append([without, *((*there, *way) for way in self.at(condition))])
+                groups.append([without, *((*there, *alternative) for alternative in self.at(condition))])
         return groups
 
-    def against(self, place: Place) -> list[Way]:
-        """Return the ways not to be valid at a place. Raises `NotRegularError` where none are known."""
+    def against(self, place: Place) -> list[Alternative]:
+        """Return the alternatives of values not valid at a place.
+
+        Raises `NotRegularError` where none are known.
+        """
         if not self.num_proving:
             return self.negated(place)
         try:
@@ -234,12 +239,12 @@ class Ways:
         except NotRegularError:
             return [()]
 
-    def negated(self, place: Place) -> list[Way]:
-        """Return what `against` does, outside of proofs."""
+    def negated(self, place: Place) -> list[Alternative]:
+        """Return the alternatives of the negation of a place's schema; see `against`."""
         used = self.used(place)
         if used is None:
             return [] if place.schema else [()]
-        negations: list[Way] = []
+        negations: list[Alternative] = []
 
         def add(schema: dict[str, Any]) -> None:
             negations.append((place.made(schema),))
@@ -256,7 +261,9 @@ class Ways:
             elif key == "not":
                 negations += self.at(place.beside(key)._replace(is_made=True))
             elif key == "allOf":
-                negations += [way for branch in branches(place, key) for way in self.against(branch)]
+                negations += [
+                    alternative for branch in branches(place, key) for alternative in self.against(branch)
+                ]
             elif key == "anyOf":
                 negations += self.product(
                     [self.against(branch) for branch in branches(place, key)], place.path
@@ -298,42 +305,44 @@ class Ways:
                 raise not_regular(place.path, f"a negation of {key} is not followed by an automaton")
         return negations
 
-    def is_void(self, places: Way, depth: int = 0) -> bool:
+    def is_void(self, places: Alternative, depth: int = 0) -> bool:
         """Return whether it is easy to prove that no value is valid under all of some places."""
         self.num_proving += 1
         try:
-            return all(self.is_void_way(way, depth) for way in self.of(places))
+            return all(self.is_void_way(alternative, depth) for alternative in self.of(places))
         finally:
             self.num_proving -= 1
 
-    def is_void_way(self, way: Way, depth: int) -> bool:
-        if not way:
+    def is_void_way(self, alternative: Alternative, depth: int) -> bool:
+        if not alternative:
             return False
-        if (values := self.values(way)) is not None:
+        if (values := self.values(alternative)) is not None:
             return not values
-        return all(self.is_void_kind(way, kind, depth) for kind in kinds(way))
+        return all(self.is_void_kind(alternative, kind, depth) for kind in kinds(alternative))
 
-    def is_void_kind(self, way: Way, kind: str, depth: int) -> bool:
+    def is_void_kind(self, alternative: Alternative, kind: str, depth: int) -> bool:
         try:
             if kind in ("integer", "number"):
-                scalars.bounds(way, is_integer=kind == "integer")
+                scalars.bounds(alternative, is_integer=kind == "integer")
             elif kind == "string":
-                counts(way, "minLength", "maxLength")
+                counts(alternative, "minLength", "maxLength")
             elif kind == "array":
-                counts(way, "minItems", "maxItems")
+                counts(alternative, "minItems", "maxItems")
             elif kind == "object" and depth < MAX_PROVED:
-                required = {name for place in way for name in names(place, "required")}
+                required = {name for place in alternative for name in names(place, "required")}
                 return any(
-                    self.is_void(places, depth + 1) for name in required if (places := named(way, name))
+                    self.is_void(places, depth + 1)
+                    for name in required
+                    if (places := named(alternative, name))
                 )
         except UnmetError:
             return True
         return False
 
-    def values(self, way: Way) -> list[Any] | None:
-        """Return the values that are valid in a way; None if it does not list them."""
+    def values(self, alternative: Alternative) -> list[Any] | None:
+        """Return the values of an alternative that lists its values; None of any other."""
         listed = []
-        for place in way:
+        for place in alternative:
             if "enum" in place.schema and not isinstance(place.schema["enum"], list):
                 raise wrong(place.path, "has an enum that is not a list")
             listed += [place.schema["enum"]] if "enum" in place.schema else []
@@ -341,7 +350,7 @@ class Ways:
         if not listed:
             return None
         first, *others = map(distinct, listed)
-        allowed = kinds(way)
+        allowed = kinds(alternative)
         kept = [
             each
             for key, same in first.items()
@@ -350,8 +359,8 @@ class Ways:
             if any(has_kind(each, kind) for kind in allowed)
         ]
         if any(isinstance(value, float) and not math.isfinite(value) for value in kept):
-            raise wrong(way[0].path, "has a number that JSON has not")
-        for place in way:
+            raise wrong(alternative[0].path, "has a number that JSON has not")
+        for place in alternative:
             if closing := CLOSING & set(place.schema):
                 raise not_regular(place.path, f"{min(closing)} beside an enum is not followed")
             if set(place.schema) - {"enum", "const", "type"}:
@@ -361,10 +370,10 @@ class Ways:
         return kept
 
 
-def named(way: Way, name: str) -> Way:
+def named(alternative: Alternative, name: str) -> Alternative:
     """Return the places that a property's value must be valid at."""
     places = []
-    for place in way:
+    for place in alternative:
         own_places = [place.at("properties", name)] if name in mapping(place, "properties") else []
         for pattern in mapping(place, "patternProperties"):
             if validity.contains_match(name, pattern, f"{place.path}/patternProperties"):

@@ -41,7 +41,7 @@ TOO_DEEP = "the grammar has names that are too long, or is nested too deep"
 
 
 class Constraint:
-    """A constraint, with what is read of its fields: once, though two things may be made of it.
+    """A constraint on texts, with its fields read once for every form that is compiled of it.
 
     fields: those of `StructuredOutputsParams`.
     """
@@ -170,7 +170,8 @@ class Constraint:
 
     @functools.cached_property
     def _node_of(self) -> Callable[[int], Node]:
-        """Return what makes the texts of a constraint of JSON, with values inside values to so many levels.
+        """Return a function from a depth to the node of a JSON constraint whose values are nested at most so
+        deep.
 
         With 0 levels it raises an error where they may be of any depth.
         """

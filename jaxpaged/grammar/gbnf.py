@@ -73,15 +73,15 @@ class _Reader:
         return Rules(Ref(START), self.named)
 
     def choice(self, *, is_nested: bool) -> Node:
-        ways = [self.sequence(is_nested)]
+        alternatives = [self.sequence(is_nested)]
         while self.goes_on():
             self.take("|")
             self.space(lines=True)
-            ways.append(self.sequence(is_nested))
-        return ways[0] if len(ways) == 1 else Either(tuple(ways))
+            alternatives.append(self.sequence(is_nested))
+        return alternatives[0] if len(alternatives) == 1 else Either(tuple(alternatives))
 
     def goes_on(self) -> bool:
-        """Return whether another way comes, on this line or the next one that is not empty."""
+        """Return whether another alternative follows, on this line or the next one that is not empty."""
         before = self.at
         self.space(lines=True)
         if self.peek() == "|":

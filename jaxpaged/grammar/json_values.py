@@ -33,7 +33,7 @@ INTEGER = Then((optional(chars("-")), _NATURAL))
 _EXPONENT = Then((chars("eE"), optional(chars("+-")), Repeat(DIGIT, 1, 2)))
 NUMBER = Then((INTEGER, optional(Then((chars("."), Repeat(DIGIT, 1)))), optional(_EXPONENT)))
 
-# Characters that stand for themselves in a JSON string, and the short ways to write others.
+# Characters that stand for themselves in a JSON string, and the short forms of others.
 PLAIN: Ranges = others([(0, 0x1F), (ord('"'), ord('"')), (ord("\\"), ord("\\"))])
 SHORT = {8: "b", 9: "t", 10: "n", 12: "f", 13: "r", ord('"'): '"', ord("\\"): "\\"}
 _SURROGATE_HIGH = Then((chars("dD"), chars("89abAB"), HEX, HEX))
@@ -84,18 +84,18 @@ def quoted(inside: Node) -> Node:
 
 
 def encoded(node: Node) -> Node:
-    """Return what is written between the quotes of a JSON string for each text of a node.
+    """Return the node of a JSON string's content between its quotes, for each text of a node.
 
     A character is written as itself where JSON lets it, and the shortest way where it does not.
     """
     match node:
         case Chars(ranges):
-            ways: list[Node] = []
+            alternatives: list[Node] = []
             if plain := common(ranges, PLAIN):
-                ways.append(Chars(plain))
+                alternatives.append(Chars(plain))
             for low, high in common(ranges, others(PLAIN)):
-                ways += [text(_escape(point)) for point in range(low, high + 1)]
-            return ways[0] if len(ways) == 1 else Either(tuple(ways))
+                alternatives += [text(_escape(point)) for point in range(low, high + 1)]
+            return alternatives[0] if len(alternatives) == 1 else Either(tuple(alternatives))
         case Then(parts):
             return Then(tuple(map(encoded, parts)))
         case Either(parts):
@@ -117,14 +117,14 @@ def other_string(names: list[str]) -> Node:
     """Return JSON strings that are none of `names`, with characters written as `encoded` does."""
 
     def behind(begun: list[str]) -> Node:
-        """Return what may be behind a beginning, of names whose ends these are; the end of the string too."""
+        """Return the rest of a string that starts with a beginning of the given names but is none of them."""
         first = {name[0] for name in begun if name}
         other = Then((Chars(others((ord(letter), ord(letter)) for letter in first)), Repeat(any_char)))
-        ways: list[Node] = [other] if "" in begun else [EMPTY, other]
+        alternatives: list[Node] = [other] if "" in begun else [EMPTY, other]
         for letter in sorted(first):
             left = [name[1:] for name in begun if name.startswith(letter)]
-            ways.append(Then((chars(letter), behind(left))))
-        return Either(tuple(ways))
+            alternatives.append(Then((chars(letter), behind(left))))
+        return Either(tuple(alternatives))
 
     any_char = Chars(((0, MAX_POINT),))
     return quoted(encoded(behind(names)))
@@ -134,29 +134,29 @@ def integer(minimum: int | None, maximum: int | None) -> Node:
     """Return the integers from `minimum` to `maximum`, both included; None: no bound. 0 may have a sign."""
     if minimum is None and maximum is None:
         return INTEGER
-    ways = []
+    alternatives = []
     if maximum is None or maximum >= 0:
         low = max(minimum or 0, 0)
-        ways += [natural(low, maximum)] if maximum is None or low <= maximum else []
+        alternatives += [natural(low, maximum)] if maximum is None or low <= maximum else []
     if minimum is None or minimum <= 0:
         low = 0 if maximum is None or maximum >= 0 else -maximum
         high = None if minimum is None else -minimum
-        ways += [Then((chars("-"), natural(low, high)))] if high is None or low <= high else []
-    return Either(tuple(ways)) if ways else NOTHING
+        alternatives += [Then((chars("-"), natural(low, high)))] if high is None or low <= high else []
+    return Either(tuple(alternatives)) if alternatives else NOTHING
 
 
 def natural(minimum: int, maximum: int | None) -> Node:
     """Return the digits of the integers from `minimum`, not below 0, to `maximum`; None: without a bound."""
-    ways = []
+    alternatives = []
     first = len(str(minimum))
     last = first if maximum is None else len(str(maximum))
     for length in range(first, last + 1):
         low = max(minimum, 10 ** (length - 1) if length > 1 else 0)
         high = 10**length - 1 if maximum is None else min(maximum, 10**length - 1)
-        ways.append(_between(str(low), str(high)))
+        alternatives.append(_between(str(low), str(high)))
     if maximum is None:
-        ways.append(Then((chars("123456789"), Repeat(DIGIT, last, None))))
-    return Either(tuple(ways))
+        alternatives.append(Then((chars("123456789"), Repeat(DIGIT, last, None))))
+    return Either(tuple(alternatives))
 
 
 def _between(low: str, high: str) -> Node:
@@ -168,14 +168,14 @@ def _between(low: str, high: str) -> Node:
     if low[0] == high[0]:
         return Then((chars(low[0]), _between(low[1:], high[1:])))
     nines, zeros = "9" * (len(low) - 1), "0" * (len(low) - 1)
-    ways = [
+    alternatives = [
         Then((chars(low[0]), _between(low[1:], nines))),
         Then((chars(high[0]), _between(zeros, high[1:]))),
     ]
     if int(low[0]) + 1 < int(high[0]):
         inner = Chars(((ord(low[0]) + 1, ord(high[0]) - 1),))
-        ways.append(Then((inner, Repeat(DIGIT, len(zeros), len(zeros)))))
-    return Either(tuple(ways))
+        alternatives.append(Then((inner, Repeat(DIGIT, len(zeros), len(zeros)))))
+    return Either(tuple(alternatives))
 
 
 def _escape(point: int) -> str:

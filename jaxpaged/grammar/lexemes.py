@@ -138,7 +138,7 @@ class _Cutter:
         return len(inside) > MAX_COPIED
 
     def inside(self, node: Node) -> Part:
-        """Return what a node is, over lexemes."""
+        """Return the rule part of a node, made of lexemes."""
         if (number := self.number(node)) is not None and (number not in self.split or node == EMPTY):
             return self.leaf(node, number)
         match node:
@@ -151,7 +151,7 @@ class _Cutter:
             case Either(parts):
                 if number is not None:
                     return Choice(tuple(map(self.part, parts)))
-                flat = [way for part in parts for way in self.ways(part)]
+                flat = [alternative for part in parts for alternative in self.alternatives(part)]
                 plain = [part for part in flat if self.number(part) is not None]
                 others = [part for part in flat if self.number(part) is None]
                 first = [self.part(self.joint(plain, Either))] if plain else []
@@ -198,7 +198,7 @@ class _Cutter:
         return Call(name)
 
     def two_halves(self, node: Members) -> Part:
-        """Return members as those before and those behind the middle."""
+        """Return the rule of members that are cut in two halves, of which either may be missing."""
         middle = len(node.parts) // 2
         sides = [node.parts[:middle], node.parts[middle:]]
         must = [any(is_required for _, is_required in side) for side in sides]
@@ -208,15 +208,15 @@ class _Cutter:
             for key, side in zip(keys, sides, strict=True)
         )
         rest = self.part(Then((node.comma, last)))
-        ways: list[Part] = [
+        alternatives: list[Part] = [
             Row((self.part(first), rest if must[1] else Choice((Row(()), rest)))),
             *([] if must[0] else [self.part(last)]),
         ]
-        return Choice((*([] if node.minimum or any(must) else [Row(())]), *ways))
+        return Choice((*([] if node.minimum or any(must) else [Row(())]), *alternatives))
 
-    def ways(self, node: Node) -> list[Node]:
+    def alternatives(self, node: Node) -> list[Node]:
         if isinstance(node, Either) and self.number(node) is None and not self.is_shared(node):
-            return [each for part in node.parts for each in self.ways(part)]
+            return [each for part in node.parts for each in self.alternatives(part)]
         return [node]
 
     def joint(self, parts: list[Node], kind: type[Then] | type[Either]) -> Node:
@@ -227,7 +227,9 @@ class _Cutter:
         return self.joined.setdefault(key, kind(tuple(parts)))
 
     def without_empty(self, part: Node, minimum: int) -> tuple[Part, int]:
-        """Return what is repeated, not empty where that is known, and how often at least."""
+        """Return the repeated part without its empty text, where that is known, and the least number of
+        repetitions.
+        """
         if self.number(part) is None or not self.is_empty(part):
             return self.part(part), minimum
         some = self.not_empty(part)
@@ -255,7 +257,7 @@ class _Cutter:
         return self.empty[number]
 
     def not_empty(self, node: Node) -> Node | None:
-        """Return a part's texts but the empty one; None if there are no others."""
+        """Return the node of a part's texts without the empty one; None if there are no others."""
         number = self.number(node)
         assert number is not None
         if number not in self.some:
@@ -274,12 +276,12 @@ class _Cutter:
             case Then(parts):
                 some = self.not_empty(parts[0])
                 after: Node = Then(parts[1:])
-                ways: list[Node] = [Then((some, *parts[1:]))] if some is not None else []
-                ways += [more] if (more := self.not_empty(after)) is not None else []
-                return either(ways) if ways else None
+                alternatives: list[Node] = [Then((some, *parts[1:]))] if some is not None else []
+                alternatives += [more] if (more := self.not_empty(after)) is not None else []
+                return either(alternatives) if alternatives else None
             case Either(parts):
-                ways = [full for part in parts if (full := self.not_empty(part)) is not None]
-                return either(ways) if ways else None
+                alternatives = [full for part in parts if (full := self.not_empty(part)) is not None]
+                return either(alternatives) if alternatives else None
             case Repeat(repeated, _, maximum):
                 once = None if maximum == 0 else self.not_empty(repeated)
                 return None if once is None else Repeat(once, 1, maximum)
@@ -296,13 +298,13 @@ class _Cutter:
         names = [f"m{id(node)}_{state}" for state in range(len(by_byte))]
         if names[0] not in self.made.named:
             for state, targets in enumerate(by_byte):
-                ways: list[Part] = [Row(())] if machine.accepting[state] else []
+                alternatives: list[Part] = [Row(())] if machine.accepting[state] else []
                 for target in np.unique(targets[targets != NOT_ALLOWED]).tolist():
                     letters = Chars(
                         tuple((int(byte), int(byte)) for byte in np.flatnonzero(targets == target))
                     )
-                    ways.append(Row((self.part(letters), Call(names[target]))))
-                self.made.named[names[state]] = Choice(tuple(ways))
+                    alternatives.append(Row((self.part(letters), Call(names[target]))))
+                self.made.named[names[state]] = Choice(tuple(alternatives))
         return Call(names[0])
 
     def machine(self, number: int) -> ByteMachine | None:

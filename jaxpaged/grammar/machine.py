@@ -77,7 +77,9 @@ class _Compiler:
         return self.known[id(node)][1]
 
     def combined(self, node: Both | Minus) -> ByteMachine | None:
-        """Return the machine of what several machines accept, or one does and another does not."""
+        """Return the machine of the texts of all parts of a `Both`, or of the first but not the second part
+        of a `Minus`.
+        """
         first, *others = node.parts if isinstance(node, Both) else (node.part, node.other)
         made = self.machine(first)
         for part in others:
@@ -116,7 +118,7 @@ class _Parts:
         return len(self.free) - 1
 
     def add(self, node: Node, start: int, end: int) -> None:
-        """Add a node's texts as ways from `start` to `end`."""
+        """Add a node's texts as paths from `start` to `end`."""
         match node:
             case Chars(ranges):
                 self._add_bytes(utf8_of(ranges), start, end)
@@ -307,10 +309,10 @@ class _Parts:
             self._add_bytes(other, state, states[""])
             for letter in letters:
                 now = begun + letter
-                ways = [entries[trigger] for trigger in triggers if now.endswith(trigger)]
-                if not ways:
-                    ways = [states[next(now[i:] for i in range(len(now) + 1) if now[i:] in states)]]
-                for there in ways:
+                alternatives = [entries[trigger] for trigger in triggers if now.endswith(trigger)]
+                if not alternatives:
+                    alternatives = [states[next(now[i:] for i in range(len(now) + 1) if now[i:] in states)]]
+                for there in alternatives:
                     self._add_bytes(utf8_of(((ord(letter), ord(letter)),)), state, there)
 
     def _add_bytes(self, sequences: Sequence[Sequence[tuple[int, int]]], start: int, end: int) -> None:

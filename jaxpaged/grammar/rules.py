@@ -178,17 +178,17 @@ def _from_here(node: Members, i: int, count: int, last: int, known: dict[tuple[i
         some = Then((node.rest, Repeat(more, max(left - 1, 0), None if spare is None else spare - 1)))
         return some if left else optional(some)
     part, is_required = node.parts[i]
-    ways: list[Node] = []
+    alternatives: list[Node] = []
     if count < last or node.maximum is None:
         before = (node.comma,) if count else ()
         behind = known[i + 1, min(count + 1, last)]
         if not is_required and count == last:  # the number does not change
             return behind if behind == NOTHING else Then((optional(Then((*before, part))), behind))
         if behind != NOTHING:
-            ways.append(Then((*before, part, behind)))
+            alternatives.append(Then((*before, part, behind)))
     if not is_required:
-        ways.append(known[i + 1, count])
-    return either(ways)
+        alternatives.append(known[i + 1, count])
+    return either(alternatives)
 
 
 def _distinct(node: Distinct) -> Node:
@@ -197,12 +197,12 @@ def _distinct(node: Distinct) -> Node:
 
     def behind(taken: int) -> Node:
         if taken not in known:
-            size, ways = taken.bit_count(), list[Node]()
+            size, alternatives = taken.bit_count(), list[Node]()
             for i, part in enumerate(node.parts if size < node.maximum else ()):
                 if not taken >> i & 1:
                     before = (node.comma,) if taken else ()
-                    ways.append(Then((*before, part, behind(taken | 1 << i))))
-            known[taken] = either([*([EMPTY] if size >= node.minimum else []), *ways])
+                    alternatives.append(Then((*before, part, behind(taken | 1 << i))))
+            known[taken] = either([*([EMPTY] if size >= node.minimum else []), *alternatives])
         return known[taken]
 
     return behind(0)
@@ -231,7 +231,7 @@ def _productive(named: dict[str, Node]) -> set[str]:
 
 
 def _has_text(productive: set[str]) -> Callable[[Node], bool]:
-    """Return what checks whether a node has a text, where these rules have."""
+    """Return a predicate of nodes: whether a node has a text if only the `productive` rules have one."""
     known: dict[int, tuple[Node, bool]] = {}
     spelled: dict[int, tuple[Node, Node]] = {}
 
@@ -324,23 +324,31 @@ class _Pruner(_Memo):
 
 
 def _without_end_recursion(name: str, node: Node) -> Node:
-    """Return a rule that comes again only at the end, or at the beginning, of its ways as a repetition."""
-    flat = [_parts(way) for way in _ways(node)]
+    """Return a rule that recurs only at the end, or the beginning, of its alternatives as a repetition."""
+    flat = [_parts(alternative) for alternative in _ways(node)]
     for at in (-1, 0):
-        again = [way for way in flat if way and way[at] == Ref(name)]
-        others = [way for way in flat if not (way and way[at] == Ref(name))]
-        bodies = [way[:-1] if at else way[1:] for way in again]
-        inside = [part for way in (*bodies, *others) for part in way]
+        again = [alternative for alternative in flat if alternative and alternative[at] == Ref(name)]
+        others = [alternative for alternative in flat if not (alternative and alternative[at] == Ref(name))]
+        bodies = [alternative[:-1] if at else alternative[1:] for alternative in again]
+        inside = [part for alternative in (*bodies, *others) for part in alternative]
         if not again or not others or any(Ref(name) == part for each in inside for part in walk(each)):
             continue
-        loop = Repeat(either(Then(tuple(way)) for way in bodies if way)) if any(bodies) else EMPTY
-        rest = either(Then(tuple(way)) for way in others)
+        loop = (
+            Repeat(either(Then(tuple(alternative)) for alternative in bodies if alternative))
+            if any(bodies)
+            else EMPTY
+        )
+        rest = either(Then(tuple(alternative)) for alternative in others)
         return Then((loop, rest) if at else (rest, loop))
     return node
 
 
 def _ways(node: Node) -> list[Node]:
-    return [way for part in node.parts for way in _ways(part)] if isinstance(node, Either) else [node]
+    return (
+        [alternative for part in node.parts for alternative in _ways(part)]
+        if isinstance(node, Either)
+        else [node]
+    )
 
 
 def _parts(node: Node) -> list[Node]:

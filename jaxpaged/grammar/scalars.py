@@ -8,7 +8,7 @@ from jaxpaged.checks import shown
 from jaxpaged.grammar import json_values, numbers
 from jaxpaged.grammar.formats import FORMATS
 from jaxpaged.grammar.nodes import Either, Minus, Node, both, either, text
-from jaxpaged.grammar.places import Place, Way, counts, not_regular, type_of, unmet, wrong
+from jaxpaged.grammar.places import Alternative, Place, counts, not_regular, type_of, unmet, wrong
 
 BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 OF_STRINGS = {"minLength", "maxLength", "pattern", "format", "not"}
@@ -16,11 +16,11 @@ MAX_EXACT = 16  # characters of a decimal that no other has the double of: 15 di
 FREE_FORMATS = {"path", "file-path", "directory-path", "password"}  # any string is one
 
 
-def string(way: Way) -> Node:
+def string(alternative: Alternative) -> Node:
     """Return JSON strings. Raises `UnmetError`, or `GrammarError`."""
-    minimum, maximum = counts(way, "minLength", "maxLength")
-    texts, barred = [], [text(value) for value in excluded(way, "string")]
-    for place in way:
+    minimum, maximum = counts(alternative, "minLength", "maxLength")
+    texts, barred = [], [text(value) for value in excluded(alternative, "string")]
+    for place in alternative:
         for key in ("pattern", "format"):
             if not isinstance(place.schema.get(key, ""), str):
                 raise wrong(place.path, f"has a {key} that is not a string")
@@ -42,13 +42,13 @@ def string(way: Way) -> Node:
     return json_values.quoted(content)
 
 
-def number(way: Way, *, is_integer: bool) -> Node:
+def number(alternative: Alternative, *, is_integer: bool) -> Node:
     """Return JSON numbers. Raises `UnmetError`, or `GrammarError`."""
-    low, high = bounds(way, is_integer=is_integer)
+    low, high = bounds(alternative, is_integer=is_integer)
     conditions: list[Node] = []
-    values = [Decimal(repr(value)) for value in excluded(way, "number") if math.isfinite(value)]
+    values = [Decimal(repr(value)) for value in excluded(alternative, "number") if math.isfinite(value)]
     barred = [numbers.decimal(value, value) for value in values]
-    for place in way:
+    for place in alternative:
         if "multipleOf" in place.schema:
             conditions.append(_multiple(place, is_integer=is_integer))
         if "multipleOf" in (other := place.schema.get("not", {})):
@@ -63,7 +63,8 @@ def number(way: Way, *, is_integer: bool) -> Node:
         for end in (low, high):
             if end is not None and -int(end.normalize().as_tuple().exponent) > numbers.MAX_PLACES:
                 raise wrong(
-                    way[0].path, f"has a bound of more than {numbers.MAX_PLACES} digits in its fraction"
+                    alternative[0].path,
+                    f"has a bound of more than {numbers.MAX_PLACES} digits in its fraction",
                 )
         conditions.insert(0, numbers.decimal(low, high))
         if barred:  # what differs in decimals must differ for readers with doubles
@@ -74,25 +75,27 @@ def number(way: Way, *, is_integer: bool) -> Node:
     return Minus(made, either(barred)) if barred else made
 
 
-def bounds(way: Way, *, is_integer: bool) -> tuple[Decimal | None, Decimal | None]:
+def bounds(alternative: Alternative, *, is_integer: bool) -> tuple[Decimal | None, Decimal | None]:
     """Return the least and the largest number, both allowed; None: no bound. Raises `UnmetError`."""
     lows: list[Decimal] = []
     highs: list[Decimal] = []
-    for place in way:
+    for place in alternative:
         for key in BOUNDS:
             if key in place.schema:
                 end = _bound(place, key, is_integer=is_integer)
                 (lows if "inimum" in key else highs).append(end)
     low, high = max(lows, default=None), min(highs, default=None)
     if low is not None and high is not None and low > high:
-        raise unmet(way[0].path, f"no {'integer' if is_integer else 'number'} is from {low:f} to {high:f}")
+        raise unmet(
+            alternative[0].path, f"no {'integer' if is_integer else 'number'} is from {low:f} to {high:f}"
+        )
     return low, high
 
 
-def excluded(way: Way, kind: str) -> list[Any]:
-    """Return the values of a type that a way excludes."""
+def excluded(alternative: Alternative, kind: str) -> list[Any]:
+    """Return the values of a type that an alternative excludes."""
     barred = []
-    for place in way:
+    for place in alternative:
         other = place.schema.get("not", {})
         values = other.get("enum", []) if "const" not in other else [other["const"]]
         if not isinstance(values, list):

@@ -55,8 +55,8 @@ def _columns(
     for level in tokens.trie:
         before = node_columns[level.parent]
         alive = np.flatnonzero(before)
-        ways = before[alive] * 256 + kind_of[level.byte[alive]]
-        distinct, way_of = np.unique(ways, return_inverse=True)
+        alternatives = before[alive] * 256 + kind_of[level.byte[alive]]
+        distinct, way_of = np.unique(alternatives, return_inverse=True)
         now = steps[np.stack(columns)[distinct // 256], (distinct % 256)[:, None]]
         column_numbers = np.empty(len(distinct), np.int32)
         for i, column in enumerate(now):
