@@ -16,7 +16,7 @@ MAX_SALT_CHARS = 1024
 
 
 class InputError(ValueError):
-    """A mistake in what the user gave: one sentence with the name, the value and the rule."""
+    """Error in the user's input: one sentence with the name, the value and the rule."""
 
 
 class UnknownNameError(InputError, TypeError):
@@ -126,7 +126,7 @@ def checked_choice(name: str, value: object, choices: Iterable[str]) -> str:
 
 
 def parsed_json(name: str, value: object, rule: str) -> Any:
-    """Return what a string says in JSON, and any other value as it is. Raises `InputError`."""
+    """Return the value of a JSON text, and a value that is no text unchanged. Raises `InputError`."""
     if not isinstance(value, str):
         return value
     try:

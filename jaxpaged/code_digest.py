@@ -161,8 +161,8 @@ class _Walk:
         self.note("builtin", module, getattr(value, "__qualname__", type(value).__qualname__))
 
     def other(self, value: Any) -> None:
-        """Add a value of any other type: a known one by its name, a wrapped one by what it wraps, and an
-        object by its class and its attributes.
+        """Add a value of any other type: a known one by name, a wrapper by the wrapped value, an object by
+        class and attributes.
         """
         module, name = (getattr(value, each, None) for each in ("__module__", "__name__"))
         if isinstance(module, str) and isinstance(name, str) and _is_known(module):

@@ -74,7 +74,7 @@ def is_own(path: Path) -> bool:
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Write a file so that another process sees all of it or nothing, and nothing is left if that fails."""
+    """Write a file atomically: another process sees all of it or none, and a failure leaves no file."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     whole = path.parent / unfinished_name()
     descriptor = os.open(whole, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -243,7 +243,7 @@ def _say(sentence: str) -> None:
 
 @functools.cache
 def _machine() -> tuple[object, ...]:
-    """Return what every key contains beside its own: sources, versions, devices, environment, processor."""
+    """Return the parts that all keys share: sources, versions, devices, environment and processor."""
     sources = hashlib.sha256()
     for package in (Path(__file__).parent, Path(str(pallas_kernels.__file__)).parent):
         for file in sorted(package.rglob("*")):

@@ -53,7 +53,7 @@ def checks_of(table: Any) -> dict[str, Check]:
 
 
 def flags_of(table: Any) -> dict[str, tuple[list[str], Mapping[str, Any]]]:
-    """Return, by the options' names, the names of their flags and what `add_argument` takes beside them."""
+    """Return, by option name, the names of its flag and the further arguments of `add_argument`."""
     flags = {}
     for field in dataclasses.fields(table):
         if (flag := field.metadata["flag"]) is not None:
@@ -151,15 +151,15 @@ def disk_folder(name: str, value: str) -> Path:
 
 
 def text(help_: str) -> dict[str, Any]:
-    """Return what `add_argument` takes for a flag with a text."""
+    """Return the keyword arguments of `add_argument` for a flag with a text."""
     return {"help": help_}
 
 
 def count(help_: str) -> dict[str, Any]:
-    """Return what `add_argument` takes for a flag with an integer."""
+    """Return the keyword arguments of `add_argument` for a flag with an integer."""
     return {"type": int, "help": help_}
 
 
 def yes_or_no(help_: str) -> dict[str, Any]:
-    """Return what `add_argument` takes for a flag and its opposite."""
+    """Return the keyword arguments of `add_argument` for a flag and its opposite."""
     return {"action": argparse.BooleanOptionalAction, "help": help_}

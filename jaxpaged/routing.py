@@ -63,7 +63,8 @@ def _keys(content: bytes, size: int, salt: str) -> list[Key]:
 
 
 class Router[Name: Hashable]:
-    """Knows of each replica the keys that it told, and at most `max_blocks` of those last sent to it.
+    """Router that knows of each replica the keys that it reported, and at most `max_blocks` keys of requests
+    last sent to it.
 
     A replica whose load is more than `max_lead` above the least gets nothing while others have less. Raises
     `InputError` for values out of range.
@@ -78,7 +79,7 @@ class Router[Name: Hashable]:
         self._num_sent = 0
 
     def rank(self, keys: Sequence[Key], loads: Mapping[Name, float]) -> list[Name]:
-        """Return the replicas of `loads`, best first.
+        """Return the replicas of `loads` by preference, the best first.
 
         First those not too far ahead of the least loaded: by their longest cached prefix, then the lower
         load. Then the others, by load, then prefix. Of equal ones that which was sent something longest ago.
@@ -106,7 +107,8 @@ class Router[Name: Hashable]:
     def tell(
         self, name: Name, stored: Iterable[Key] = (), removed: Iterable[Key] = (), medium: str = "GPU"
     ) -> None:
-        """Record what a replica tells of a medium of its cache: what it has removed there, and then stored.
+        """Record the blocks that a replica reports of one medium of its cache: first the removed ones, then
+        the stored ones.
 
         What was sent to it counts as cached until it tells that it has stored it. What it has in any medium
         counts as cached: it is fetched from there in less time than computing takes.

@@ -265,7 +265,8 @@ def reported_values(
     edit: Callable[[Float[Array, "rows vocab"]], Float[Array, "rows vocab"]],
     searches: Bool[Array, " rows"],
 ) -> Told:
-    """Return what `score` is given under a mode of `EngineConfig.logprobs_mode`; `edit` as in `sample`.
+    """Return the values that `score` takes under a mode of `EngineConfig.logprobs_mode`; `edit` as in
+    `sample`.
 
     Processed ones are those of the distribution that a row's token is drawn from: after its rules, divided
     by its temperature, minus infinity for the tokens that its filters exclude. A greedy row's are after its

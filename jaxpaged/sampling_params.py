@@ -414,19 +414,19 @@ class BeamSearchParams:
 
 
 def seed_bits(seed: int) -> int:
-    """Return what the device draws by: 32 bits, a smaller seed's own, each bit of a larger one counting."""
+    """Return the 32 bits of a seed that the device draws with: the seed itself if it has 32 bits, else both
+    halves combined.
+    """
     return (seed ^ (seed >> 32)) % 2**32 if not 0 <= seed < 2**32 else seed
 
 
 def token_id(token: object) -> object:
-    """Return the number that a short text of digits stands for; anything else as it is, to be refused
-    later.
-    """
+    """Return the number of a short text of digits, and any other value unchanged, to be refused later."""
     return int(token) if isinstance(token, str) and token.isdecimal() and len(token) < 20 else token
 
 
 def _within(value: Any, bound: float) -> Any:
-    """Return a number brought into [-bound, bound]; anything else as it is, to be refused later."""
+    """Return a number brought into [-bound, bound], and any other value unchanged, to be refused later."""
     try:
         return min(bound, max(-bound, value)) if value == value else value
     except Exception:

@@ -218,8 +218,8 @@ def refuse_unserved(
     group_size: int,
     options: Options,
 ) -> None:
-    """Raise NotImplementedError unless the implementation serves the call; name what it does not serve, and
-    what does.
+    """Raise NotImplementedError unless the implementation serves the call; name the unserved values and the
+    served ones.
     """
     served = SUPPORT[implementation]
     wrong = listed("q.dtype", jnp.dtype(dtype).name, served.dtypes)

@@ -156,7 +156,7 @@ def run_throughput(args: argparse.Namespace) -> None:
 
 
 def choose_dataset(args: argparse.Namespace) -> None:
-    """Resolve flags that say the same; as in vLLM, those that begin with "random" go first."""
+    """Resolve flags that mean the same option; as in vLLM, flags that begin with "random" take precedence."""
     if args.dataset_name is None:
         args.dataset_name = "random" if args.dataset_path is None else "sharegpt"
     rule = "given for sharegpt and custom, and only then"

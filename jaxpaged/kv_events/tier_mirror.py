@@ -41,7 +41,7 @@ class TierMirror:
         self._changes: collections.deque[tuple[str, bytes, bool]] = collections.deque()
 
     def observer(self, medium: str) -> Observer:
-        """Return what a tier calls when it has or loses a block, in any thread."""
+        """Return the callback for a tier to report blocks that it gains or loses, from any thread."""
         return lambda digest, is_there: self._changes.append((medium, digest, is_there))
 
     def note(self, digests: Sequence[bytes], token_ids: np.ndarray, label: Label) -> None:
@@ -83,7 +83,7 @@ class TierMirror:
         return events
 
     def retold(self) -> list[Event]:
-        """Return events of all that is there, for who has forgotten what was."""
+        """Return events of all blocks that are stored now, for a follower that starts anew."""
         self.events()
         return [
             event

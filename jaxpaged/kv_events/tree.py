@@ -35,7 +35,7 @@ class Label:
         return routing.salt_of(self.cache_salt, self.lora_name)
 
     def extra_keys(self, is_first: bool) -> tuple[str, ...] | None:
-        """Return what a block's key has beside tokens."""
+        """Return the parts of a block's key besides its tokens."""
         extras = (self.lora_name, self.cache_salt if is_first else None)
         return tuple(each for each in extras if each is not None) or None
 

@@ -55,7 +55,7 @@ class BatchRequest:
 
 
 def digest_of(custom_id: str) -> bytes:
-    """Return what is kept of a `custom_id` to know it again."""
+    """Return the digest by which a `custom_id` is recognised again."""
     return _digest(b"id " + custom_id.encode("utf-8", "surrogatepass"))
 
 
@@ -64,7 +64,7 @@ def _digest(content: bytes) -> bytes:
 
 
 def parse(line: Line, urls: Collection[str], max_body_bytes: int) -> BatchRequest:
-    """Return what a line asks. Raises `LineError`."""
+    """Return the request in a line of a batch file. Raises `LineError`."""
     if line.content is None:
         raise LineError(f"must have a body of at most {max_body_bytes} bytes")
     try:

@@ -79,7 +79,7 @@ class CompletionWriter(ChunkWriter[CompletionRequest]):
                     )
 
     def _logprobs(self, run: Run, index: int) -> CompletionLogprobs | None:
-        """Return what writes the log-probabilities of a choice down; None where none are wanted."""
+        """Return the writer of a choice's log-probabilities; None if none are asked for."""
         if self._body.logprobs is None:
             return None
         prompt = run.prompts[index // run.params.n]

@@ -127,7 +127,9 @@ class Connection(HttpToolsProtocol):
         raise error
 
     def _refuse(self, error: ApiError) -> None:
-        """Tell an error and close; without a word, if an answer is under way, which is cut off."""
+        """Send an error response and close; close without a response if an answer is under way, which is cut
+        off.
+        """
         self._wait_no_more()
         if self.transport.is_closing():
             return

@@ -102,7 +102,7 @@ class Guard:
         return path in BARE_PATHS and is_bare
 
     async def _with_body(self, headers: Headers, receive: Receive, state: dict[str, Any]) -> Receive:
-        """Receive all of the body, and parse it; return what gives it, and later what comes behind it."""
+        """Receive and parse the whole body; return a `receive` that gives it, and then the later messages."""
         if _kind(headers) != "application/json":
             raise ApiError(415, "content-type must be application/json", headers={"connection": "close"})
         length = headers.get("content-length", "0")

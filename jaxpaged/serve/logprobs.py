@@ -142,7 +142,9 @@ def by_id(token: int) -> str:
 def chat_logprobs(
     names: TokenNames, num_top: int, token_ids: Sequence[int], each: Sequence[Mapping[int, Logprob]]
 ) -> dict[str, Any]:
-    """Return those of /v1/chat/completions: a list with an object a token, with the token's own bytes."""
+    """Return the log-probabilities in the form of /v1/chat/completions: one object for each token, with the
+    token's bytes.
+    """
 
     def entry(token: int, logprob: Logprob) -> dict[str, Any]:
         name = names.name(token, logprob.decoded_token)

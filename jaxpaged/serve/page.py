@@ -192,6 +192,8 @@ def _digest(text: str) -> str:
 
 
 def tier_fields(counts: TierCounts, block_size: int) -> dict[str, int | None]:
-    """Return what the page tells of a tier: tokens fetched from it, and its bytes, where it tells them."""
+    """Return the fields of a tier on the page: tokens fetched from it, its bytes and its kept bytes; None
+    where unknown.
+    """
     fetched = counts.num_hits * block_size
     return {"fetched_tokens": fetched, "bytes": counts.num_bytes, "kept_bytes": counts.kept_bytes}

@@ -154,7 +154,7 @@ class Service:
         return run
 
     def _client(self, request: Request) -> Hashable:
-        """Return who asks: of several keys, the key; else the address."""
+        """Return the client of a request: its API key if there are several, else its address."""
         if len(self.options.api_keys) > 1:
             return request.state.key
         return None if request.client is None else request.client.host
@@ -173,7 +173,8 @@ class Service:
             raise ApiError(400, message, param="n")
 
     def _salt(self, request: Request, given: str | None) -> str | None:
-        """Return the salt of the prefix cache for a request: of several keys, each has its own.
+        """Return the salt of the prefix cache for a request; with several API keys, each key has its own
+        salts.
 
         Raises `InputError` for a salt that is none.
         """
@@ -263,7 +264,7 @@ class Run:
             self._service.llm.abort_now(self._engine_id)
 
     async def choices(self) -> AsyncGenerator["Choice"]:
-        """Yield what is new of a choice. Raises `ApiError`.
+        """Yield the new part of each choice as it comes. Raises `ApiError`.
 
         Answer j of prompt i is choice i * n + j.
         """

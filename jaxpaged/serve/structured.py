@@ -20,7 +20,7 @@ FORMATS = ("text", "json_object", "json_schema", "structural_tag")
 def constraint_of(
     body: Any, response_format: Mapping[str, Any] | None, form: "Form | None" = None, tokenizer: Any = None
 ) -> StructuredOutputsParams | None:
-    """Return what an answer must look like; None: anything.
+    """Return the constraint on the form of an answer; None: any text.
 
     form: how the answer is read. A call that it forces goes before a response format, and that before strict
         tools. The constraint begins where its reasoning ends, and with an answer that has none.
@@ -108,7 +108,8 @@ def forced(
 def strict_calls(
     parser: type[Parser], tools: Sequence[Mapping[str, Any]], tokenizer: Any, *, parallel: bool
 ) -> StructuredOutputsParams | None:
-    """Return what an answer must look like that may call strict tools: free text, and calls by their schemas.
+    """Return the constraint on an answer that may call strict tools: free text, and calls by the tools'
+    schemas.
 
     Returns None where no tool is strict, where calls are not marked JSON, or where their mark has special
     tokens, which no grammar allows. Raises `InputError`.

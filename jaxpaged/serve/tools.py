@@ -130,7 +130,7 @@ class AnswerFragments:
         self._space: list[str] = []  # held back until text follows
 
     def feed(self, text: str, *, is_last: bool) -> Iterator[Fragment]:
-        """Yield what this text completes."""
+        """Yield the fragments that this text completes."""
         if self._parser is None:
             if text:
                 yield Text(text)
@@ -195,7 +195,7 @@ class ToolDeltas:
         return "".join(self._reasoning)
 
     def feed(self, text: str, *, is_last: bool) -> Iterator[dict[str, Any]]:
-        """Yield deltas of what this text completes."""
+        """Yield the deltas of the fragments that this text completes."""
         for fragment in self._fragments.feed(text, is_last=is_last):
             if isinstance(fragment, Text):
                 yield {"content": fragment.text}

@@ -77,7 +77,7 @@ class Detokenizer:
         return text + self._stream.finish() if is_last else text
 
     def step(self, token: int) -> Step:
-        """Return what one more token says."""
+        """Return the text that one more token settles."""
         if not self._has_text(token):
             return Step()
         step = self._stream.step(token)
@@ -105,7 +105,7 @@ class _Stream(Protocol):
 
 
 class _Bytes:
-    """Tokens that are bytes, all of them: what is no character is replaced, and changes nothing else."""
+    """Decoder of a vocabulary whose tokens are all bytes: invalid bytes become replacement characters."""
 
     ahead = ""
 
@@ -155,7 +155,9 @@ class _Run:
 
 
 def _settled(text: str, ahead: str) -> Step:
-    """Return what a text says that settles what was known ahead."""
+    """Return the step of a settled text after `ahead` was shown early: the rest of the text, or all of it if
+    `ahead` was wrong.
+    """
     if text.startswith(ahead):
         return Step(text, text[len(ahead) :])
     return Step(text, text, is_taken_back=True)

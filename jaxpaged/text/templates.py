@@ -251,7 +251,7 @@ def _written(
     form: ArgumentsForm = "object",
     variables: Mapping[str, Any] | None = None,
 ) -> str:
-    """Return what the template makes of a conversation in its plain form; "" where it fails."""
+    """Return the text of a conversation in plain form by the template; "" if the template fails."""
     try:
         return str(
             tokenizer.apply_chat_template(

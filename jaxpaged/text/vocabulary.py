@@ -46,7 +46,7 @@ class Vocabulary:
         self._tokens: dict[int, Token] = {}
 
     def __getitem__(self, token: int) -> Token | None:
-        """Return what a token stands for; None for an id without a name, which is no text at all."""
+        """Return the entry of a token; None for an id without a name, which has no text."""
         entry = self._tokens.get(token)
         if entry is None:
             name = self._name(token)
@@ -56,7 +56,7 @@ class Vocabulary:
         return entry
 
     def name(self, token: int, before: "Spelled | None" = None) -> str:
-        """Return what a token is called: its text, or what it makes with the tokens before it.
+        """Return the name of a token: its text, or the text that it completes with the tokens before it.
 
         A token that ends within a character is called "", and the one that completes it by all of it.
         """
@@ -67,7 +67,7 @@ class Vocabulary:
         return text if is_whole else ""
 
     def after(self, token: int, before: "Spelled") -> "Spelled":
-        """Return what is left of characters behind one more token."""
+        """Return the unfinished character, if any, after one more token."""
         entry = self[token]
         if entry is None:
             return before
@@ -132,7 +132,7 @@ class Names:
         self._spelled = Spelled()
 
     def of(self, token: int, others: Sequence[int]) -> list[str]:
-        """Return the names of tokens that might stand at the next place, where `token` does."""
+        """Return the names of tokens behind the text so far, and then add `token` to that text."""
         names = [self._vocabulary.name(other, self._spelled) for other in others]
         self._spelled = self._vocabulary.after(token, self._spelled)
         return names

@@ -77,7 +77,7 @@ def _is_number(text: str) -> bool:
 
 
 def _value(text: str) -> Any:
-    """Return what a value stands for: JSON, or the text itself."""
+    """Return the value of a flag's text: a constant, JSON, or the text itself."""
     if text.lower() in CONSTANTS:
         return CONSTANTS[text.lower()]
     return json_or_text(text)

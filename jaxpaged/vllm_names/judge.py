@@ -39,13 +39,13 @@ Names = tuple[Mapping[str, Verdict], tuple[str, ...]]
 
 @functools.cache
 def known_names() -> dict[str, Any]:
-    """Return what `names.json` has: "versions", "short" and, by title, "names"."""
+    """Return the content of `names.json`: "versions", "short" and, by title, "names"."""
     made: dict[str, Any] = json.loads(Path(__file__).with_name("names.json").read_text())
     return made
 
 
 def entry_of(name: str, titles: Iterable[str]) -> dict[str, Any] | None:
-    """Return what vLLM says of a name in the first of these classes that has it: since, kind, default."""
+    """Return the entry of a name in the first of these classes of vLLM that has it: since, kind, default."""
     names = known_names()["names"]
     return next((names[title][name] for title in titles if name in names[title]), None)
 

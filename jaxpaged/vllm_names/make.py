@@ -148,7 +148,7 @@ class Version:
     short: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def fields(self, name: str) -> dict[str, Field]:
-        """Return those of a class with its bases', or the arguments of "Class.function"."""
+        """Return the fields of a class and its bases, or the arguments of "Class.function"."""
         owner, _, function = name.partition(".")
         fields: dict[str, Field] = {}
         for node in self.classes.get(owner, []):
@@ -344,7 +344,7 @@ def _listed(node: ast.expr) -> list[str]:
 
 
 def table(archives: list[Path]) -> dict[str, Any]:
-    """Return what `names.json` has of these archives, from the oldest version to the newest."""
+    """Return the content of `names.json` made from these archives, from the oldest version to the newest."""
     names: dict[str, dict[str, dict[str, Any]]] = {title: {} for title in SOURCES}
     short: dict[str, str] = {}
     versions = [archive.name.removeprefix("vllm-").removesuffix(".tar.gz") for archive in archives]

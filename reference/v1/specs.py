@@ -62,7 +62,7 @@ class AttentionSpec:
         return cdiv(max_model_len, self.block_size)
 
     def is_uniform_with(self, specs: Sequence["AttentionSpec"]) -> bool:
-        """Return whether one block table serves this layer and all of these: the same tokens stay."""
+        """Return whether one block table serves this layer and all of these, because the same tokens stay."""
         raise NotImplementedError
 
     @classmethod

@@ -65,7 +65,7 @@ def hit_rates(
 
 
 def gains(rows: Iterable[Mapping[str, Any]], over: str = "lru", bound: str = "belady") -> Table:
-    """Return the rows of `hit_rates` with what each policy gains over another in the same cache.
+    """Return the rows of `hit_rates` with the gain of each policy over the policy `over` in the same cache.
 
     `gain` is the difference of hit rates; `of_bound` is the gain's share of what the bound gains, None where
     the bound gains nothing or is not in the table. Rows without a row of `over` are refused (`InputError`).
@@ -89,7 +89,7 @@ def gains(rows: Iterable[Mapping[str, Any]], over: str = "lru", bound: str = "be
 def block_sizes(
     trace: Trace, sizes: Sequence[int], cache_tokens: int | None, policy: str = "lru", **options: Any
 ) -> Table:
-    """Return a row for each block size: the hit rate in a cache of one size, and what blocks waste.
+    """Return one row for each block size: the hit rate in a cache of one size, and the wasted share of slots.
 
     `waste` is the share of slots, in the blocks of finished requests, that hold no token; `blocks_a_request`
     is the mean length of a block table. `options` are those of `hit_rates`.

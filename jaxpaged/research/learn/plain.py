@@ -66,7 +66,7 @@ def _found(engine_weights: Mapping[Path, Any], path: Path, like: Any) -> Any:
 
 
 def _unpacked(array: Array, like: Any) -> Array:
-    """Return a product's weight [*, in_features, out_features] of what `native.pack` made of it."""
+    """Return a product's weight [*, in_features, out_features] from the packed form of `native.pack`."""
     if array.ndim == len(like.shape):
         return array
     *lead, num_panels, num_steps, width, values = array.shape

@@ -200,7 +200,7 @@ def _shift(name: str) -> Function:
 
 
 def _permuted(a: Array, b: Array, selector: Array) -> Array:
-    """Choose 4 bytes of 8, each as it is or as its sign."""
+    """Choose 4 of 8 bytes, each copied, or replaced by its sign."""
     both = np.stack([np.ascontiguousarray(x).view(np.uint8).reshape(32, 4) for x in (a, b)], 1).reshape(32, 8)
     result = np.zeros((32, 4), np.uint8)
     for n in range(4):

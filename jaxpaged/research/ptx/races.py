@@ -16,7 +16,7 @@ NUM_KINDS = 5
 
 
 class Clocks:
-    """Vector clocks: what each agent knows of each other."""
+    """Vector clocks: for each agent the time up to which it knows the actions of each other agent."""
 
     def __init__(self, num_agents: int) -> None:
         self.known = np.eye(num_agents, dtype=np.int32)
@@ -43,7 +43,8 @@ class Clocks:
 
 
 class Shadow:
-    """Record of who wrote and who read each cell of a memory, and when; what is not ordered is reported.
+    """Record of the last writer and readers of each memory cell, with their times; unordered accesses are
+    reported.
 
     A cell is so many bytes that every access takes whole cells. `first` is the number of the first agent that
     can reach this memory.

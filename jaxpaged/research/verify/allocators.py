@@ -212,7 +212,7 @@ def replay(path: Path | str, theirs: Any = None) -> Iterator[str]:
 
 
 def _made(made_with: dict[str, Any], theirs: Any) -> History:
-    """Return an empty history of what a file says, with `theirs` where it is of somebody's allocator."""
+    """Return an empty history from a file's description, with `theirs` if it is of a user's allocator."""
     kind, block_size = made_with.get("as"), made_with.get("block_size")
     size = checked_int("block_size", block_size, "from 1 to 64", 1, 64)
     if kind is None:  # our own functions

@@ -23,7 +23,7 @@ def difference(got: Mapping[str, Any], want: Mapping[str, Any]) -> str | None:
 
 
 def entries(what: str, values: Iterable[Any]) -> dict[str, Any]:
-    """Return the values of a list, each under what it is: `what` with its index in the place of {}."""
+    """Return the values of a list by their names: `what` with {} replaced by the index."""
     return {what.format(index): value for index, value in enumerate(values)}
 
 

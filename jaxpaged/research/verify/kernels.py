@@ -84,7 +84,7 @@ FIELDS = {"group_size"} | {
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """An operation: its cases, and what a function is given of each.
+    """An operation of kernels: its test cases, and the arguments of a function for each case.
 
     results: indices of the arguments that a function may write in place of returning an answer.
     """

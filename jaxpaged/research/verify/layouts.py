@@ -305,7 +305,7 @@ def _check_numbers(layout: Layout, pool: Pool, expected: dict[int, tuple[np.ndar
 
 
 def _check_copies(layout: Layout, pool: Pool, expected: dict[int, tuple[np.ndarray, np.ndarray]]) -> None:
-    """Check that a block's lines are all of it: a copy of them reads the same."""
+    """Check that a copy of all lines of a block reads as the block does."""
     shared = layout.shared(pool.sizes.num_kv_heads)
     source = next(iter(expected)) // pool.sizes.block_size
     target = 1 + source % (pool.num_blocks - 1)

@@ -378,8 +378,8 @@ class Lockstep(History):
                 self._alike(f"entry {{}} of row {row}'s block table", block_ids, want)
 
     def _alike(self, what: str, got: list[Any], want: list[Any], tell: Any = hints.entries) -> None:
-        """Raise `Disagreement` with the first difference of two lists, if there is one; {} in `what` is its
-        index.
+        """Raise `Disagreement` with the first difference of two lists, if they differ; {} in `what` stands
+        for the index.
         """
         if got != want and (difference := hints.difference(tell(what, got), tell(what, want))):
             raise Disagreement(difference)

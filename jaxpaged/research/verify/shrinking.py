@@ -151,7 +151,7 @@ def snippet(path: str, op: str, case: KernelCase, terms: Terms) -> str:
 def save(
     folder: Path, path: str, function: Callable[..., Any], op: str, case: KernelCase, terms: Terms
 ) -> Path:
-    """Write what the function is given, what it answers, and the right answer, to an .npz file.
+    """Write a function's arguments, its answer and the right answer to an .npz file.
 
     Arrays of types that NumPy's files do not know (bfloat16, 8-bit floats) are written as their bits; the
     entry `types` says of which type each array is, `case` which case it is.

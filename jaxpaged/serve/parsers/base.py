@@ -265,12 +265,12 @@ class Parser:
         raise NotImplementedError
 
     def feed(self, text: str) -> list[Fragment]:
-        """Return what these characters complete."""
+        """Return the fragments that these characters complete."""
         self._source.add(text)
         return self._fragments()
 
     def finish(self) -> list[Fragment]:
-        """Return what is left at the answer's end."""
+        """Return the fragments that are left at the answer's end."""
         self._source.is_whole = True
         return self._fragments()
 
@@ -285,11 +285,11 @@ class Chain:
         self._reasoning, self._calls = reasoning, calls
 
     def feed(self, text: str) -> list[Fragment]:
-        """Return what these characters complete."""
+        """Return the fragments that these characters complete."""
         return self._through(self._reasoning.feed(text))
 
     def finish(self) -> list[Fragment]:
-        """Return what is left at the answer's end."""
+        """Return the fragments that are left at the answer's end."""
         return merged([*self._through(self._reasoning.finish()), *self._calls.finish()])
 
     def _through(self, fragments: Sequence[Fragment]) -> list[Fragment]:
@@ -306,11 +306,11 @@ class NoCalls:
         self._parser = parser
 
     def feed(self, text: str) -> list[Fragment]:
-        """Return what these characters complete."""
+        """Return the fragments that these characters complete."""
         return self._as_text(self._parser.feed(text))
 
     def finish(self) -> list[Fragment]:
-        """Return what is left at the answer's end."""
+        """Return the fragments that are left at the answer's end."""
         return self._as_text(self._parser.finish())
 
     @staticmethod
@@ -322,7 +322,7 @@ class NoCalls:
 
 
 def merged(fragments: Any) -> list[Fragment]:
-    """Return fragments with neighbours of one kind as one; those that begin calls stay by themselves."""
+    """Return the fragments with neighbours of one kind joined; fragments that begin calls are not joined."""
     made: list[Fragment] = []
     for kind, group in itertools.groupby(fragments, key=type):
         if kind is Begin:

@@ -53,7 +53,7 @@ class ParameterTypes:
 
 
 def _for_same_value(schema: object, whole: Mapping[str, Any], depth: int) -> Iterator[Mapping[str, Any]]:
-    """Yield a schema, and those that it refers to or combines for the same value."""
+    """Yield a schema, and the schemas that it refers to or combines for the same value."""
     if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
         return
     yield schema

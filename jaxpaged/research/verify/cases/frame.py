@@ -31,7 +31,7 @@ TINY = float(np.finfo(np.float64).tiny)
 
 
 class WrongResult(AssertionError):
-    """The answer is not right; the message names the case, where, what it is and what it must be."""
+    """Error for a wrong answer: the message names the case, the position, the value and the right value."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Compared:
 
     @property
     def worst(self) -> tuple[float, tuple[int, ...]]:
-        """The largest error in units of what is allowed there, and where."""
+        """Largest error in units of the allowed error, and its index."""
         if not self.error.size:
             return 0.0, ()
         ratio = self.error / self.allowed

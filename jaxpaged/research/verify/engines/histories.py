@@ -51,7 +51,7 @@ def stream(token_ids: Sequence[Token], world: str, name: str, length: int) -> li
 
 @dataclass
 class Family:
-    """Kind of histories: its name, what an adapter must serve, and how to make one."""
+    """Kind of histories: its name, the properties that an adapter needs, and a function that makes one."""
 
     name: str
     needs: tuple[str, ...]

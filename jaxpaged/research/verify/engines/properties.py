@@ -373,7 +373,9 @@ class Picture:
         return wrong
 
     def differs(self, ask: Ask, cached: int) -> str | None:
-        """Return how the cached tokens told differ from those that the picture gives."""
+        """Return a sentence about reported cached tokens that differ from the expected number; None if they
+        agree.
+        """
         if ask.prompt_logprobs:
             return None
         by_parent: dict[Any, list[tuple[Any, Stored]]] = {}

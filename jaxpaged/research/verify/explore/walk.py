@@ -228,7 +228,7 @@ def _slots(state: EngineState) -> np.ndarray:
 
 
 def _unfair(before: EngineState, reported: list[np.ndarray]) -> str | None:
-    """Return who was treated out of turn by a step; None where nobody was."""
+    """Return a sentence about rows that a step treated out of turn; None if there are none."""
     admitted, preempted = reported[:2]
     order, phase = live_rows(before), before.rows.phase
     waiting = [row for row in order if phase[row] != Phase.RUNNING]

@@ -51,7 +51,7 @@ class V0Group(ByName, V0SequenceGroup):
 class V0Seq(V0Sequence):
     @property
     def n_blocks(self) -> int:
-        """`len(logical_token_blocks)`, as it is called from 0.6 on."""
+        """Number of logical blocks, under the name of vLLM 0.6 and later."""
         return len(self.logical_token_blocks)
 
 

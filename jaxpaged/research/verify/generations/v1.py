@@ -78,7 +78,7 @@ class Labels:
             )
 
     def name_of(self, block: Any) -> BlockHash | None:
-        """Return the name of what a block holds, or None if nothing with its label was cached."""
+        """Return the name of a block's content, or None if no content with its label was cached."""
         return next((name for label, name in self.known if label == block.block_hash), None)
 
     def keep(self, names: Collection[BlockHash]) -> None:
@@ -251,7 +251,7 @@ class V1Oracle(Oracle):
         del self.tokens[row], self.chains[row], self.salts[row]
 
     def free_twice(self, row: int) -> None:
-        """Do nothing: V1's rule for what is freed already is about blocks, as `over_free` has it."""
+        """Do nothing: V1's rule for a second free is about blocks, see `over_free`."""
 
     def over_free(self, row: int) -> dict[str, int]:
         """Free each block of a row once more than it is held, and return what the pool counts then.
