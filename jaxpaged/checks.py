@@ -16,7 +16,7 @@ MAX_SALT_CHARS = 1024
 
 
 class InputError(ValueError):
-    """A mistake in what the user gave: one sentence with the name, the value and the rule."""
+    """Error in the user's input: one sentence with the name, the value and the rule."""
 
 
 class UnknownNameError(InputError, TypeError):
@@ -44,15 +44,15 @@ def shown(value: object) -> str:
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 
-def _beginning(value: Any, most: int) -> Any:
-    """Return the value with as many of its first entries, however deep, as `most` characters could show."""
-    room = [most + 1]
+def _beginning(value: Any, max_chars: int) -> Any:
+    """Return the value cut to the first entries, at any depth, that `max_chars` characters can show."""
+    room = [max_chars + 1]
 
     def begun(value: Any) -> Any:
         kind = type(value)
         if kind is str:
             room[0] -= len(value) + 2
-            return value[: most + 1]
+            return value[: max_chars + 1]
         if kind not in (list, tuple, dict):
             room[0] -= 1
             return value
@@ -89,16 +89,16 @@ def is_int(value: object) -> bool:
     return is_int_type(type(value))
 
 
-def checked_int(name: str, value: object, rule: str, least: int, most: int = INT32_MAX) -> int:
-    """Return the value if it is an integer from `least` to `most`. Raises `InputError`."""
-    check(name, value, rule, is_int(value) and least <= value <= most)  # type: ignore[operator]
+def checked_int(name: str, value: object, rule: str, minimum: int, maximum: int = INT32_MAX) -> int:
+    """Return the value if it is an integer from `minimum` to `maximum`. Raises `InputError`."""
+    check(name, value, rule, is_int(value) and minimum <= value <= maximum)  # type: ignore[operator]
     return int(value)  # type: ignore[call-overload]
 
 
 def checked_number(
-    name: str, value: object, rule: str, least: float, most: float = FLOAT32_MAX, *, above: bool = False
+    name: str, value: object, rule: str, minimum: float, maximum: float = FLOAT32_MAX, *, above: bool = False
 ) -> float:
-    """Return the value if it is a number from `least` (`above`: beyond it) to `most`, never NaN.
+    """Return the value if it is a number from `minimum` (`above`: beyond it) to `maximum`, never NaN.
 
     Raises `InputError`.
     """
@@ -108,7 +108,7 @@ def checked_number(
             number = float(value)
         except OverflowError:
             number = float("inf")
-    check(name, value, rule, least <= number <= most and not (above and number == least))
+    check(name, value, rule, minimum <= number <= maximum and not (above and number == minimum))
     return number
 
 
@@ -126,7 +126,7 @@ def checked_choice(name: str, value: object, choices: Iterable[str]) -> str:
 
 
 def parsed_json(name: str, value: object, rule: str) -> Any:
-    """Return what a string says in JSON, and any other value as it is. Raises `InputError`."""
+    """Return the value of a JSON text, and a value that is no text unchanged. Raises `InputError`."""
     if not isinstance(value, str):
         return value
     try:

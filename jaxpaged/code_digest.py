@@ -110,8 +110,8 @@ class _Walk:
     def module(self, value: types.ModuleType) -> None:
         self.note("module", value.__name__)
         if not _is_known(value.__name__):
-            own = {name: each for name, each in vars(value).items() if not name.startswith("__")}
-            self.add(own)
+            members = {name: each for name, each in vars(value).items() if not name.startswith("__")}
+            self.add(members)
 
     def kind(self, value: type) -> None:
         self.note("class", value.__module__, value.__qualname__)
@@ -161,8 +161,8 @@ class _Walk:
         self.note("builtin", module, getattr(value, "__qualname__", type(value).__qualname__))
 
     def other(self, value: Any) -> None:
-        """Add a value of any other type: a known one by its name, a wrapped one by what it wraps, and an
-        object by its class and its attributes.
+        """Add a value of any other type: a known one by name, a wrapper by the wrapped value, an object by
+        class and attributes.
         """
         module, name = (getattr(value, each, None) for each in ("__module__", "__name__"))
         if isinstance(module, str) and isinstance(name, str) and _is_known(module):

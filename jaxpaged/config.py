@@ -387,8 +387,8 @@ class EngineConfig:
         caches, rule = self.enable_prefix_caching, "False with enable_return_routed_experts"
         check("enable_prefix_caching", caches, rule, not (caches and self.enable_return_routed_experts))
         self._check_tokens_and_blocks()
-        most = self.num_processes
-        self._set_int("process_id", f"an int in [0, num_processes={most})", 0, most - 1)
+        num_processes = self.num_processes
+        self._set_int("process_id", f"an int in [0, num_processes={num_processes})", 0, num_processes - 1)
         check_processes(self)
         self._set_int("max_cpu_loras", f"None or an int >= max_loras={self.max_loras}", self.max_loras)
         self._check_widths()
@@ -447,11 +447,11 @@ class EngineConfig:
         """Rows on the device: one for each running sequence, and as many for waiting ones."""
         return 2 * self.max_num_seqs
 
-    def _set_int(self, name: str, rule: str, least: int, most: int = INT32_MAX) -> None:
+    def _set_int(self, name: str, rule: str, minimum: int, maximum: int = INT32_MAX) -> None:
         """Check a field and keep it as Python's int; None is good where the field's default is None."""
         value = getattr(self, name)
         if value is not None or self.__dataclass_fields__[name].default is not None:
-            self._set(name, checked_int(name, value, rule, least, most))
+            self._set(name, checked_int(name, value, rule, minimum, maximum))
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)

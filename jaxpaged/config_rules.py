@@ -28,8 +28,13 @@ def _check_caching(config: Any) -> None:
         is_one = config.num_processes == config.data_parallel_size == 1 and not config.calculate_kv_scales
         rule = "None with several processes or replicas, measured scales, or without enable_prefix_caching"
         check("kv_offloading_size", size, rule, is_one and caches)
-    told = config.kv_events_config
-    check("kv_events_config", told, "None without enable_prefix_caching", told is None or caches)
+    events_config = config.kv_events_config
+    check(
+        "kv_events_config",
+        events_config,
+        "None without enable_prefix_caching",
+        events_config is None or caches,
+    )
 
 
 def check_processes(config: Any) -> None:

@@ -74,7 +74,7 @@ def is_own(path: Path) -> bool:
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Write a file so that another process sees all of it or nothing, and nothing is left if that fails."""
+    """Write a file atomically: another process sees all of it or none, and a failure leaves no file."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     whole = path.parent / unfinished_name()
     descriptor = os.open(whole, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -136,10 +136,11 @@ def key_at_start(path: Path) -> bytes:
 
 
 def prune(
-    like: Path, most: int, key_in: Callable[[Path], bytes] | None = None, most_bytes: float = math.inf
+    like: Path, max_entries: int, key_in: Callable[[Path], bytes] | None = None, max_bytes: float = math.inf
 ) -> None:
-    """Leave `most` of all things with this one's suffix, and of files so many bytes together: the ones used
-    longest ago go, and what processes that were killed have left unfinished.
+    """Remove the least recently used entries of a cache folder, and what killed processes left unfinished.
+
+    At most `max_entries` entries with the suffix of `like` are left, of at most `max_bytes` bytes together.
 
     Only what has a name of ours is counted and removed: the folder may be one that the user shares with
     other programs.
@@ -172,9 +173,9 @@ def prune(
     long_ago = time.time() - UNFINISHED_SECONDS
     unfinished = (path for path in like.parent.glob(f"{UNFINISHED}*") if UNFINISHED_NAME.fullmatch(path.name))
     left = [path for path in unfinished if last_use(path) < long_ago]
-    sizes = itertools.accumulate(map(size, used[:most]))
-    most = sum(total <= most_bytes for total in sizes)
-    for path in used[most:] + left:
+    sizes = itertools.accumulate(map(size, used[:max_entries]))
+    num_kept = sum(total <= max_bytes for total in sizes)
+    for path in used[num_kept:] + left:
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
         else:
@@ -242,7 +243,7 @@ def _say(sentence: str) -> None:
 
 @functools.cache
 def _machine() -> tuple[object, ...]:
-    """Return what every key contains beside its own: sources, versions, devices, environment, processor."""
+    """Return the parts that all keys share: sources, versions, devices, environment and processor."""
     sources = hashlib.sha256()
     for package in (Path(__file__).parent, Path(str(pallas_kernels.__file__)).parent):
         for file in sorted(package.rglob("*")):

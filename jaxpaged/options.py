@@ -54,23 +54,23 @@ def checks_of(table: Any) -> dict[str, Check]:
 
 
 def flags_of(table: Any) -> dict[str, tuple[list[str], Mapping[str, Any]]]:
-    """Return, by the options' names, the names of their flags and what `add_argument` takes beside them."""
-    found = {}
+    """Return, by option name, the names of its flag and the further arguments of `add_argument`."""
+    flags = {}
     for field in dataclasses.fields(table):
         if (flag := field.metadata["flag"]) is not None:
             short = field.metadata["short"]
-            found[field.name] = ([f"--{field.name.replace('_', '-')}", *([short] if short else [])], flag)
-    return found
+            flags[field.name] = ([f"--{field.name.replace('_', '-')}", *([short] if short else [])], flag)
+    return flags
 
 
-def whole(rule: str, least: int, most: int = INT32_MAX) -> Check:
-    """Check that a value is an integer in [least, most]; errors say `rule`."""
-    return lambda name, value: checked_int(name, value, rule, least, most)
+def whole(rule: str, minimum: int, maximum: int = INT32_MAX) -> Check:
+    """Check that a value is an integer in [minimum, maximum]; errors say `rule`."""
+    return lambda name, value: checked_int(name, value, rule, minimum, maximum)
 
 
-def number(rule: str, least: float, most: float = FLOAT32_MAX, *, above: bool = False) -> Check:
-    """Check that a value is a number in [least, most], with `above` in (least, most]; errors say `rule`."""
-    return lambda name, value: checked_number(name, value, rule, least, most, above=above)
+def number(rule: str, minimum: float, maximum: float = FLOAT32_MAX, *, above: bool = False) -> Check:
+    """Check that a value is a number in [minimum, maximum], or above the minimum; errors say `rule`."""
+    return lambda name, value: checked_number(name, value, rule, minimum, maximum, above=above)
 
 
 def choice(*choices: str) -> Check:
@@ -82,10 +82,10 @@ def number_format(*choices: str) -> Check:
     """Check that a value names one of these number formats, or is NumPy's, JAX's or PyTorch's type for it."""
 
     def check_one(name: str, value: Any) -> str:
-        its = getattr(value, "name", None) or getattr(value, "__name__", None) or str(value)
-        its = str(its).removeprefix("torch.")
-        its = DTYPE_ALIASES.get(its, its)
-        return checked_choice(name, its if its in choices else value, choices)
+        dtype_name = getattr(value, "name", None) or getattr(value, "__name__", None) or str(value)
+        dtype_name = str(dtype_name).removeprefix("torch.")
+        dtype_name = DTYPE_ALIASES.get(dtype_name, dtype_name)
+        return checked_choice(name, dtype_name if dtype_name in choices else value, choices)
 
     return check_one
 
@@ -159,15 +159,15 @@ def disk_folder(name: str, value: str) -> Path:
 
 
 def text(help_: str) -> dict[str, Any]:
-    """Return what `add_argument` takes for a flag with a text."""
+    """Return the keyword arguments of `add_argument` for a flag with a text."""
     return {"help": help_}
 
 
 def count(help_: str) -> dict[str, Any]:
-    """Return what `add_argument` takes for a flag with an integer."""
+    """Return the keyword arguments of `add_argument` for a flag with an integer."""
     return {"type": int, "help": help_}
 
 
 def yes_or_no(help_: str) -> dict[str, Any]:
-    """Return what `add_argument` takes for a flag and its opposite."""
+    """Return the keyword arguments of `add_argument` for a flag and its opposite."""
     return {"action": argparse.BooleanOptionalAction, "help": help_}

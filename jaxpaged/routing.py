@@ -63,7 +63,8 @@ def _keys(content: bytes, size: int, salt: str) -> list[Key]:
 
 
 class Router[Name: Hashable]:
-    """Knows of each replica the keys that it told, and at most `max_blocks` of those last sent to it.
+    """Router that knows of each replica the keys that it reported, and at most `max_blocks` keys of requests
+    last sent to it.
 
     A replica whose load is more than `max_lead` above the least gets nothing while others have less. Raises
     `InputError` for values out of range.
@@ -73,32 +74,32 @@ class Router[Name: Hashable]:
         self.max_blocks = checked_int("max_blocks", max_blocks, "an int >= 1", 1)
         self.max_lead = checked_number("max_lead", max_lead, "a number >= 0", 0)
         self._cached: dict[Name, OrderedDict[Key, None]] = {}  # the one used longest ago first
-        self._told: dict[Name, dict[str, set[Key]]] = {}  # by medium
+        self._reported: dict[Name, dict[str, set[Key]]] = {}  # by medium
         self._turn: dict[Name, int] = {}  # when each was last sent something
         self._num_sent = 0
 
     def rank(self, keys: Sequence[Key], loads: Mapping[Name, float]) -> list[Name]:
-        """Return the replicas of `loads`, best first.
+        """Return the replicas of `loads` by preference, the best first.
 
         First those not too far ahead of the least loaded: by their longest cached prefix, then the lower
         load. Then the others, by load, then prefix. Of equal ones that which was sent something longest ago.
         """
         if not loads:
             return []
-        most = min(loads.values()) + self.max_lead
+        max_load = min(loads.values()) + self.max_lead
 
         def order(name: Name) -> tuple[float, ...]:
             load, missing = loads[name], -self.num_cached(name, keys)
             turn = self._turn.get(name, -1)
-            return (0, missing, load, turn) if load <= most else (1, load, missing, turn)
+            return (0, missing, load, turn) if load <= max_load else (1, load, missing, turn)
 
         return sorted(loads, key=order)
 
     def num_cached(self, name: Name, keys: Iterable[Key]) -> int:
         """Return how many of the first keys the replica has cached, as far as is known."""
-        cached, told, num = self._cached.get(name, ()), self._told.get(name, {}).values(), 0
+        cached, reported, num = self._cached.get(name, ()), self._reported.get(name, {}).values(), 0
         for key in keys:
-            if key not in cached and not any(key in its for its in told):
+            if key not in cached and not any(key in keys_of_medium for keys_of_medium in reported):
                 break
             num += 1
         return num
@@ -106,27 +107,28 @@ class Router[Name: Hashable]:
     def tell(
         self, name: Name, stored: Iterable[Key] = (), removed: Iterable[Key] = (), medium: str = "GPU"
     ) -> None:
-        """Record what a replica tells of a medium of its cache: what it has removed there, and then stored.
+        """Record the blocks that a replica reports of one medium of its cache: first the removed ones, then
+        the stored ones.
 
         What was sent to it counts as cached until it tells that it has stored it. What it has in any medium
         counts as cached: it is fetched from there in less time than computing takes.
         """
-        told = self._told.setdefault(name, {}).setdefault(medium, set())
+        reported = self._reported.setdefault(name, {}).setdefault(medium, set())
         sent = self._cached.setdefault(name, OrderedDict())
-        told.difference_update(removed)
+        reported.difference_update(removed)
         for key in stored:
-            told.add(key)
+            reported.add(key)
             sent.pop(key, None)
 
     def forget(self, name: Name) -> None:
         """Record that a replica has nothing cached any more."""
-        self._told[name], self._cached[name] = {}, OrderedDict()
+        self._reported[name], self._cached[name] = {}, OrderedDict()
 
     def note(self, name: Name, keys: Sequence[Key]) -> None:
         """Record that a request with these keys was sent to the replica."""
-        cached, told = self._cached.setdefault(name, OrderedDict()), self._told.get(name, {}).values()
+        cached, reported = self._cached.setdefault(name, OrderedDict()), self._reported.get(name, {}).values()
         for key in reversed(keys):  # so that of a prompt its end is forgotten first
-            if any(key in its for its in told):
+            if any(key in keys_of_medium for keys_of_medium in reported):
                 continue
             cached[key] = None
             cached.move_to_end(key)
@@ -137,7 +139,7 @@ class Router[Name: Hashable]:
 
     def keep(self, names: Collection[Name]) -> None:
         """Forget all replicas but these."""
-        for known in (self._cached, self._told, self._turn):
+        for known in (self._cached, self._reported, self._turn):
             for name in [name for name in known if name not in names]:
                 del known[name]
 

@@ -53,8 +53,8 @@ def logsumexp(x: Rows) -> Numbers:
 
 @logsumexp.defjvp
 def _logsumexp_jvp(primals: tuple[Rows], tangents: tuple[Rows]) -> tuple[Numbers, Numbers]:
-    found = logsumexp(*primals)
-    return found, _plain_total(jnp.exp(primals[0] - found) * tangents[0])
+    sums = logsumexp(*primals)
+    return sums, _plain_total(jnp.exp(primals[0] - sums) * tangents[0])
 
 
 def softmax(x: Rows) -> Rows:
@@ -76,9 +76,9 @@ def _largest_of(x: Rows) -> Numbers:
 
 
 def _logsumexp(x: Rows) -> Numbers:
-    most = _largest(x)
-    most = jnp.where(jnp.isfinite(most), most, 0)
-    return most + jnp.log(_total(jnp.exp(x - most)))
+    largest = _largest(x)
+    largest = jnp.where(jnp.isfinite(largest), largest, 0)
+    return largest + jnp.log(_total(jnp.exp(x - largest)))
 
 
 def _total(x: Rows) -> Numbers:
@@ -96,8 +96,8 @@ def _reduced(x: Rows, start: np.float32, combine: Callable[[Array, Array], Array
             break
         x = combine(*jnp.split(x, 2, axis=-1))
 
-    def opaque(found: Array, number: Array) -> Array:
-        return combine(lax.clamp(-INFINITY, found, INFINITY), number)
+    def opaque(total: Array, number: Array) -> Array:
+        return combine(lax.clamp(-INFINITY, total, INFINITY), number)
 
     return lax.reduce(x, start, opaque, (x.ndim - 1,))[..., None]
 

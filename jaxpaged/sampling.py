@@ -265,7 +265,8 @@ def reported_values(
     edit: Callable[[Float[Array, "rows vocab"]], Float[Array, "rows vocab"]],
     searches: Bool[Array, " rows"],
 ) -> Told:
-    """Return what `score` is given under a mode of `EngineConfig.logprobs_mode`; `edit` as in `sample`.
+    """Return the values that `score` takes under a mode of `EngineConfig.logprobs_mode`; `edit` as in
+    `sample`.
 
     Processed ones are those of the distribution that a row's token is drawn from: after its rules, divided
     by its temperature, minus infinity for the tokens that its filters exclude. A greedy row's are after its
@@ -342,8 +343,8 @@ def first_ranked(logits: Float[Array, "rows vocab"], num: int) -> Int[Array, "ro
     row = jnp.arange(logits.shape[0])
     type Found = tuple[Int[Array, "rows vocab"], Int[Array, "rows num"]]
 
-    def find_one(i: Int[Array, ""], found: Found) -> Found:
-        left, ids = found
+    def find_one(i: Int[Array, ""], carry: Found) -> Found:
+        left, ids = carry
         best = jnp.argmax(left, axis=1).astype(jnp.int32)
         return left.at[row, best].set(jnp.iinfo(jnp.int32).min), ids.at[:, i].set(best)
 

@@ -69,9 +69,9 @@ def _ranked_before(
     """
 
     def summed(chosen: Bool[Array, "rows vocab"]) -> Num[Array, "rows 1"]:
-        its = jnp.where(chosen, weights, 0)
-        is_exact = jnp.issubdtype(its.dtype, jnp.integer)  # in any order
-        return jnp.sum(its, axis=1, keepdims=True) if is_exact else row_sums.total(its)
+        terms = jnp.where(chosen, weights, 0)
+        is_exact = jnp.issubdtype(terms.dtype, jnp.integer)  # in any order
+        return jnp.sum(terms, axis=1, keepdims=True) if is_exact else row_sums.total(terms)
 
     def reach(least: Int[Array, " rows"]) -> Bool[Array, " rows"]:
         return summed(keys >= least[:, None])[:, 0] >= bounds

@@ -42,9 +42,9 @@ def _is_text(text: str) -> bool:
 
 def allowed(name: str, ids: object) -> tuple[int, ...] | None:
     """Return token ids, of which there must be one at least; or None."""
-    found = None if ids is None else token_ids(name, ids)
-    check(name, ids, "None or at least one token id", found != ())
-    return found
+    allowed_ids = None if ids is None else token_ids(name, ids)
+    check(name, ids, "None or at least one token id", allowed_ids != ())
+    return allowed_ids
 
 
 def trace(name: str, ids: Any) -> tuple[int, ...] | None:
@@ -74,7 +74,7 @@ def candidates(name: str, ids: Any) -> "np.ndarray | None":
         rule,
         ok and all(-1 <= min(line, default=0) <= max(line, default=0) < 2**31 for line in ids),
     )
-    found = np.full((len(ids), max(map(len, ids))), -1, np.int32)
-    for row, line in zip(found, ids, strict=True):
+    table = np.full((len(ids), max(map(len, ids))), -1, np.int32)
+    for row, line in zip(table, ids, strict=True):
         row[: len(line)] = line
-    return found
+    return table

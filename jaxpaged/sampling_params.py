@@ -302,9 +302,9 @@ class SamplingParams(metaclass=VllmClass):
         """Check what several values say together. Raises `InputError`."""
         rule = "1 with temperature=0, where all answers are the same"
         check("n", self.n, rule, self.n == 1 or self.temperature > 0)
-        most = self.max_tokens
-        rule = f"at most max_tokens={most}"
-        check("min_tokens", self.min_tokens, rule, most is None or self.min_tokens <= most)
+        max_tokens = self.max_tokens
+        rule = f"at most max_tokens={max_tokens}"
+        check("min_tokens", self.min_tokens, rule, max_tokens is None or self.min_tokens <= max_tokens)
         check("stop", self.stop, "None with detokenize=False", self.detokenize or not self.stop)
         if self.prompt_logprob_token_ids is None:
             start = self.prompt_logprob_start
@@ -414,21 +414,21 @@ class BeamSearchParams:
 
 
 def seed_bits(seed: int) -> int:
-    """Return what the device draws by: 32 bits, a smaller seed's own, each bit of a larger one counting."""
+    """Return the 32 bits of a seed that the device draws with: the seed itself if it has 32 bits, else both
+    halves combined.
+    """
     return (seed ^ (seed >> 32)) % 2**32 if not 0 <= seed < 2**32 else seed
 
 
 def token_id(token: object) -> object:
-    """Return the number that a short text of digits stands for; anything else as it is, to be refused
-    later.
-    """
+    """Return the number of a short text of digits, and any other value unchanged, to be refused later."""
     return int(token) if isinstance(token, str) and token.isdecimal() and len(token) < 20 else token
 
 
-def _within(value: Any, most: float) -> Any:
-    """Return a number brought into [-most, most]; anything else as it is, to be refused later."""
+def _within(value: Any, bound: float) -> Any:
+    """Return a number brought into [-bound, bound], and any other value unchanged, to be refused later."""
     try:
-        return min(most, max(-most, value)) if value == value else value
+        return min(bound, max(-bound, value)) if value == value else value
     except Exception:
         return value
 

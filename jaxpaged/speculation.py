@@ -120,14 +120,14 @@ class Speculation:
         self._number("suffix_decoding_max_spec_factor", f"a number in (0, {MOST_PER_TOKEN}]", MOST_PER_TOKEN)
         self._number("suffix_decoding_min_token_prob", "a number in [0, 1]", 1, above=False)
 
-    def _count(self, name: str, least: int, most: int, origin: str = "") -> None:
-        rule = f"an int in [{least}, {origin}{most}]"
-        value = checked_int(f"speculative_config: {name}", getattr(self, name), rule, least, most)
+    def _count(self, name: str, minimum: int, maximum: int, origin: str = "") -> None:
+        rule = f"an int in [{minimum}, {origin}{maximum}]"
+        value = checked_int(f"speculative_config: {name}", getattr(self, name), rule, minimum, maximum)
         object.__setattr__(self, name, value)
 
-    def _number(self, name: str, rule: str, most: float, *, above: bool = True) -> None:
+    def _number(self, name: str, rule: str, maximum: float, *, above: bool = True) -> None:
         value = getattr(self, name)
-        value = checked_number(f"speculative_config: {name}", value, rule, 0, most, above=above)
+        value = checked_number(f"speculative_config: {name}", value, rule, 0, maximum, above=above)
         object.__setattr__(self, name, value)
 
 
@@ -141,7 +141,7 @@ def speculation(name: str, value: Any) -> Speculation | None:
     rule = 'None or a mapping such as {"method": "ngram", "num_speculative_tokens": 7}'
     ours = Speculation.__dataclass_fields__
     value = checked_mapping(name, parsed_json(name, value, rule), rule, [*ours, *SPECULATION])
-    check_keys(name, {key: its for key, its in value.items() if key not in ours}, SPECULATION)
-    value = {key: its for key, its in value.items() if key in ours}
+    check_keys(name, {key: setting for key, setting in value.items() if key not in ours}, SPECULATION)
+    value = {key: setting for key, setting in value.items() if key in ours}
     by_model = {"method": DRAFT_MODEL} if value.get("model") is not None else {}
     return Speculation(**by_model | {**value})

@@ -123,4 +123,6 @@ def structured_outputs(name: str, value: Any) -> StructuredOutputsParams | None:
         check(
             f"{name}: field", field, f"one of {', '.join(known)}", isinstance(field, str) and field in known
         )
-    return StructuredOutputsParams(**{field: its for field, its in value.items() if its is not None})
+    return StructuredOutputsParams(
+        **{field: constraint for field, constraint in value.items() if constraint is not None}
+    )

@@ -70,8 +70,8 @@ def read_json(text: str | bytes | bytearray) -> Any:
 def _depth(text: str) -> int:
     """Return how deep brackets are nested, those of strings left out."""
     depth = deepest = 0
-    for found in _TOKENS.finditer(text):
-        first = found.group()[0]
+    for match in _TOKENS.finditer(text):
+        first = match.group()[0]
         depth += (first in "[{") - (first in "]}")
         deepest = max(deepest, depth)
     return deepest
@@ -131,6 +131,6 @@ def _described(text: object) -> np.dtype:
     """Return the type that an .npy file's header names: one of `DTYPES`, or text of a fixed length."""
     if isinstance(text, str) and text in _DESCRIPTIONS:
         return _DESCRIPTIONS[text]
-    if isinstance(text, str) and (found := _TEXT.fullmatch(text)):
-        return np.dtype(("<U", int(found.group(1))))
+    if isinstance(text, str) and (match := _TEXT.fullmatch(text)):
+        return np.dtype(("<U", int(match.group(1))))
     raise InputError(f"an array's type is {shown(text)}, must be a number or text")

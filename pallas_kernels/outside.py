@@ -29,12 +29,12 @@ def imported(path: str) -> Any:
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:
-        found = importlib.import_module(module_name)
+        value = importlib.import_module(module_name)
         for part in name.split("."):
-            found = getattr(found, part)
+            value = getattr(value, part)
     except Exception as error:  # whatever importing somebody's module raises
         raise ValueError(" ".join(str(error).split()) or type(error).__name__) from error
-    return found
+    return value
 
 
 def why_not_version(part: Any, served: tuple[int, ...]) -> str | None:

@@ -196,15 +196,15 @@ class Halfwords:
         if len(PLANES[self.bits]) > 1:
             slots = codes.reshape(codes.shape[0], -1, NUM_INPUTS * self.bits // 16)
             planes = jnp.split(slots, [NUM_INPUTS * PLANES[self.bits][0] // 16], axis=2)
-        found: list[Array] = []
+        fields: list[Array] = []
         first = 0
         for bits, plane in zip(PLANES[self.bits], planes, strict=True):
             shifts = jnp.arange(0, 16, bits, dtype=jnp.uint16)[:, None]
             runs = plane.reshape(codes.shape[0], -1, 1, self.run) >> shifts
             runs = runs if bits == 8 else runs & (2**bits - 1)
-            found.append(runs if first == 0 else runs.reshape(found[0].shape) << first)
+            fields.append(runs if first == 0 else runs.reshape(fields[0].shape) << first)
             first += bits
-        return functools.reduce(jnp.bitwise_or, found)
+        return functools.reduce(jnp.bitwise_or, fields)
 
 
 def offset(bits: int) -> int:
@@ -243,9 +243,15 @@ def pack_halfwords(
     def by_group(numbers: np.ndarray) -> np.ndarray:
         return np.pad(numbers.T, ((0, missing[1] // group_size), (0, missing[0])))
 
-    sides = by_group(scales), None if minima is None else by_group(minima)
     joined = planes[0] if len(planes) == 1 else np.concatenate(planes, axis=2)
-    return Halfwords(joined.reshape(len(whole), -1), *sides, bits, out_features, is_float)
+    return Halfwords(
+        codes=joined.reshape(len(whole), -1),
+        scales=by_group(scales),
+        minima=None if minima is None else by_group(minima),
+        bits=bits,
+        out_features=out_features,
+        is_float=is_float,
+    )
 
 
 def pack(
@@ -280,12 +286,14 @@ def pack(
     if bits == 4:
         codes = codes[:, ::2] | codes[:, 1::2] << 4
     words = np.ascontiguousarray(codes).view("<u4")
-    sides = (
-        _panels(words, panel_width),
-        _panels(scales, panel_width),
-        None if minima is None else _panels(minima, panel_width),
+    return Quantised(
+        codes=_panels(words, panel_width),
+        scales=_panels(scales, panel_width),
+        minima=None if minima is None else _panels(minima, panel_width),
+        bits=bits,
+        out_features=out_features,
+        is_float=is_float,
     )
-    return Quantised(*sides, bits=bits, out_features=out_features, is_float=is_float)
 
 
 def _panels(rows: np.ndarray, width: int) -> np.ndarray:

@@ -218,8 +218,8 @@ def refuse_unserved(
     group_size: int,
     options: Options,
 ) -> None:
-    """Raise NotImplementedError unless the implementation serves the call; name what it does not serve, and
-    what does.
+    """Raise NotImplementedError unless the implementation serves the call; name the unserved values and the
+    served ones.
     """
     served = SUPPORT[implementation]
     wrong = listed("q.dtype", jnp.dtype(dtype).name, served.dtypes)
@@ -232,9 +232,9 @@ def refuse_unserved(
     wrong += listed("block_size", block_size, served.block_sizes_of(options.kv_layout))
     if not served.serves(options.kv_layout):
         wrong += listed("kv_layout", options.kv_layout, served.kv_layouts)
-    most = served.max_group_size
-    if most is not None and group_size > most:
-        wrong.append(f"num_q_heads // num_kv_heads={group_size} (served: up to {most})")
+    max_group_size = served.max_group_size
+    if max_group_size is not None and group_size > max_group_size:
+        wrong.append(f"num_q_heads // num_kv_heads={group_size} (served: up to {max_group_size})")
     if options.layer_kind is not None and implementation != "xla":
         wrong.append("a kind of layer from outside")
     if wrong:

@@ -32,14 +32,14 @@ def joined(config: Any, weights: Weights, streams: np.ndarray) -> np.ndarray:
 def as_large(x: np.ndarray, like: np.ndarray) -> np.ndarray:
     """Return x with the root mean square of `like`; a mean square below 1e-5 counts as that."""
     wanted = np.sqrt(np.mean(like * like, axis=-1, keepdims=True))
-    found = np.sqrt(np.maximum(np.mean(x * x, axis=-1, keepdims=True), x.dtype.type(1e-5)))
-    return x * wanted / found
+    root_mean_square = np.sqrt(np.maximum(np.mean(x * x, axis=-1, keepdims=True), x.dtype.type(1e-5)))
+    return x * wanted / root_mean_square
 
 
 def layer(
-    config: Any, weights: Weights, name: str, streams: np.ndarray, own: np.ndarray, compute: Compute
+    config: Any, weights: Weights, name: str, streams: np.ndarray, layer_inputs: np.ndarray, compute: Compute
 ) -> np.ndarray:
-    """Return the streams behind a layer. `own`: its inputs, [num_tokens, width]; `compute`: its rest."""
+    """Return the streams behind a layer. `layer_inputs`: [num_tokens, width]; `compute`: its rest."""
 
     def routed(x: np.ndarray) -> np.ndarray:
         normed = norm(config, weights, f"{name}.altup_router_norm", x)
@@ -52,14 +52,18 @@ def layer(
     factors = linear(weights, f"{name}.altup_correct", routed(computed)) + 1
     out = predictions + factors.T[:, :, None] * (computed - predictions[0])
     first = out[0] * weights[f"{name}.altup_scale"] if config.altup.scaled else out[0]
-    out[1:] += of_inputs(config, weights, name, first, own)
+    out[1:] += of_inputs(config, weights, name, first, layer_inputs)
     return out
 
 
-def of_inputs(config: Any, weights: Weights, name: str, x: np.ndarray, own: np.ndarray) -> np.ndarray:
-    """Return what a layer's inputs, [num_tokens, width], add to its output: gated by x, and normed."""
+def of_inputs(
+    config: Any, weights: Weights, name: str, x: np.ndarray, layer_inputs: np.ndarray
+) -> np.ndarray:
+    """Return the part of a layer's output that comes of its inputs, [num_tokens, width]: gated by x, and
+    normed.
+    """
     gate = activate(config, linear(weights, f"{name}.layer_input_gate", x))
-    added = linear(weights, f"{name}.layer_input_out", gate * own)
+    added = linear(weights, f"{name}.layer_input_out", gate * layer_inputs)
     return norm(config, weights, f"{name}.layer_input_norm", added)
 
 
@@ -75,16 +79,20 @@ def with_laurel(
 
 def layer_inputs(config: Any, weights: Weights, token_ids: list[int], x: np.ndarray) -> np.ndarray:
     """Return the inputs of all layers, [num_tokens, num_layers, width], for tokens with embeddings x."""
-    its = config.layer_inputs
-    shape = len(token_ids), len(config.layers), its.width
-    known = [token if token < its.vocab_size else 0 for token in token_ids]
-    found = weights["layer_inputs_table.weight"][known].reshape(shape) * x.dtype.type(its.width**0.5)
+    inputs_config = config.layer_inputs
+    shape = len(token_ids), len(config.layers), inputs_config.width
+    known = [token if token < inputs_config.vocab_size else 0 for token in token_ids]
+    looked_up = weights["layer_inputs_table.weight"][known].reshape(shape) * x.dtype.type(
+        inputs_config.width**0.5
+    )
     made = linear(weights, "layer_inputs_product", x) / x.dtype.type(x.shape[-1] ** 0.5)
     normed = norm(config, weights, "layer_inputs_norm", made.reshape(shape))
-    return (normed + found) / x.dtype.type(math.sqrt(2))
+    return (normed + looked_up) / x.dtype.type(math.sqrt(2))
 
 
 def sparse(gate: np.ndarray, deviations: float) -> np.ndarray:
-    """Return what each token's numbers have above their mean and so many standard deviations."""
+    """Return the excess of each token's values over their mean plus `deviations` standard deviations, at
+    least 0.
+    """
     cut = gate.mean(axis=-1, keepdims=True) + gate.std(axis=-1, keepdims=True) * gate.dtype.type(deviations)
     return np.maximum(gate - cut, 0)

@@ -64,8 +64,8 @@ class BeamSearch:
         return bool(self.ended[-1].score(self.length_penalty) >= bound)
 
     def step(self, logprobs: Sequence[np.ndarray]) -> list[int]:
-        """Advance the search by a token, given what may follow each beam; return the beam that each new one
-        extends.
+        """Advance the search by one token from each beam's log-probabilities; return the index of each new
+        beam's parent.
         """
         going: list[tuple[int, Hypothesis]] = []
         for parent, (beam, values) in enumerate(zip(self.beams, logprobs, strict=True)):
@@ -94,7 +94,7 @@ class BeamSearch:
 
 
 def beam_search(logprobs_of: LogProbs, search: BeamSearch) -> list[Hypothesis]:
-    """Search to the end; the answers."""
+    """Run the search to its end, and return the answers."""
     while not search.is_done:
         search.step([logprobs_of(beam.tokens) for beam in search.beams])
     return search.answers

@@ -33,17 +33,17 @@ class TokenGrammar:
     def stacks(self, answer: Sequence[int]) -> frozenset[Stack] | None:
         """Return the stacks behind an answer, none behind what is barred; None before its beginning."""
         start: frozenset[Stack] = frozenset([("start",)])
-        found = start if self.opens is None or self.begins is not None else None
+        stacks = start if self.opens is None or self.begins is not None else None
         for place, token in enumerate(answer):
             if place == 0 and token == self.begins:
-                found = None
-            elif found is None:
-                found = start if token == self.opens else None
+                stacks = None
+            elif stacks is None:
+                stacks = start if token == self.opens else None
             elif token not in self.end_tokens:
-                found = self.behind(found, self.tokens[token])
-            elif not self.is_complete(found):
-                found = frozenset()
-        return found
+                stacks = self.behind(stacks, self.tokens[token])
+            elif not self.is_complete(stacks):
+                stacks = frozenset()
+        return stacks
 
     def behind(self, stacks: frozenset[Stack], text: bytes) -> frozenset[Stack]:
         """Return the stacks behind a text; none where it is empty."""
@@ -60,14 +60,14 @@ class TokenGrammar:
 
     def expanded(self, stacks: Collection[Stack]) -> set[Stack]:
         """Return the stacks with bytes first, or empty, that some stacks may become by the rules."""
-        found, left = set[Stack](), list(stacks)
+        expanded, left = set[Stack](), list(stacks)
         while left:
             stack = left.pop()
             if stack and isinstance(stack[0], str):
                 left += [(*parts, *stack[1:]) for parts in self.rules[stack[0]]]
             else:
-                found.add(stack)
-        return found
+                expanded.add(stack)
+        return expanded
 
     def is_complete(self, stacks: frozenset[Stack]) -> bool:
         """Check whether the answer may end here."""
@@ -78,6 +78,6 @@ class TokenGrammar:
         stacks = self.stacks(answer)
         if not stacks:
             return None
-        found = {token for token, text in enumerate(self.tokens) if self.behind(stacks, text)}
-        found |= {self.begins} if self.begins is not None and not answer else set()
-        return found | ({*self.end_tokens} if self.is_complete(stacks) else set())
+        token_ids = {token for token, text in enumerate(self.tokens) if self.behind(stacks, text)}
+        token_ids |= {self.begins} if self.begins is not None and not answer else set()
+        return token_ids | ({*self.end_tokens} if self.is_complete(stacks) else set())

@@ -76,8 +76,8 @@ def drafts(
     """
     line = list(tokens)
     while len(line) < len(tokens) + num:
-        hidden, own = entries(config, weights, table[line[1:]], given)
+        hidden, new_hidden = entries(config, weights, table[line[1:]], given)
         choice = int(np.argmax(hidden[-1] @ lm_head.T))
         line.append(choice if targets is None else int(targets[choice]))
-        given = np.concatenate([given, own[-1:]])
+        given = np.concatenate([given, new_hidden[-1:]])
     return line[len(tokens) :]

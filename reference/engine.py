@@ -84,12 +84,12 @@ class Engine:
             raise ValueError(f"{request.arrival=} must be higher than {self.last_arrival}, the last one")
         if not 0 < len(request.prompt) < request.max_num_tokens:
             raise ValueError(f"{len(request.prompt)=} must be in [1, {request.max_num_tokens=})")
-        most = request.max_num_tokens - 1  # the last token is never computed
-        if cdiv(most, config.block_size) > config.max_blocks_per_seq:
+        max_computed = request.max_num_tokens - 1  # the last token is never computed
+        if cdiv(max_computed, config.block_size) > config.max_blocks_per_seq:
             raise ValueError(f"{request.max_num_tokens=} needs more than {config.max_blocks_per_seq=}")
-        need = self.blocks.most_by_class(most)
+        need = self.blocks.most_by_class(max_computed)
         if request.search is not None:
-            need += (request.search.width - 1) * self._need_of_beam(len(request.prompt), most)
+            need += (request.search.width - 1) * self._need_of_beam(len(request.prompt), max_computed)
         if any(need > np.array(config.pool_sizes) - 1):
             needs = " and ".join(map(str, need))
             raise ValueError(f"{request.max_num_tokens=} needs {needs} blocks, more than the pool has")
@@ -124,8 +124,8 @@ class Engine:
         """
         wanted = [row for row in self._by_row() if row.request.arrival == arrival]
         for row in wanted:
-            its = [row] if row.group is None else row.group.rows + row.group.held
-            for each in sorted(its, key=lambda each: each.index):
+            rows = [row] if row.group is None else row.group.rows + row.group.held
+            for each in sorted(rows, key=lambda each: each.index):
                 if each.phase is not Phase.FINISHED:
                     self.blocks.free(each)
                     each.phase, each.finish_reason = Phase.FINISHED, "abort"
@@ -233,7 +233,7 @@ class Engine:
         return row.tokens[first:]
 
     def _settle(self, row: Row, num_new: int) -> None:
-        """Give back what was computed behind wrong drafts, where there are so many new tokens."""
+        """Give back the positions computed behind wrong drafts, for a row that has `num_new` new tokens."""
         if row.drafting is None:
             return
         num_drafts, row.drafts = len(row.drafts), []
@@ -336,8 +336,8 @@ class Engine:
         if row.phase is Phase.SWAPPED:
             step.copies_in += self.blocks.move(row, to_host=False)
         else:
-            for group, its in enumerate(hits):
-                self.blocks.pool_of(group).touch(its)
+            for group, blocks in enumerate(hits):
+                self.blocks.pool_of(group).touch(blocks)
             row.names, row.lines, row.computed = names, hits, num_hit_tokens
             self.blocks.slide(row)
         if row.group is not None:

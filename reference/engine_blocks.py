@@ -80,11 +80,11 @@ class Blocks:
         for group, line in enumerate(row.lines):
             pool = self.pool_of(group)
             if num_new and row.computed % self.config.block_size and line[-1].ref_cnt > 1:
-                shared, [own] = line[-1], pool.get_new_blocks(1)
-                self._copy(shared, own)
+                shared, [new_block] = line[-1], pool.get_new_blocks(1)
+                self._copy(shared, new_block)
                 pool.free_blocks([shared])
-                line[-1] = own
-                step.copies.append((shared.block_id, own.block_id))
+                line[-1] = new_block
+                step.copies.append((shared.block_id, new_block.block_id))
             num_blocks = cdiv(row.computed + num_new, self.config.block_size) - len(line)
             line += pool.get_new_blocks(num_blocks)
 
@@ -145,10 +145,12 @@ class Blocks:
         """Return the numbers of `most_held` for each size class."""
         config, of_groups = self.config, []
         for reach in config.reaches:
-            most = reach.most_kept(config.num_tiles * config.tile_len)
+            max_kept = reach.most_kept(config.num_tiles * config.tile_len)
             num_blocks, first = (cdiv(n, config.block_size) for n in (num_tokens, reach.first_tokens))
             of_groups.append(
-                num_blocks if most is None else min(num_blocks, cdiv(most, config.block_size) + 1 + first)
+                num_blocks
+                if max_kept is None
+                else min(num_blocks, cdiv(max_kept, config.block_size) + 1 + first)
             )
         return self.of_classes(of_groups)
 
@@ -195,11 +197,11 @@ class Blocks:
         marked = row.marked_tokens
         for line, reach in zip(row.lines, self.config.reaches, strict=True):
             for position in reach.reads(row.computed, row.computed + num_new) if num_new else ():
-                found = list(self.cache[self._place(line, position)])
+                content = list(self.cache[self._place(line, position)])
                 wanted = marked[: position + 1]
                 if self.config.reuse_answers:  # their shape may differ
-                    found, wanted = unmarked(found), unmarked(wanted)
-                assert found == wanted, f"{row} finds {found} at {position=}"
+                    content, wanted = unmarked(content), unmarked(wanted)
+                assert content == wanted, f"{row} finds {content} at {position=}"
 
     def _place(self, line: list[KVCacheBlock], position: int) -> tuple[KVCacheBlock, int]:
         """Return the block and the offset in the cache of a position."""
@@ -235,12 +237,12 @@ class Blocks:
         blocks: list[KVCacheBlock] = []
         parent: BlockHash | int = row.request.salt
         for index in range((row.num_findable - 1) // self.config.block_size):
-            found = self._find(parent, self._content(row, index))
-            if found is None:
+            hit = self._find(parent, self._content(row, index))
+            if hit is None:
                 break
-            parent = found[0]
-            names.append(found[0])
-            blocks.append(found[1])
+            parent = hit[0]
+            names.append(hit[0])
+            blocks.append(hit[1])
         while True:
             lines = [self._line(group, names) for group in range(1, len(self.config.reaches))]
             served = [line for line in lines if line is not None]
@@ -255,10 +257,10 @@ class Blocks:
         skipped = self.config.reaches[group].skipped(computed, self.config.block_size)
         for index, name in enumerate(names):
             pool = self.pool_of(group)
-            found = [pool.null_block] if index in skipped else pool.get_cached_block(name, [group])
-            if found is None:
+            blocks = [pool.null_block] if index in skipped else pool.get_cached_block(name, [group])
+            if blocks is None:
                 return None
-            line += found
+            line += blocks
         return line
 
     def publish(self, row: Row) -> None:

@@ -27,12 +27,12 @@ def choose(e: Any, logits: np.ndarray, correction: np.ndarray) -> list[tuple[int
 
 
 def sparse_mixer(e: Any, scores: np.ndarray) -> list[tuple[int, float]]:
-    """Return one token's two experts and their weights, each a softmax over those not far behind it."""
-    left, found = set(range(len(scores))), []
+    """Return one token's two experts and their weights, each a softmax over the experts with a near score."""
+    left, choices = set(range(len(scores))), []
     for _ in range(2):
         best = max(left, key=lambda i: (scores[i], -i))
         top = scores[best]
         near = [i for i in left if (top - scores[i]) / max(abs(scores[i]), top) <= 2 * e.jitter]
-        found.append((best, float(1 / np.exp(scores[near] - top).sum())))
+        choices.append((best, float(1 / np.exp(scores[near] - top).sum())))
         left.remove(best)
-    return found
+    return choices

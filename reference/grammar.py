@@ -55,21 +55,21 @@ def sequence(parts: Iterable[Language]) -> Language:
 
 
 def either(parts: Iterable[Language]) -> Language:
-    found: set[Language] = set()
+    languages: set[Language] = set()
     for part in parts:
-        found |= part[1] if part[0] == "either" else {part}
-    found.discard(NONE)
-    if len(found) < 2:
-        return next(iter(found), NONE)
-    return ("either", frozenset(found))
+        languages |= part[1] if part[0] == "either" else {part}
+    languages.discard(NONE)
+    if len(languages) < 2:
+        return next(iter(languages), NONE)
+    return ("either", frozenset(languages))
 
 
-def repeat(one: Language, least: int, most: int | None) -> Language:
-    if most == 0 or one == EMPTY:
+def repeat(one: Language, minimum: int, maximum: int | None) -> Language:
+    if maximum == 0 or one == EMPTY:
         return EMPTY
     if one == NONE:
-        return NONE if least else EMPTY
-    return one if least == most == 1 else ("repeat", one, least, most)
+        return NONE if minimum else EMPTY
+    return one if minimum == maximum == 1 else ("repeat", one, minimum, maximum)
 
 
 def both(one: Language, other: Language) -> Language:
@@ -131,7 +131,7 @@ def accepts_nothing_more(language: Language) -> bool:
 
 @functools.lru_cache(maxsize=1 << 16)
 def after(language: Language, byte: int) -> Language:
-    """Return what may follow one byte."""
+    """Return the language of the texts that may follow one byte."""
     kind = language[0]
     if kind == "chars":
         return _after_char(language[1], language[2] + bytes([byte]))
@@ -143,8 +143,8 @@ def after(language: Language, byte: int) -> Language:
     if kind == "either":
         return either(after(part, byte) for part in language[1])
     if kind == "repeat":
-        _, one, least, most = language
-        left = repeat(one, max(least - 1, 0), None if most is None else most - 1)
+        _, one, minimum, maximum = language
+        left = repeat(one, max(minimum - 1, 0), None if maximum is None else maximum - 1)
         return then(after(one, byte), left)
     if kind == "both":
         return both(after(language[1], byte), after(language[2], byte))
@@ -156,7 +156,7 @@ def after(language: Language, byte: int) -> Language:
 
 
 def after_all(language: Language, raw: bytes) -> Language:
-    """Return what may follow these bytes; `NONE` if they begin no text of the language."""
+    """Return the language of the texts that may follow these bytes; `NONE` if they begin no text."""
     for byte in raw:
         language = after(language, byte)
     return language
@@ -165,12 +165,12 @@ def after_all(language: Language, raw: bytes) -> Language:
 def allowed_tokens(language: Language, raw_of: Sequence[bytes], eos_ids: Iterable[int]) -> set[int]:
     """Return the ids of all tokens that a text of the language may go on with; `b""` is no token's text."""
     ends = set(eos_ids)
-    found = {
+    allowed = {
         token
         for token, raw in enumerate(raw_of)
         if raw and token not in ends and has_text(after_all(language, raw))
     }
-    return found | (ends if accepts_nothing_more(language) else set())
+    return allowed | (ends if accepts_nothing_more(language) else set())
 
 
 def _after_digit(language: Language, letter: str) -> Language:

@@ -41,8 +41,8 @@ def findable(
             return label, ids[0] - GROUP_TOKENS, all_before
         return label, 0, all_before + ids
 
-    found = [chain(slot) for slot in range(len(last)) if last[slot]]
-    known = [content for content in found if content is not None]
+    contents = [chain(slot) for slot in range(len(last)) if last[slot]]
+    known = [content for content in contents if content is not None]
     assert len(known) == len({*known}), "two nodes have the same content"
     return {*known}
 
@@ -60,10 +60,10 @@ class Follower:
             self.contents, self.below = {}, {}
             return
         if event["medium"] != "GPU":
-            known, its = self.below.setdefault(event["medium"], set()), {*event["block_hashes"]}
+            known, block_hashes = self.below.setdefault(event["medium"], set()), {*event["block_hashes"]}
             is_stored = event["type"] == "BlockStored"
-            assert known.isdisjoint(its) if is_stored else known >= its
-            self.below[event["medium"]] = known | its if is_stored else known - its
+            assert known.isdisjoint(block_hashes) if is_stored else known >= block_hashes
+            self.below[event["medium"]] = known | block_hashes if is_stored else known - block_hashes
             return
         group = event["group_idx"]
         if event["type"] == "BlockRemoved":

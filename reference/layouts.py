@@ -18,7 +18,7 @@ Numbers = Callable[[Mapping[str, np.ndarray], str, int, int, int], np.ndarray]
 
 @dataclass(frozen=True)
 class Oracle:
-    """A layout: of what shape its blocks are, and what happens to them."""
+    """NumPy oracle of a layout: the shapes of its blocks, and writes and reads of them."""
 
     block_size: int
     write: Callable[[Arrays, np.ndarray, np.ndarray, np.ndarray], Arrays]
@@ -139,14 +139,14 @@ def int8_per_token(numbers: Numbers, block_size: int, num_heads: int, head_dim: 
         return scales[block, head, offset : offset + 1]
 
     def put(arrays: Arrays, which: str, block: int, offset: int, head: int, x: np.ndarray) -> None:
-        its = x.astype(np.float32)
-        scale = max(np.max(np.abs(its)) * np.float32(1 / 127), np.float32(1e-30))
-        numbers(arrays, which, block, offset, head)[...] = np.clip(np.rint(its / scale), -127, 127)
+        values = x.astype(np.float32)
+        scale = max(np.max(np.abs(values)) * np.float32(1 / 127), np.float32(1e-30))
+        numbers(arrays, which, block, offset, head)[...] = np.clip(np.rint(values / scale), -127, 127)
         scale_of(arrays, which, block, offset, head)[...] = scale
 
     def get(arrays: Mapping[str, np.ndarray], which: str, block: int, offset: int, head: int) -> np.ndarray:
-        its = numbers(arrays, which, block, offset, head).astype(np.float32)
-        return its * scale_of(arrays, which, block, offset, head)
+        codes = numbers(arrays, which, block, offset, head).astype(np.float32)
+        return codes * scale_of(arrays, which, block, offset, head)
 
     return by_heads((block_size, num_heads, head_dim), put, get)
 
@@ -179,13 +179,13 @@ def int4_grouped(block_size: int, num_heads: int, head_dim: int, group: int = 16
             codes, scale, zero = codes_of(v[token].astype(np.float32), axis=-1)
             new["v"][block, offset] = packed(codes)
             new["v_scale"][block, :, offset], new["v_zero"][block, :, offset] = scale[:, 0], zero[:, 0]
-            its, place = divmod(offset, group)
+            open_group, place = divmod(offset, group)
             new["k_new"][block, place] = k[token]
-            new["new_group"][block] = its
+            new["new_group"][block] = open_group
             if place == group - 1:
                 codes, scale, zero = codes_of(new["k_new"][block].astype(np.float32), axis=0)
-                new["k"][block, its * group : offset + 1] = packed(codes)
-                new["k_scale"][block, its], new["k_zero"][block, its] = scale[0], zero[0]
+                new["k"][block, open_group * group : offset + 1] = packed(codes)
+                new["k_scale"][block, open_group], new["k_zero"][block, open_group] = scale[0], zero[0]
                 new["new_group"][block] = -1
         return new
 
@@ -194,12 +194,14 @@ def int4_grouped(block_size: int, num_heads: int, head_dim: int, group: int = 16
         v = unpacked(a["v"]) * a["v_scale"].T.astype(np.float32)[..., None]
         v += a["v_zero"].T.astype(np.float32)[..., None]
         k = unpacked(a["k"])
-        for its in range(block_size // group):
-            span = slice(its * group, (its + 1) * group)
-            if its == a["new_group"]:
+        for group_index in range(block_size // group):
+            span = slice(group_index * group, (group_index + 1) * group)
+            if group_index == a["new_group"]:
                 k[span] = a["k_new"]
             else:
-                k[span] = k[span] * a["k_scale"][its].astype(np.float32) + a["k_zero"][its].astype(np.float32)
+                k[span] = k[span] * a["k_scale"][group_index].astype(np.float32) + a["k_zero"][
+                    group_index
+                ].astype(np.float32)
         return k, v
 
     return Oracle(block_size, write, read)

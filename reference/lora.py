@@ -33,10 +33,10 @@ def merged(
 
     The product of the two is taken in float64, and the sum has the weight's dtype.
     """
-    found = dict(weights)
+    merged = dict(weights)
     for role, updates in adapter.items():
         weight = weights[role].astype(np.float64)
         for first, a, b, scale in updates:
             weight[first : first + len(b)] += scale * b.astype(np.float64) @ a.astype(np.float64)
-        found[role] = weight.astype(weights[role].dtype)
-    return found
+        merged[role] = weight.astype(weights[role].dtype)
+    return merged

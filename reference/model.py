@@ -104,7 +104,7 @@ def logits(
     x = embed(config, weights, token_ids, first)
     shared: KeysAndValues = {}
     if config.layer_inputs is not None:
-        own = altup.layer_inputs(config, weights, token_ids[first:], x)
+        layer_inputs = altup.layer_inputs(config, weights, token_ids[first:], x)
     if config.altup is not None:
         x = altup.started(config, weights, x)
     for number, kind in enumerate(config.layers):
@@ -113,9 +113,13 @@ def logits(
         def compute(x: np.ndarray, name: str = name, kind: Layer = kind) -> np.ndarray:
             return layer(config, weights, name, kind, x, cache, shared, routed)
 
-        x = altup.layer(config, weights, name, x, own[:, number], compute) if config.altup else compute(x)
+        x = (
+            altup.layer(config, weights, name, x, layer_inputs[:, number], compute)
+            if config.altup
+            else compute(x)
+        )
         if config.layer_inputs is not None and config.altup is None:
-            x = x + altup.of_inputs(config, weights, name, x, own[:, number])
+            x = x + altup.of_inputs(config, weights, name, x, layer_inputs[:, number])
         if config.layer_scale:
             x = x * weights[f"{name}.layer_scale"]
     if config.altup is not None:
@@ -326,8 +330,12 @@ def experts(
         factors = weights[f"{name}.expert_scale"]
     scores = soft_capped(linear(weights, f"{name}.router", read), e.router_soft_cap)
     correction = weights[f"{name}.correction"] if e.correction else np.zeros_like(scores[0])
-    for token, its in enumerate(scores):
-        mix = sparse_mixer(e, its) if e.scoring == "sparse_mixer" else choose(e, its, correction)
+    for token, token_scores in enumerate(scores):
+        mix = (
+            sparse_mixer(e, token_scores)
+            if e.scoring == "sparse_mixer"
+            else choose(e, token_scores, correction)
+        )
         if routed is not None:
             routed.setdefault(name, []).append([expert for expert, _ in mix])
         for expert, share in mix:

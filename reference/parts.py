@@ -37,7 +37,7 @@ def norm(config: Any, weights: Weights, name: str, x: np.ndarray) -> np.ndarray:
 
 
 def gated(config: Any, gate: np.ndarray, out: np.ndarray) -> np.ndarray:
-    """Return what attention gives, [num_tokens, heads, head_dim], times a gate of each head, or of each
+    """Return the output of attention, [num_tokens, heads, head_dim], times a gate of each head or each
     coordinate.
     """
     gate = gate.reshape(len(out), -1, 1 if config.output_gate == "head" else out.shape[-1])

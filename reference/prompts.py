@@ -77,14 +77,14 @@ class Prompts:
 
     def _find(self, symbols: Sequence[int]) -> tuple[list[int], int]:
         """Return the blocks of the longest cached beginning, and its last node."""
-        node, found = 0, []
+        node, block_ids = 0, []
         for symbol in symbols:
             after = self.nodes.get((node, symbol))
             if after is None:
                 break
             node = after
-            found.append(self.blocks[node][0])
-        return found, node
+            block_ids.append(self.blocks[node][0])
+        return block_ids, node
 
     def _give_back(self, row: list[int]) -> None:
         for block in reversed(row):

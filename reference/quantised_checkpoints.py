@@ -48,8 +48,8 @@ def gptq(tensors: dict[str, np.ndarray], bits: int, group_size: int, zero_is_les
             zero = field(zeros[group], bits, place)
             if zero_is_less_one:
                 zero = (zero + 1) % 2**bits
-            its = slice(place, None, count)
-            weight[its, i] = (code[its] - zero) * scales[group, its]
+            entries = slice(place, None, count)
+            weight[entries, i] = (code[entries] - zero) * scales[group, entries]
     return weight
 
 
@@ -142,13 +142,13 @@ def as_e4m3(weight: np.ndarray) -> np.ndarray:
     The scale makes the row's largest number 448. Each number is the nearest that e4m3 has, ties to even.
     """
     every = e4m3(np.arange(127))
-    found = np.zeros(weight.shape, np.float32)
-    for row, its in zip(found, weight.astype(np.float32), strict=True):
-        scale = np.abs(its).max() / np.float32(448)
-        for i, number in enumerate(its if scale > 0 else ()):
+    rounded = np.zeros(weight.shape, np.float32)
+    for row, values in zip(rounded, weight.astype(np.float32), strict=True):
+        scale = np.abs(values).max() / np.float32(448)
+        for i, number in enumerate(values if scale > 0 else ()):
             size = np.abs(number / scale)
             distance = np.abs(every.astype(np.float64) - size)
             nearest = np.flatnonzero(distance == distance.min())
             code = next(code for code in nearest if len(nearest) == 1 or code % 2 == 0)
             row[i] = np.sign(number) * every[code] * scale
-    return found
+    return rounded

@@ -48,18 +48,18 @@ class TokenAutomaton:
         state = self.state(answer)
         if state is None or state < 0:
             return None
-        found = {*self.moves[state], *(self.end_tokens if state in self.accepting else ())}
-        return found | ({self.begins} if self.begins is not None and not answer else set())
+        allowed = {*self.moves[state], *(self.end_tokens if state in self.accepting else ())}
+        return allowed | ({self.begins} if self.begins is not None and not answer else set())
 
-    def forced(self, answer: Sequence[int], most: int) -> list[int]:
+    def forced(self, answer: Sequence[int], max_tokens: int) -> list[int]:
         """Return the tokens that alone may follow an answer, one behind the other, without its end."""
-        found: list[int] = []
-        while len(found) < most:
-            may = self.allowed([*answer, *found])
+        forced: list[int] = []
+        while len(forced) < max_tokens:
+            may = self.allowed([*answer, *forced])
             if may is None or len(may) != 1 or may & {*self.end_tokens}:
                 break
-            found += may
-        return found
+            forced += may
+        return forced
 
 
 def edited(
@@ -172,16 +172,16 @@ def candidate_logprobs(logits: np.ndarray, candidates: Sequence[Sequence[int]], 
 
     Minus infinity stands for none.
     """
-    found = np.full((len(candidates), max(map(len, candidates))), -np.inf)
+    table = np.full((len(candidates), max(map(len, candidates))), -np.inf)
     for row, ids in enumerate(candidates):
-        its = logprobs(logits[start + row])
+        row_logprobs = logprobs(logits[start + row])
         for column, token in enumerate(ids):
             if token >= 0:
-                found[row, column] = its[token]
-    return found
+                table[row, column] = row_logprobs[token]
+    return table
 
 
-def told(
+def reported(
     logits: np.ndarray,
     changed: np.ndarray,
     mode: str,
@@ -190,7 +190,7 @@ def told(
     top_p: float = 1.0,
     min_p: float = 0.0,
 ) -> np.ndarray:
-    """Return the number told of each token of one row, [vocab], in float64, under a `logprobs_mode`.
+    """Return the log-probabilities or logits of one row, [vocab], in float64, under a `logprobs_mode`.
 
     `logits`: as the model gave them; `changed`: as `edited` returns them. "raw" numbers are of the first.
     "processed" ones are of the distribution that is drawn from: a token without a chance has minus infinity.

@@ -27,16 +27,16 @@ class Lookup:
 
 
 def followers(tokens: Sequence[int], lookup: Lookup) -> list[int]:
-    """Return what followed where the last tokens occurred before, at most `lookup.most` tokens.
+    """Return the tokens that followed an earlier occurrence of the last tokens, at most `lookup.most`.
 
     The longest end that occurs counts; of its occurrences one with the most tokens behind it; of those the
     last.
     """
     for length in range(min(lookup.longest, len(tokens) - 1), lookup.shortest - 1, -1):
         end = list(tokens[len(tokens) - length :])
-        found = [p for p in range(length, len(tokens)) if list(tokens[p - length : p]) == end]
-        if found:
-            position = max(found, key=lambda p: (min(len(tokens) - p, lookup.most), p))
+        positions = [p for p in range(length, len(tokens)) if list(tokens[p - length : p]) == end]
+        if positions:
+            position = max(positions, key=lambda p: (min(len(tokens) - p, lookup.most), p))
             return list(tokens[position : position + lookup.most])
     return []
 
@@ -95,27 +95,27 @@ def likely_followers(
     type Place = tuple[int, int]  # a text, and a token of it
     for length in range(min(lookup.depth - lookup.most, len(tokens)), 0, -1):
         end = list(tokens[len(tokens) - length :])
-        found: list[Place] = [
+        places: list[Place] = [
             (number, p)
             for number, text in enumerate(texts)
             for p in range(length, len(text))
             if text[p - length : p] == end
         ]
-        if found:
+        if places:
             break
     else:
         return []
-    found = found[-MOST_OCCURRENCES:]
+    places = places[-MOST_OCCURRENCES:]
     drafts: list[int] = []
-    total, most = len(found), min(lookup.most, int(length * lookup.factor))
-    while len(drafts) < most:
+    total, max_drafts = len(places), min(lookup.most, int(length * lookup.factor))
+    while len(drafts) < max_drafts:
         lines = [*texts[:-1], texts[-1] + drafts]
-        found = [(number, p) for number, p in found if p + len(drafts) < len(lines[number])]
-        follow = {(number, p): lines[number][p + len(drafts)] for number, p in found}
+        places = [(number, p) for number, p in places if p + len(drafts) < len(lines[number])]
+        follow = {(number, p): lines[number][p + len(drafts)] for number, p in places}
         counts = Counter(follow.values())
-        last = max(found, key=lambda place: (counts[follow[place]], place), default=None)
-        found = [place for place in found if last is not None and follow[place] == follow[last]]
-        if last is None or len(found) / total < lookup.min_prob:
+        last = max(places, key=lambda place: (counts[follow[place]], place), default=None)
+        places = [place for place in places if last is not None and follow[place] == follow[last]]
+        if last is None or len(places) / total < lookup.min_prob:
             break
         drafts.append(follow[last])
     return drafts
@@ -170,13 +170,13 @@ class DraftCost:
     tile: int = 0
 
     def of(self, num_rows: int) -> int:
-        """Return what one draft costs while so many rows run, in parts of a row's share of the step."""
+        """Return the cost of one draft while `num_rows` rows run, in parts of a row's share of the step."""
         return self.passes + PARTS * self.row * num_rows // (PARTS + self.row * (num_rows - 1))
 
 
 @dataclass
 class Credit:
-    """Record of what the drafts of all sequences have saved, less what they have cost.
+    """Record of the savings of all sequences' drafts, less their cost.
 
     cost: what drafts cost; None: nothing is limited.
     """
@@ -233,14 +233,14 @@ class Drafting:
             return []
         if self.catches_up and not self.is_worth_it(room + 1, prompt_len):
             return []
-        most = min(self.most, room, self.affordable(len(tokens) - prompt_len))
+        max_drafts = min(self.most, room, self.affordable(len(tokens) - prompt_len))
         if isinstance(self.lookup, ByModel):
-            found = chosen_by(self.lookup.next_token, tokens, self.lookup.most)
+            drafts = chosen_by(self.lookup.next_token, tokens, self.lookup.most)
         elif isinstance(self.lookup, Lookup):
-            found = followers(tokens, self.lookup)
+            drafts = followers(tokens, self.lookup)
         else:
-            found = likely_followers(tokens, self.lookup, self.past.of(self.salt))
-        return found[: max(most, 0)]
+            drafts = likely_followers(tokens, self.lookup, self.past.of(self.salt))
+        return drafts[: max(max_drafts, 0)]
 
     def affordable(self, num_answered: int) -> int:
         """Return how many drafts more it may make: they may have cost more than they have saved by a part
@@ -262,8 +262,8 @@ class Drafting:
         assert isinstance(self.lookup, ByModel)
         if self.credit.cost is not None and self.credit.parts < 0:
             return False
-        most = self.lookup.most_prompt
-        return self.has_begun or most is None or prompt_len <= most * may_come
+        max_prompt_per_token = self.lookup.most_prompt
+        return self.has_begun or max_prompt_per_token is None or prompt_len <= max_prompt_per_token * may_come
 
     def note(self, num_drafts: int, num_right: int, num_new: int = 0) -> None:
         """Learn from a step's drafts, behind which there are so many new tokens: about twice as many drafts

@@ -100,7 +100,7 @@ class Store:
         self.entries, self.kept = [], {}
 
 
-def found(stores: Sequence[Store], wanted: Sequence[Key]) -> int:
+def num_cached(stores: Sequence[Store], wanted: Sequence[Key]) -> int:
     """Return how many of these blocks, from the first on, any store has.
 
     All of them are used, the last one first, so that a chain's end goes before its beginning.
@@ -163,7 +163,7 @@ class TieredCache(Cache):
         contents = [key[3][-size:] for key in all_keys]
         wanted = all_keys[: (len(tokens) - 1) // size]
         here = len(self._lookup(contents[: len(wanted)], number)[0])
-        num_found = found(self.stores, wanted)
+        num_found = num_cached(self.stores, wanted)
         has_below = len(self.stores) > 1
         promoted = promote(self.stores, wanted[:num_found], here) if has_below else set()
         values = [self.stores[0].get(key) for key in reversed(wanted)][::-1]
@@ -181,16 +181,16 @@ class TieredCache(Cache):
         return here, end - here - brought, brought
 
     def _run(
-        self, contents: list[tuple[int, ...]], its_keys: list[Key], length: int, salt: int, most: int
+        self, contents: list[tuple[int, ...]], keys: list[Key], length: int, salt: int, max_blocks: int
     ) -> None:
-        """Let a request find at most so many blocks, compute the rest, and finish."""
-        names, [hits] = self._lookup(contents[:most], salt)
+        """Let a request find at most `max_blocks` blocks, compute the rest, and finish."""
+        names, [hits] = self._lookup(contents[:max_blocks], salt)
         held = [block for block in hits if block is not None]
-        assert [self.kv[block.block_id] for block in held] == its_keys[: len(held)]
+        assert [self.kv[block.block_id] for block in held] == keys[: len(held)]
         self.pool.touch(held)
         held += self.pool.get_new_blocks(-(-length // self.block_size) - len(held))
         full = [*held[: len(contents)]]
-        for block, key in zip(full, its_keys, strict=True):
+        for block, key in zip(full, keys, strict=True):
             self.kv[block.block_id] = key
         self._publish(contents, salt, names, [[*full]])
         self.finish([[*held]])

@@ -19,7 +19,8 @@ from .v1.kv_cache_utils import Request as V1Request
 
 @dataclass(frozen=True)
 class Content:
-    """A block of each group on its way: their tokens, and the K and V of each, whatever those are.
+    """Blocks of one content on their way, one for each group: the tokens, and each group's K and V of any
+    type.
 
     kv: None for a group whose block stays behind.
     """
@@ -76,13 +77,13 @@ class Cache:
         Returns: the blocks that K and V were written to, group by group.
         """
         contents = [content.tokens for content in chain]
-        names, found = self._lookup(contents, salt)
+        names, lines_found = self._lookup(contents, salt)
         lines: Lines = [
             [
                 block if content.kv[group] is not None else None
                 for block, content in zip(line + [None] * (len(chain) - len(line)), chain, strict=True)
             ]
-            for group, line in enumerate(found)
+            for group, line in enumerate(lines_found)
         ]
         held = [block for line in lines for block in line if block is not None]
         wanted = [
@@ -116,9 +117,9 @@ class Cache:
         lines: Lines = []
         for group in range(len(self.reaches)):
             lines.append([*self.pool.get_new_blocks(num_blocks)])
-            for block, its in zip(lines[-1], kv, strict=True):
+            for block, block_kv in zip(lines[-1], kv, strict=True):
                 assert block is not None
-                self.kv[block.block_id] = its[group]
+                self.kv[block.block_id] = block_kv[group]
         self._publish(contents, salt, [], lines)
         return lines
 
@@ -157,8 +158,8 @@ class Cache:
                 break
             names.append(name)
             for group, line in enumerate(lines):
-                found = self.pool.get_cached_block(name, [group])
-                line.append(None if found is None else found[0])
+                cached = self.pool.get_cached_block(name, [group])
+                line.append(None if cached is None else cached[0])
         return names, lines
 
     def _publish(

@@ -273,7 +273,7 @@ def test_each_mode_tells_the_reference_numbers():
         for i, p in enumerate(params):
             filters = {name: getattr(p, name) for name in ("temperature", "top_k", "top_p", "min_p")}
             is_search = i == NUM_ROWS - 1
-            want = reference.told(logits[i], changed[i], "raw_logprobs" if is_search else mode, **filters)
+            want = reference.reported(logits[i], changed[i], "raw_logprobs" if is_search else mode, **filters)
             ranking = reference.ranking(want)
             assert scores.rank[i] == 1 + ranking.index(chosen[i]), (mode, p)
             np.testing.assert_allclose(scores.logprob[i], want[chosen[i]], atol=2e-5, err_msg=mode)

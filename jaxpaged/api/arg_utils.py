@@ -39,7 +39,9 @@ OF_ASYNC: dict[str, tuple[Any, Any]] = {
 
 
 def _fields() -> list[tuple[str, Any, Any]]:
-    """Return name, type and default of each option: those of `LLM`, of `EngineConfig`, and vLLM's others."""
+    """Return name, type and default of each option of `LLM` and of `EngineConfig`, and of vLLM's further
+    ones.
+    """
     fields = dict(OF_LLM)
     hints = typing.get_type_hints(EngineConfig)
     for field in dataclasses.fields(EngineConfig):
@@ -83,7 +85,7 @@ class EngineArgs(_Fields):
             super().__init__(*args, **options)
 
     def options(self) -> dict[str, Any]:
-        """Return what to call `LLM` with."""
+        """Return the keyword arguments for `LLM`."""
         taken = {*OF_LLM, *EngineConfig.__dataclass_fields__, *vllm_options.defaults()} - OF_ASYNC.keys()
         fields = dataclasses.fields(self)  # type: ignore[arg-type]  # a dataclass made at run time
         return {field.name: getattr(self, field.name) for field in fields if field.name in taken}
@@ -140,7 +142,7 @@ else:
 
 
 def _how(hint: Any) -> dict[str, Any]:
-    """Return what argparse needs to read a flag's value."""
+    """Return the keyword arguments of `add_argument` for a flag of this type."""
     kinds = {each for each in _members(hint) if each is not types.NoneType}
     plain = {each for each in kinds if typing.get_origin(each) is not typing.Literal} or kinds
     if plain == {bool}:

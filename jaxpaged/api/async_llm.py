@@ -197,7 +197,7 @@ class AsyncLLM(metaclass=VllmClass):
         return await self._read(_is_long(text), read)
 
     async def _read[T](self, is_long: bool, read: Callable[..., T], *args: Any) -> T:
-        """Return what `read` gives; where that takes long, from one of few threads, and within a time.
+        """Return the result of `read`; a long call runs in one of a few threads, with a time limit.
 
         A thread cannot be stopped: one that is late goes on to its end, which the size of what it reads
         bounds, and others wait for it. Who else needs a thread has others. Raises `InputError` if it is late.
@@ -256,7 +256,7 @@ class AsyncLLM(metaclass=VllmClass):
         return False
 
     async def get_supported_tasks(self) -> tuple[str, ...]:
-        """Return what the model does: see `LLM.get_supported_tasks`."""
+        """Return the tasks of the model: see `LLM.get_supported_tasks`."""
         return self.llm.get_supported_tasks()
 
     def get_num_unfinished_requests(self) -> int:
@@ -325,7 +325,7 @@ class AsyncLLM(metaclass=VllmClass):
         await self._control(self.engine.release_kv_cache)
 
     async def _control[T](self, call: Callable[..., T], *args: Any, **options: Any) -> T:
-        """Call what may wait long, in a thread that nothing else needs."""
+        """Run a call that may wait long in a thread of its own kind, which requests never use."""
         wait = functools.partial(call, *args, **options)
         return await asyncio.get_running_loop().run_in_executor(self._controls, wait)
 
@@ -367,7 +367,7 @@ class AsyncLLM(metaclass=VllmClass):
             raise self.engine.stopped
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """Stop, and end what is in flight with `EngineDeadError`; `timeout` changes nothing."""
+        """Stop the engine, and end requests in flight with `EngineDeadError`; `timeout` changes nothing."""
         self.engine.close()
 
 

@@ -12,7 +12,7 @@ from jaxpaged.speculation import BY_MODEL, EAGLE3, MTP
 
 
 def draft_of(config: EngineConfig, checkpoint: Checkpoint) -> Draft | None:
-    """Return what drafts for this model; None if no model or head is asked for. Raises `InputError`."""
+    """Return the draft model or draft head for this model; None if none is asked for. Raises `InputError`."""
     drafts = config.speculative_config
     if drafts is None or drafts.method not in BY_MODEL:
         return None

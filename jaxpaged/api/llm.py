@@ -129,7 +129,8 @@ class LLM(LoadedModel, metaclass=VllmClass):
         tokenization_kwargs: Mapping[str, Any] | None = None,
         on_error: Callable[[int, InputError], None] | None = None,
     ) -> Finished:
-        """Answer as `generate` does, but give each prompt's place and its result as soon as it is there.
+        """Answer as `generate` does, but yield each prompt's index and result as soon as the prompt is
+        finished.
 
         Requests are checked and queued at once. Leaving the iteration gives up what is left; its `stop` lets
         it end after what has finished. `on_error` is called with the place of a prompt that is refused, and
@@ -287,7 +288,7 @@ class LLM(LoadedModel, metaclass=VllmClass):
         use_tqdm: bool = True,
         **others: Any,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        """Return what the model makes of each text: see `Pooling.encode`. `others`: as in `generate`.
+        """Return the pooled output of each text: see `Pooling.encode`. `others`: as in `generate`.
 
         `pooling_task`: None is "embed".
         """

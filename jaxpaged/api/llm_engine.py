@@ -74,7 +74,8 @@ _OF_MODEL = ("get_metrics", "release_kv_cache_memory", "sleep", "wake_up")
 
 
 class LLMEngine(VllmMethods, metaclass=VllmClass):
-    """Takes requests one by one, and gives what is new of their answers at each `step`. For one thread.
+    """Engine that takes requests one by one and returns the new parts of their answers at each `step`. For
+    one thread.
 
     The model runs in the engine's own thread, also between two steps: a step gives all that has come since
     the one before, and waits only where nothing has.
@@ -138,7 +139,7 @@ class LLMEngine(VllmMethods, metaclass=VllmClass):
         return request_id
 
     def step(self) -> list[RequestOutput]:
-        """Return what is new: an output for each answer that has new tokens, by `SamplingParams.output_kind`.
+        """Return an output for each answer that has new tokens, in the form of `SamplingParams.output_kind`.
 
         Waits until something is, but returns an empty list where no request is unfinished. Raises
         `EngineDeadError` if the engine has stopped; an error of one request alone ends that request, and the
@@ -249,7 +250,7 @@ class LLMEngine(VllmMethods, metaclass=VllmClass):
         raise not_from_config(cls.__name__)
 
     def _waiting_items(self) -> list[tuple[str, Item]]:
-        """Wait for what comes next, and return it with all that is there by then."""
+        """Wait for the next item, and return it with all further items that have come."""
         items = [self._items.get()]
         with contextlib.suppress(queue.Empty):
             while True:

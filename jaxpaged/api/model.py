@@ -162,7 +162,7 @@ class LoadedModel(VllmMethods):
     def collective_rpc(
         self, method: Any, timeout: float | None = None, args: Sequence[Any] = (), kwargs: Any = None
     ) -> list[None]:
-        """Do what vLLM's workers would for two calls, and return a list of one None.
+        """Do the work of vLLM's workers for two methods, and return a list of one None.
 
         "update_config" with {"load_config": {"load_format": "auto"}} lets later loads read the model's files,
         after `load_format="dummy"`. "reload_weights" loads them: it waits for what is in flight, and forgets
@@ -196,11 +196,11 @@ class LoadedModel(VllmMethods):
         return read_metrics(self.engine, self.model_name)
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return what `generate` and `chat` take where no parameters are given: a copy, to be changed."""
+        """Return a copy of the sampling parameters that `generate` and `chat` take by default."""
         return self._default_params.clone()
 
     def learner(self) -> "Learner":
-        """Return what computes log-probabilities with this engine's bits, and their gradients.
+        """Return a `Learner`, which computes log-probabilities with this engine's bits, and their gradients.
 
         It holds no weights: give it `weights`, or others of that form. Raises `InputError` for a model
         without gradients: quantised, or on several devices.
@@ -221,7 +221,7 @@ class LoadedModel(VllmMethods):
         return True
 
     def update_lora(self, lora_request: LoRARequest, adapter: Any) -> None:
-        """Put a trained adapter in the place of the one with its id; nothing is read, and nothing compiled.
+        """Replace the adapter with the same id by a trained one; nothing is read, and nothing compiled.
 
         adapter: by role, a and b of all layers, as `Learner.adapter` gives them. They are copied.
 
@@ -374,9 +374,9 @@ class LoadedModel(VllmMethods):
         cuts: str | None = None,
         without: Collection[str] = ("continue_from", "kv_cache_ttl"),
     ) -> tuple[str | None, T]:
-        """Return a prompt's text, where it was given as text, and what `admit` makes of its token ids and its
-        salt, and of what else it says; it must be `without` some of that. `cuts`: as `tokenize` takes it.
-        Raises `InputError`.
+        """Return a prompt's text, if it was given as text, and the result of `admit` on its token ids, its
+        salt and its further fields. `without`: fields that the prompt must not have. `cuts`: as `tokenize`
+        takes it. Raises `InputError`.
         """
         text, token_ids, salt = split_prompt(prompt)
         more = {}

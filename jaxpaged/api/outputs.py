@@ -30,7 +30,7 @@ class Logprob:
     """The model's log-probability of a token, before temperature and filters (natural logarithm)."""
 
     logprob: float
-    rank: int | None = None  # its place among all tokens, 1 the likeliest
+    rank: int | None = None  # rank among all tokens of the vocabulary, from 1, the likeliest
     # Text of the token, with the space before a word. A token that ends within a character has "", and the
     # token that completes the character has all of it. None without a tokenizer, or where no text was wanted.
     decoded_token: str | None = None
@@ -121,7 +121,7 @@ def request_output(
     prompt_token_ids: list[int] | None = None,
     names: dict[int, Names] | None = None,
 ) -> RequestOutput:
-    """Return what is told of answers to a prompt, or of parts of them, that have their text.
+    """Return the `RequestOutput` of a prompt, with the text of each answer or of its newest part.
 
     `request` is that for the first answer, `metrics` those of all; `prompt_token_ids` the prompt's, where
     they have been made a list before; `names`, where answers come in parts, what names tokens of each, by

@@ -34,7 +34,7 @@ def as_many(prompts: Any) -> Sequence[Any]:
 
 
 def template_text(template: Any) -> str:
-    """Return the text of a chat template: that of a file, or what is given, if it could be one."""
+    """Return the text of a chat template: a file's content, or the given text if it can be one."""
     name = str(template) if isinstance(template, str | os.PathLike) else ""
     rule = "a file, or the text of a chat template"
     try:
@@ -47,7 +47,9 @@ def template_text(template: Any) -> str:
 
 
 def tokenization(kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return what `encode` takes of vLLM's `tokenization_kwargs`. Raises `InputError` for others."""
+    """Return the keyword arguments for a tokenizer's `encode` from vLLM's `tokenization_kwargs`. Raises
+    `InputError` for others.
+    """
     known = ("add_special_tokens", *CUTS)
     rule = f"None or a mapping with nothing but {', '.join(map(repr, known))}"
     ok = kwargs is None or (isinstance(kwargs, Mapping) and not {*kwargs} - {*known})
@@ -101,7 +103,7 @@ def one_each(name: str, value: Any, num_prompts: int) -> list[Any]:
 
 
 def naming_prompt[T](i: int, num_prompts: int, read: Callable[..., T], *args: Any) -> T:
-    """Return what `read` gives; its `InputError` says which prompt is at fault, where there are several."""
+    """Return the result of `read`; its `InputError` names the faulty prompt, if there are several."""
     try:
         return read(*args)
     except InputError as error:

@@ -41,7 +41,7 @@ def _longest_token(tokenizer: Any) -> int:
 
 
 def _encoded(backend: Any, text: str, add_special_tokens: bool) -> list[int]:
-    """Return what a tokenizer's `encode` does, by its backend.
+    """Return the token ids of a text by the tokenizer's backend, as its `encode` returns them.
 
     Other threads run meanwhile. The tokenizer itself would make several lists of all tokens, and keep other
     threads from running for most of a second where there are millions of tokens.

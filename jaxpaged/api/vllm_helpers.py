@@ -149,7 +149,7 @@ class _Platform:
         return jax.device_count()
 
     def get_device_name(self, device_id: int = 0) -> str:
-        """Return what the driver calls a device."""
+        """Return the driver's name of a device."""
         import jax
 
         return str(jax.devices()[device_id].device_kind)

@@ -20,7 +20,7 @@ class VllmMethods:
     _is_updating = False  # between `start_weight_update` and `finish_weight_update`
 
     def get_world_size(self, include_dp: bool = True) -> int:
-        """Return the number of devices, or of those of one replica."""
+        """Return the number of devices of all replicas, or of one replica."""
         replicas = self.config.data_parallel_size if include_dp else 1
         return self.config.tensor_parallel_size * replicas
 

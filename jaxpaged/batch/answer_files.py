@@ -185,15 +185,17 @@ def _line(value: Mapping[str, Any]) -> bytes:
 
 
 def model_of(config: EngineConfig, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what answers depend on beside prompts and sampling options: those of `config` that are not in
-    `SIZES`, and `given`, names and paths of a model and its parts, and fields of its config.
+    """Return the settings, besides prompts and sampling options, that decide answers: fields of `config`
+    outside of `SIZES`, and the names and paths in `given`.
     """
     fields = {name: getattr(config, name) for name in config.__dataclass_fields__ if name not in SIZES}
     return fields | {name: value if value is None else _resolved(value) for name, value in given.items()}
 
 
 def _resolved(name: Any) -> Any:
-    """Return a path as it is from any folder, any other name as it is, and a number or JSON object, too."""
+    """Return the absolute path of a file that exists; a name, a number or a JSON object is returned
+    unchanged.
+    """
     if isinstance(name, Mapping | int | float):
         return name
     return os.path.realpath(name) if os.path.exists(name) else str(name)

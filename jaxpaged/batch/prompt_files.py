@@ -154,7 +154,7 @@ def ask(
 
 
 def _id(line: str) -> Any:
-    """Return what a line of JSON calls itself, if it is an object that does."""
+    """Return the "id" of a line, if the line is a JSON object with one; None otherwise."""
     try:
         value = json.loads(line)
     except (ValueError, RecursionError):
@@ -163,7 +163,7 @@ def _id(line: str) -> Any:
 
 
 def for_llm(asked: PromptLine, render_chat: Callable[..., dict[str, Any]], chat: bool) -> dict[str, Any]:
-    """Return what `LLM.generate` takes for a request; messages always go through the chat template.
+    """Return the prompt for `LLM.generate` of a request; messages always go through the chat template.
 
     `render_chat`: `LLM.render_chat`.
     """
@@ -217,7 +217,7 @@ def _text_line(line: str, params: SamplingParams) -> PromptLine:
 
 
 def of_row(row: str | bytes | dict[str, Any], sampling: Mapping[str, Any]) -> PromptLine:
-    """Return what a line of JSON asks for, or what it says as a mapping. Raises `InputError`."""
+    """Return the request in a line of JSON, given as text or already as a mapping. Raises `InputError`."""
     try:
         value = dict(row) if isinstance(row, dict) else read_finite_json(row)
     except (ValueError, RecursionError) as error:

@@ -193,7 +193,7 @@ def _found(folder: Path, pattern: str) -> dict[int, Line]:
 def answers_of(
     llm: "LLM", todo: Mapping[int, bytes | Line], sampling: Mapping[str, Any], chat: bool
 ) -> Iterator[Line]:
-    """Yield a line for each row as soon as it is answered."""
+    """Yield the output line of each row as soon as the row is answered."""
     from jaxpaged.api.async_llm import AsyncLLM
 
     engine = AsyncLLM.of(llm)

@@ -108,9 +108,9 @@ def run(args: argparse.Namespace) -> None:
     checked_int("num_requests", args.num_requests, "an int >= 1", 1)
     checked_int("num_warmups", args.num_warmups, "an int >= 0", 0)
     for name in ("prompt_tokens", "output_tokens", "token_range"):
-        least, most = getattr(args, name)
-        if not 1 <= least <= most:
-            raise InputError(f"{name}={[least, most]} must be two ints, 1 <= least <= most")
+        low, high = getattr(args, name)
+        if not 1 <= low <= high:
+            raise InputError(f"{name}={[low, high]} must be two ints, 1 <= least <= most")
     checked_int("shared_tokens", args.shared_tokens, "an int >= 1", 1)
     checked_int("num_prefixes", args.num_prefixes, "an int >= 1", 1)
     checked_number("length_scale", args.length_scale, "in (0, 1]", 0, 1, above=True)

@@ -156,20 +156,20 @@ def run_throughput(args: argparse.Namespace) -> None:
 
 
 def choose_dataset(args: argparse.Namespace) -> None:
-    """Resolve flags that say the same; as in vLLM, those that begin with "random" go first."""
+    """Resolve flags that mean the same option; as in vLLM, flags that begin with "random" take precedence."""
     if args.dataset_name is None:
         args.dataset_name = "random" if args.dataset_path is None else "sharegpt"
     rule = "given for sharegpt and custom, and only then"
     needs = args.dataset_name in ("sharegpt", "custom")
     check("--dataset-path", args.dataset_path, rule, needs == (args.dataset_path is not None))
-    for own, other, default in (
+    for option, general_option, default in (
         ("random_input_len", "input_len", 1024),
         ("random_output_len", "output_len", 128),
         ("random_prefix_len", "prefix_len", 0),
     ):
-        if getattr(args, own) is None:
-            value = getattr(args, other)
-            setattr(args, own, default if value is None else value)
+        if getattr(args, option) is None:
+            value = getattr(args, general_option)
+            setattr(args, option, default if value is None else value)
 
 
 def range_ratios(text: str) -> tuple[float, float]:

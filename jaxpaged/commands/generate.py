@@ -107,9 +107,10 @@ def run(args: argparse.Namespace) -> None:
 def _open(
     args: argparse.Namespace, config: EngineConfig, asked: Sequence[PromptLine | Refused]
 ) -> AnswerFile:
-    """Open the file of answers, and tell what was dropped of it."""
-    files = (args.prompts_file, args.output)
-    if None not in files and all(map(os.path.exists, files)) and os.path.samefile(*files):
+    """Open the file of answers; report on standard error the bytes of a broken answer that were dropped."""
+    has_files = args.prompts_file is not None and args.output is not None
+    has_files = has_files and os.path.exists(args.prompts_file) and os.path.exists(args.output)
+    if has_files and os.path.samefile(args.prompts_file, args.output):
         raise InputError(f"--output {args.output!r} must be another file than --prompts-file")
     given = {name: getattr(args, name) for name in ("model", *MODEL_OPTIONS, "lora")}
     model = answer_files.model_of(config, given) | {"chat": args.chat}
@@ -128,7 +129,7 @@ def _answer(
     asked: Sequence[PromptLine | Refused],
     answers: "Stdout | File",
 ) -> None:
-    """Ask what has no answer, write what comes, and tell the speeds."""
+    """Generate the missing answers, write each as it finishes, and print the speeds."""
     from jaxpaged.api.llm import LLM
     from jaxpaged.api.progress import speeds
     from jaxpaged.engine.handle import EngineDeadError
@@ -165,8 +166,8 @@ def _answer(
         )
         with first_interrupt(answering.stop) as interrupts, contextlib.closing(answers):
             for place, refused in answering.refused.items():
-                its = left[place]
-                total -= its.params.n if isinstance(its, PromptLine) else 0
+                line = left[place]
+                total -= line.params.n if isinstance(line, PromptLine) else 0
                 num_refused += 1
                 answers.write(place, refused, None)
             for place, output in answering.finished:
@@ -258,7 +259,7 @@ class File:
             self._file.write(place, _lines(asked, output))
 
     def close(self) -> None:
-        """Do nothing: what has finished is written."""
+        """Do nothing: finished answers are written already."""
 
     def end(self) -> None:
         """Put all answers into the prompts' order. Raises `OutputError`."""

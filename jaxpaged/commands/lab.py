@@ -228,19 +228,26 @@ def _print_tiers(args: argparse.Namespace, trace: "Trace", peak: "Roofline", dec
     )
     texts = args.block_size or [str(trace.block_size)]
     check("block_size", ",".join(texts), "one size with tiers", len(texts) == 1)
-    its = {"policy": args.policies[0], "block_size": _size("block_size", texts[0], 1), "warmup": args.warmup}
-    found = tiers.replay(trace, sizes, peak=peak, decoder=decoder, **its)
+    result = tiers.replay(
+        trace,
+        sizes,
+        policy=args.policies[0],
+        block_size=_size("block_size", texts[0], 1),
+        warmup=args.warmup,
+        peak=peak,
+        decoder=decoder,
+    )
     if args.json:
-        print(json.dumps(found.line()))
+        print(json.dumps(result.line()))
         return
     print(f"{'tier':<8} {'tokens':>14} {'hit tokens':>14} {'hit rate':>9} {'read, GB':>10}")
-    for name, size in found.tokens.items():
-        hits, read = found.hit_tokens[name], found.read_bytes.get(name, 0)
+    for name, size in result.tokens.items():
+        hits, read = result.hit_tokens[name], result.read_bytes.get(name, 0)
         size_text = UNBOUNDED if size is None else f"{size:,}"
-        print(f"{name:<8} {size_text:>14} {hits:>14,} {hits / found.input_tokens:>9.4f} {read / 1e9:>10.1f}")
-    line = found.line()
+        print(f"{name:<8} {size_text:>14} {hits:>14,} {hits / result.input_tokens:>9.4f} {read / 1e9:>10.1f}")
+    line = result.line()
     mean, alone = line["modelled_ttft_s"]["mean"], line["modelled_ttft_uncached_s"]["mean"]
-    print(f"hit rate {line['hit_rate']:.4f}; copied from the device: {found.stored_bytes / 1e9:.1f} GB")
+    print(f"hit rate {line['hit_rate']:.4f}; copied from the device: {result.stored_bytes / 1e9:.1f} GB")
     print(
         f"time to the first token, modelled, nobody waits: {mean:.3f} s in the mean, {alone:.3f} s uncached"
     )

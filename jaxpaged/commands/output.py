@@ -45,9 +45,9 @@ def keep_stdout_for_answers() -> None:
     given = sys.stdout
     if given is sys.__stdout__ and given is not None:
         given.flush()
-        own = os.dup(given.fileno())
+        copy = os.dup(given.fileno())
         os.dup2(2, given.fileno())
-        sys.stdout = open(own, "w", encoding=given.encoding, errors=given.errors)  # noqa: SIM115
+        sys.stdout = open(copy, "w", encoding=given.encoding, errors=given.errors)  # noqa: SIM115
 
 
 def write_stderr(text: str) -> None:

@@ -17,7 +17,7 @@ type Commands = Any  # what `add_subparsers` returns, for which argparse has no 
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that tells a mistake in one line, and can take vLLM's flags where they ask for nothing."""
+    """Parser that reports a mistake in one line, and can accept vLLM's flags whose values change nothing."""
 
     takes_vllms = False
 

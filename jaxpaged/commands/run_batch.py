@@ -55,9 +55,9 @@ def run(args: argparse.Namespace) -> int:
     config = config_of(engine)  # mistakes are reported before anything heavy is loaded
     if options.lora_modules:
         check("enable_lora", config.enable_lora, "True for adapters", config.enable_lora)
-    most = 4 * config.max_num_seqs * config.data_parallel_size
+    max_inflight = 4 * config.max_num_seqs * config.data_parallel_size
     if args.max_inflight is not None:
-        most = checked_int("max_inflight", args.max_inflight, "an int in [1, 65536]", 1, 65536)
+        max_inflight = checked_int("max_inflight", args.max_inflight, "an int in [1, 65536]", 1, 65536)
     _check_files(args.input_file, args.output_file)
     require(NEEDS, "serve")
 
@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
                         batch.batch_app(llm, str(args.model), options),
                         batch_files.read(args.input_file, options.max_body_bytes),
                         output,
-                        max_inflight=most,
+                        max_inflight=max_inflight,
                         max_body_bytes=options.max_body_bytes,
                         progress=shown.update,
                     )

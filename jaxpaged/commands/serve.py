@@ -187,7 +187,9 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _pooling_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Return what `LLM` takes of a pooling model. Raises `InputError` for text that is no JSON object."""
+    """Return the keyword arguments for the `LLM` of a pooling model. Raises `InputError` for text that is no
+    JSON object.
+    """
     from jaxpaged.untrusted import read_json  # imports NumPy
 
     options: dict[str, Any] = {"runner": args.runner}
@@ -223,7 +225,7 @@ def server_options(args: argparse.Namespace) -> ServerOptions:
 
 
 def _texts(name: str, text: str) -> list[str]:
-    """Return the texts that one value of a list stands for: itself, or what it says in JSON."""
+    """Return the texts of one value of a list: the value itself, or the texts of a JSON list."""
     if not text.startswith(("[", "{")):
         return [text]
     try:

@@ -94,14 +94,14 @@ def verify_kernel(args: argparse.Namespace) -> int:
         if outcome.wrong and not args.quiet:
             print(f"{outcome.case} fails", file=sys.stderr, flush=True)
 
-    found = report.verify_kernel(
+    result = report.verify_kernel(
         function, args.op, terms, name=args.function, shrink_seconds=args.shrink_seconds, save=args.save,
         progress=report_failure,
     )  # fmt: skip
-    print(found)
-    if found.wrong and not shrinking.is_possible():
+    print(result)
+    if result.wrong and not shrinking.is_possible():
         print("it would be made smaller with hypothesis: pip install 'jaxpaged[verify]'", file=sys.stderr)
-    return 0 if found.ok else EXIT_WRONG
+    return 0 if result.ok else EXIT_WRONG
 
 
 def _add_allocator(kinds: Commands) -> None:

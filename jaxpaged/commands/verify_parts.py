@@ -27,10 +27,10 @@ def verify_layout(args: argparse.Namespace) -> int:
     from pallas_kernels import layouts
 
     try:
-        found = layouts.named(args.layout)
+        layout = layouts.named(args.layout)
     except ValueError as error:
         raise InputError(str(error)) from error
-    report = verifier.verify_layout(found, name=args.layout)
+    report = verifier.verify_layout(layout, name=args.layout)
     print(report)
     return 0 if report.ok else EXIT_WRONG
 
@@ -119,14 +119,14 @@ def verify_explore(args: argparse.Namespace) -> int:
     checked_int("max_states", args.max_states, "an int from 1 to 10000000", 1, 10_000_000)
     if args.world not in worlds.WORLDS:
         raise InputError(f"world={args.world!r} must be one of {', '.join(worlds.WORLDS)}")
-    found = walk.explore(worlds.WORLDS[args.world], max_states=args.max_states)
+    result = walk.explore(worlds.WORLDS[args.world], max_states=args.max_states)
     num_compared = 0
-    if found.finding is None and not args.no_oracle:
-        num_compared = lockstep.compare(found)
-    print(found)
+    if result.finding is None and not args.no_oracle:
+        num_compared = lockstep.compare(result)
+    print(result)
     if num_compared:
         print(f"{num_compared} edges are the oracle's")
-    return 0 if found.finding is None and found.complete else EXIT_WRONG
+    return 0 if result.finding is None and result.complete else EXIT_WRONG
 
 
 def add_engine(kinds: Commands) -> None:
@@ -189,7 +189,7 @@ def verify_engine(args: argparse.Namespace) -> int:
     from jaxpaged.research.verify.engines import judge, report
 
     reference = None if args.reference is None else _engine(args.reference, args)
-    found = judge.verify_engine(
+    result = judge.verify_engine(
         _engine(args.engine, args),
         name=args.engine,
         seconds=args.seconds,
@@ -200,11 +200,11 @@ def verify_engine(args: argparse.Namespace) -> int:
         families=tuple(filter(None, args.families.split(","))),
         reference=reference,
     )
-    print(report.text(found))
+    print(report.text(result))
     for path, written in ((args.json, report.as_json), (args.html, report.page)):
         if path:
-            Path(path).write_text(written(found))
-    return 0 if found.ok else EXIT_WRONG
+            Path(path).write_text(written(result))
+    return 0 if result.ok else EXIT_WRONG
 
 
 def _engine(named: str, args: argparse.Namespace) -> Any:
@@ -226,10 +226,10 @@ def _engine(named: str, args: argparse.Namespace) -> Any:
         return ServerAdapter(named, facts)
     from jaxpaged.research.verify import frameworks, hints
 
-    found = frameworks.named(named)
-    if hasattr(found, "ask") and not isinstance(found, type):
-        return found
+    engine = frameworks.named(named)
+    if hasattr(engine, "ask") and not isinstance(engine, type):
+        return engine
     try:
-        return found()
+        return engine()
     except Exception as error:  # whatever a user's function raises
         raise InputError(f"{named!r} makes no adapter: {hints.raised(error)}") from error

@@ -50,7 +50,9 @@ class Support:
             check("support.options", name, f"of {', '.join(OPTIONS)}", name in OPTIONS)
 
     def why_not(self, call: "Call") -> str | None:
-        """Return what of a call the function does not serve, and what it serves; None if it serves all."""
+        """Return a sentence about the properties of a call that the function does not serve; None if it
+        serves the call.
+        """
         wrong = [
             *listed("dtype", call.dtype.name, self.dtypes),
             *listed("head_dim", call.head_dim, self.head_dims),
@@ -106,7 +108,7 @@ class Attention:
         return None if self.function(tile_len) is not None else self.rest
 
     def words(self) -> str:
-        """Say for people what computes what."""
+        """Return a phrase for users about the functions that compute attention."""
         operations = " and ".join(name for name in OPERATIONS if getattr(self, name) is not None)
         return self.name if self.ragged or (self.decode and self.prompts) else f"{self.name} for {operations}"
 
@@ -117,7 +119,7 @@ class Attention:
 def attention[F: Callable[..., Any]](
     operation: Literal["decode", "prompts", "ragged"], support: Support | None = None, *, contract: int = 1
 ) -> Callable[[F], F]:
-    """Declare what a function computes and serves; the function itself stays as it is."""
+    """Declare the operation and the limits of a function; the decorator returns the function itself."""
     check("operation", operation, f"one of {', '.join(OPERATIONS)}", operation in OPERATIONS)
 
     def declared(function: F) -> F:
@@ -181,20 +183,23 @@ def call(
     assert function is not None
     if table_rows is not None:
         block_tables = block_tables[jnp.clip(table_rows, 0, block_tables.shape[0] - 1)]
-    cache: tuple[Any, Any] = pool, None
+    k_cache: Any = pool
+    v_cache: Any = None
     if isinstance(pool.layout, Dense) and "kv" not in pool.layout.axes:
-        k, v = (pool.arrays[name] for name in pool.layout.names)
-        cache, block_tables = (k, v), pool.array_blocks(block_tables)
+        k_cache, v_cache = (pool.arrays[name] for name in pool.layout.names)
+        block_tables = pool.array_blocks(block_tables)
     given = {"scale": scale} | {name: value for name, value in options.items() if value is not None}
     if attention.ragged is not None:
         flat, place, cu_query_lens = _flat(q, query_starts, seq_lens)
-        out = function(flat, *cache, block_tables, seq_lens, cu_query_lens, **given)
+        out = function(flat, k_cache, v_cache, block_tables, seq_lens, cu_query_lens, **given)
         return _checked(attention, out, flat)[place]
     if attention.decode is not None and q.shape[1] == 1:
-        return _checked(attention, function(q[:, 0], *cache, block_tables, seq_lens, **given), q[:, 0])[
-            :, None
-        ]
-    return _checked(attention, function(q, *cache, block_tables, query_starts, seq_lens, **given), q)
+        return _checked(
+            attention, function(q[:, 0], k_cache, v_cache, block_tables, seq_lens, **given), q[:, 0]
+        )[:, None]
+    return _checked(
+        attention, function(q, k_cache, v_cache, block_tables, query_starts, seq_lens, **given), q
+    )
 
 
 def _flat(

@@ -65,7 +65,7 @@ class BlockStore(Protocol):
         """Forget all blocks whose keys have this `space`."""
 
     def close(self) -> None:
-        """Finish what is under way, and keep nothing more."""
+        """Finish pending writes, and store nothing more."""
 
 
 def named(asked: Any) -> BlockStore:

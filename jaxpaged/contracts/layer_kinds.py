@@ -33,7 +33,9 @@ class LayerKinds:
     name: str
 
     def each(self, num_layers: int, reads_all: tuple[bool, ...]) -> tuple[CacheSpec | None, ...]:
-        """Return each layer's kind, None where it stays as it is. Raises `InputError` for a wrong kind."""
+        """Return the kind of each layer, None for a layer that keeps its own. Raises `InputError` for a wrong
+        kind.
+        """
         if self.kind_of is None:
             kinds = [self.kind if is_full else None for is_full in reads_all]
         else:
@@ -60,7 +62,7 @@ def named(asked: Any) -> LayerKinds:
 
 
 def _check(name: str, kind: Any) -> None:
-    """Raise `InputError` for what is no kind, or one whose statements do not agree."""
+    """Raise `InputError` for an object that is no kind of layer, or whose methods contradict each other."""
     versions.check_version("layer_kind", name, kind, "layer_kind")
     if not isinstance(kind, CacheSpec) or not isinstance(kind, Hashable):
         raise InputError(f"layer_kind={name!r} must give frozen dataclasses under CacheSpec, not {kind!r}")

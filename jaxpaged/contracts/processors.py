@@ -74,7 +74,7 @@ class Processor:
 
 
 def processor[F: Callable[..., Any]](*, contract: int = 1, **arguments: Any) -> Callable[[F], F]:
-    """Declare a function's arguments with their defaults; the function itself stays as it is."""
+    """Declare a function's arguments with their defaults; the decorator returns the function itself."""
 
     def declared(function: F) -> F:
         for name, value in (
@@ -120,8 +120,12 @@ def _named(asked: Any, part: Any) -> Processor:
         arguments = getattr(part, "arguments", None)
         if not callable(part) or not isinstance(arguments, tuple):
             raise InputError(f"logits_processors={shown(asked)} must be {RULE}")
-        details = getattr(part, "contract", 1), getattr(part, "__qualname__", "")
-        part = Processor(part, arguments, *details)
+        part = Processor(
+            function=part,
+            arguments=arguments,
+            contract=getattr(part, "contract", 1),
+            name=getattr(part, "__qualname__", ""),
+        )
     return replace(part, name=path or part.name or "processor")
 
 
@@ -199,7 +203,7 @@ def processed(
 def _changed(
     each: Processor, of_rows: Bool[Array, " rows"], request: RequestRows, logits: Float[Array, "rows vocab"]
 ) -> Float[Array, "rows vocab"]:
-    """Return the logits with what a processor makes of rows in which it leaves something."""
+    """Return the logits after a processor; a row that it leaves without a finite logit keeps its old ones."""
     new = each(logits, request)
     is_left = jnp.any(jnp.isfinite(new), axis=1)
     return jnp.where((of_rows & is_left)[:, None], new, logits)

@@ -74,7 +74,7 @@ class Sampler:
 
 
 def sampler[F: Callable[..., Any]](options: tuple[str, ...] = (), *, contract: int = 1) -> Callable[[F], F]:
-    """Declare which filters a function obeys; the function itself stays as it is."""
+    """Declare the filters that a function obeys; the decorator returns the function itself."""
 
     def declared(function: F) -> F:
         for name, value in (("options", Sampler(function, options).options), ("contract", contract)):

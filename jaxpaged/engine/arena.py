@@ -50,7 +50,7 @@ class Grammar:
         return dataclasses.replace(self, words=np.tile(self.words, width), num_places=width)
 
     def follower(self, opens: int | None, *, is_beam: bool = False) -> Follower | None:
-        """Return what follows an answer, which begins; None where the device does."""
+        """Return the host's follower of an answer that begins; None if the device follows it."""
         if self.language is None:
             return None
         return Follower(self.language, opens, begins=self.begins, is_beam=is_beam)

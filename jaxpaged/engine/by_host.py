@@ -47,7 +47,7 @@ class Follower:
     ) -> None:
         self._language, self._opens, self._begins, self._is_beam = language, opens, begins, is_beam
         self._place: Place | None = None
-        self._is_dead = False  # a beam that no answer will be: it went where the grammar has no way
+        self._is_dead = False  # a beam that broke the grammar, and so ends without an answer
         self._num_read = 0  # tokens of the answer
         self._num_told = -1  # tokens that the last mask was behind
         self.problem: str | None = None

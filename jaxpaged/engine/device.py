@@ -162,7 +162,7 @@ class Device:
         else:
             self._state, report = loop.run(self.graphdef, *arrays, config=self.step_config, mesh=self.mesh)
         self._look()
-        return recent.told_beside(report, self._state, wants_scores, mesh=self.mesh)
+        return recent.with_optional_outputs(report, self._state, wants_scores, mesh=self.mesh)
 
     # Rows.
 

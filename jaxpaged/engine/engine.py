@@ -33,7 +33,7 @@ from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.decoder import Decoder
 from jaxpaged.models.load_as import LoadAs
 from jaxpaged.models.names import Names, num_weights
-from jaxpaged.parallel.processes import Follower, Processes
+from jaxpaged.parallel.processes import Processes, WorkerProcess
 from jaxpaged.sampling_params import SamplingParams
 
 MODES = "abort", "wait", "keep"
@@ -69,7 +69,7 @@ class Engine:
         # Before anything heavy: the file may be one that cannot be written.
         self.recorder = None if record_trace is None else Recorder(record_trace, config.block_size)
         self._driver = Driver(config, model_config, load_model, shapes, adapter_names, processes, draft)
-        if isinstance(processes, Follower):
+        if isinstance(processes, WorkerProcess):
             processes.follow(self._driver.device.follow)
         self.config, self.cache_size = config, self._driver.cache_size
         door = self._driver.door

@@ -97,7 +97,7 @@ COLUMNS = np.dtype(
         # but it is another stay.
         ("stay", np.int64),
         ("is_followed", np.bool_),  # its grammar, by the host
-        ("is_read_whole", np.bool_),  # neither its reader nor a stop string looks at tokens as they come
+        ("is_read_whole", np.bool_),  # no reader and no stop string needs its tokens before it ends
     ]
 )
 

@@ -32,7 +32,7 @@ class Request:
     max_num_tokens: int  # prompt and answer together
     index: int = 0  # which of the prompt's answers; the first one leads, and the others fork from it
     adapter: Adapter | None = None
-    grammar: Grammar | None = None  # of its structured output
+    grammar: Grammar | None = None  # grammar of the structured output; None: free text
     grammar_opens: int | None = None  # token behind which the grammar begins; None: at the answer's beginning
     beams: BeamSearchParams | None = None  # of a beam search, of which it has a row: the first ones for beams
     is_continued: bool = False  # whether some answers to the prompt are known in part
@@ -95,7 +95,7 @@ class Score(NamedTuple):
 
 
 class Beam(NamedTuple):
-    """The standing of an answer in its beam search."""
+    """Standing of an answer in its beam search: cumulative log-probability and rank."""
 
     cum_logprob: float  # -inf: it is none
     rank: int  # among those that have ended, or among those that have not

@@ -98,7 +98,7 @@ class _Store:
         return self._made_tokens
 
     def worker(self) -> Worker:
-        """Return what compiles."""
+        """Return a new worker, which compiles constraints."""
         return Worker(self._tokens, self._limits)
 
     def find(self, key: str) -> TokenAutomaton | None:
@@ -115,15 +115,17 @@ class _Store:
             content = path.read_bytes()
         except OSError:
             return None
-        found = files.from_file(content, disk_cache.key_of(made_from), len(self._tokens.raw), self._limits)
-        if found is None:
+        automaton = files.from_file(
+            content, disk_cache.key_of(made_from), len(self._tokens.raw), self._limits
+        )
+        if automaton is None:
             logging.warning("%s is not used: it is torn, or not the grammar that it is named for", path)
             return None
         path.touch()
-        return _told(found, key)
+        return _told(automaton, key)
 
     def keep(self, key: str, made: TokenAutomaton | str) -> TokenAutomaton | Language:
-        """Return what came of a constraint, kept on disk if it is an automaton."""
+        """Return the compiled form of a constraint; an automaton is also written to disk."""
         if isinstance(made, str):
             return Language(made, self._tokens)
         made_from = self._key_of(key)

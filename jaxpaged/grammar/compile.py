@@ -41,7 +41,7 @@ TOO_DEEP = "the grammar has names that are too long, or is nested too deep"
 
 
 class Constraint:
-    """A constraint, with what is read of its fields: once, though two things may be made of it.
+    """A constraint on texts, with its fields read once for every form that is compiled of it.
 
     fields: those of `StructuredOutputsParams`.
     """
@@ -139,8 +139,8 @@ class Constraint:
             given = shown(self.fields.get("grammar"))
             raise NotRegularError(f"structured_outputs.grammar={given} has no automaton")
         else:
-            most = self.fields.get("max_depth")
-            for levels in LEVELS if most is None else (most,):
+            max_depth = self.fields.get("max_depth")
+            for levels in LEVELS if max_depth is None else (max_depth,):
                 yield self._node_of(levels), levels
 
     @functools.cached_property
@@ -170,7 +170,8 @@ class Constraint:
 
     @functools.cached_property
     def _node_of(self) -> Callable[[int], Node]:
-        """Return what makes the texts of a constraint of JSON, with values inside values to so many levels.
+        """Return a function from a depth to the node of a JSON constraint whose values are nested at most so
+        deep.
 
         With 0 levels it raises an error where they may be of any depth.
         """
@@ -213,9 +214,9 @@ class Constraint:
         return None
 
     def _check_length(self, name: str, value: str) -> None:
-        most = self.limits.max_spec_chars
-        if len(value) > most:
-            raise GrammarError(f"{name} has {len(value)} characters, must have at most {most}")
+        max_chars = self.limits.max_spec_chars
+        if len(value) > max_chars:
+            raise GrammarError(f"{name} has {len(value)} characters, must have at most {max_chars}")
 
 
 def _style(fields: Mapping[str, Any]) -> Style:

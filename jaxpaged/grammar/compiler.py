@@ -44,7 +44,7 @@ class Job(Turn):
 
 
 class Compiler:
-    """The thread and what it shares with those who ask. Any thread may ask.
+    """Thread that compiles constraints, and the queue that any thread may add to. Any thread may ask.
 
     worker_of: returns the worker, once.
     find: returns what is known of a constraint by its key, None where nothing is.
@@ -77,7 +77,7 @@ class Compiler:
         self._thread.start()
 
     def ask(self, key: str, client: Hashable = None) -> Future[Any]:
-        """Return what comes of a constraint; raises `GrammarError`. Cancelling it leaves the queue.
+        """Return a future of the compiled constraint, or of a `GrammarError`. Cancelling it leaves the queue.
 
         key: its fields as JSON text.
         client: who asks. Clients share the processor evenly.
@@ -134,19 +134,19 @@ class Compiler:
             self._wakes.close()
 
     def _take(self) -> None:
-        """Take in what was asked, and what is waited for no more."""
+        """Take in new requests for constraints, and drop cancelled ones."""
         while self._asked:
             key, asked, client = self._asked.popleft()
             if asked.cancelled():
                 continue
             if (job := self._jobs.get(key)) is None:
                 try:
-                    found = self._find(key)
+                    automaton = self._find(key)
                 except Exception as error:
                     _set(asked, error)
                     continue
-                if found is not None:
-                    _set(asked, found)
+                if automaton is not None:
+                    _set(asked, automaton)
                     continue
                 job = self._jobs[key] = Job(key)
             job.waiting.append((asked, client))
@@ -208,7 +208,7 @@ class Compiler:
         job.has_process = True
 
     def _look(self, seconds: float | None) -> None:
-        """Wait until something happens, for so many seconds at most, and take it in."""
+        """Wait at most so many seconds for a new request or a process's answer, and take it in."""
         with selectors.DefaultSelector() as selector:
             selector.register(self._woken, selectors.EVENT_READ)
             control = None if self._worker is None else self._worker.control
@@ -261,7 +261,7 @@ class Compiler:
                 self._stop(job)
 
     def _end(self, job: Job) -> None:
-        """Take what a process has answered, when all of it is there and the process has ended."""
+        """Finish a job once its process has ended and its whole answer has been read."""
         if job.pipe is not None or job.status is None:
             return
         assert self._worker is not None
@@ -297,7 +297,7 @@ class Compiler:
 
     def _end_all(self, why: str) -> None:
         asked = [asked for job in self._jobs.values() for asked, _ in job.waiting]
-        for each in [*asked, *(its for _, its, _ in self._asked)]:
+        for each in [*asked, *(future for _, future, _ in self._asked)]:
             _set(each, GrammarError(why))
 
 

@@ -32,9 +32,9 @@ def conflicts(made: Lexemes, machine_of: Mapping[int, ByteMachine]) -> set[int]:
     follow = _Follow(made, first).of_leaves()
     offsets = np.cumsum([0, *(len(machine.steps) for machine in machines)])
     rows = [
-        np.where(its != NOT_ALLOWED, its + offset, NOT_ALLOWED)
+        np.where(next_states != NOT_ALLOWED, next_states + offset, NOT_ALLOWED)
         for machine, offset in zip(machines, offsets[:-1], strict=True)
-        for its in [machine.steps[:, machine.kind_of]]
+        for next_states in [machine.steps[:, machine.kind_of]]
     ]
     by_byte = np.ascontiguousarray(np.concatenate(rows).T)
     kinds: dict[bytes, int] = {}  # of bytes that no machine tells apart
@@ -54,12 +54,12 @@ def conflicts(made: Lexemes, machine_of: Mapping[int, ByteMachine]) -> set[int]:
     seen, waiting = {start.tobytes()}, [start]
     for states in waiting:
         there = columns[states]
-        its = owner[states].tolist()
+        owners = owner[states].tolist()
         for end in np.flatnonzero(accepting[states]).tolist():
-            goes_on = ((there != NOT_ALLOWED) & behind[its[end]]).any(axis=1)
-            lost |= {(numbers[its[end]], numbers[its[i]]) for i in np.flatnonzero(goes_on).tolist()}
+            goes_on = ((there != NOT_ALLOWED) & behind[owners[end]]).any(axis=1)
+            lost |= {(numbers[owners[end]], numbers[owners[i]]) for i in np.flatnonzero(goes_on).tolist()}
             alike |= {
-                (numbers[its[end]], numbers[its[i]]) for i in np.flatnonzero(accepting[states]).tolist()
+                (numbers[owners[end]], numbers[owners[i]]) for i in np.flatnonzero(accepting[states]).tolist()
             }
         for column in {column.tobytes(): column for column in there.T}.values():
             following = np.unique(column[column != NOT_ALLOWED]).astype(np.int64)
@@ -80,9 +80,9 @@ def conflicts_alone(made: Lexemes, edges: Edges) -> set[int]:
 
     It takes no machine, and misses some. One may be none, where only a few of a part's texts count.
     """
-    its = {leaf.number: edges.of(made.nodes[leaf.number]) for leaf in leaves_of(made)}
-    follow = _Follow(made, {number: edge.first for number, edge in its.items()}).of_leaves()
-    return {number for number, edge in its.items() if edge.more & follow.get(number, 0)}
+    edge_of = {leaf.number: edges.of(made.nodes[leaf.number]) for leaf in leaves_of(made)}
+    follow = _Follow(made, {number: edge.first for number, edge in edge_of.items()}).of_leaves()
+    return {number for number, edge in edge_of.items() if edge.more & follow.get(number, 0)}
 
 
 def leaves_of(made: Lexemes) -> Iterable[Leaf]:
@@ -141,18 +141,18 @@ class _Follow:
                 return self.leaf_first[number], False
             case Call(name):
                 return self.begun[name]
-            case Loop(inside, least):
+            case Loop(inside, minimum):
                 first, nullable = self.begins(inside)
-                return first, nullable or least == 0
-        found, is_row = 0, isinstance(part, Row)
+                return first, nullable or minimum == 0
+        first_bytes, is_row = 0, isinstance(part, Row)
         nullable = is_row
         for each in part.parts:
             if is_row and not nullable:
                 break
             first, is_empty = self.begins(each)
-            found |= first
+            first_bytes |= first
             nullable = is_empty if is_row else nullable or is_empty
-        return found, nullable
+        return first_bytes, nullable
 
     def walk(self, part: Part, behind: int) -> None:
         """Note what may follow each part of a part."""
@@ -161,8 +161,8 @@ class _Follow:
                 self.behind[number] = self.behind.get(number, 0) | behind
             case Call(name):
                 self.follow[name] |= behind
-            case Loop(inside, _, most):
-                self.walk(inside, behind if most == 1 else behind | self.begins(inside)[0])
+            case Loop(inside, _, maximum):
+                self.walk(inside, behind if maximum == 1 else behind | self.begins(inside)[0])
             case Choice(parts):
                 for each in parts:
                     self.walk(each, behind)
@@ -215,7 +215,7 @@ class _AtOnce:
         waiting: list[tuple[_Places, _Places, bool]] = [(row, row, True) for row in rows]
         seen: set[tuple[_Places, _Places, bool]] = set(waiting)
         gone = set[tuple[int, int]]()
-        found = set[tuple[int, int]]()
+        ambiguous = set[tuple[int, int]]()
 
         def go(one: int, other: int) -> None:
             if (one, other) not in gone:
@@ -230,15 +230,15 @@ class _AtOnce:
         for one, other, is_same in waiting:
             ours, theirs = self.by_lexeme(one), self.by_lexeme(other)
             for first in ours:
-                found |= {(first, second) for second in theirs if (first, second) in self.asked}
-                found |= {(second, first) for second in theirs if (second, first) in self.asked}
+                ambiguous |= {(first, second) for second in theirs if (first, second) in self.asked}
+                ambiguous |= {(second, first) for second in theirs if (second, first) in self.asked}
                 for second in self.alike_to.get(first, ()):
                     for pair in itertools.product(ours[first], theirs.get(second, ())):
                         if not (is_same and pair[0] == pair[1]):
                             go(*pair)
             if len(waiting) > MAX_PAIRS:
                 return None
-        return found
+        return ambiguous
 
     def by_lexeme(self, row: _Places) -> dict[int, list[int]]:
         """Return the places of a row by their lexemes."""
@@ -266,19 +266,19 @@ class _AtOnce:
                 return frozenset([self.place(part)]), False
             case Call(name):
                 return self.begun[name]
-            case Loop(inside, least):
+            case Loop(inside, minimum):
                 first, nullable = self.begins(inside)
-                return first, nullable or least == 0
-        found: _Places = frozenset()
+                return first, nullable or minimum == 0
+        first_places: _Places = frozenset()
         is_row = isinstance(part, Row)
         nullable = is_row
         for each in part.parts:
             if is_row and not nullable:
                 break
             first, is_empty = self.begins(each)
-            found = self.joined(found, first)
+            first_places = self.joined(first_places, first)
             nullable = is_empty if is_row else nullable or is_empty
-        return found, nullable
+        return first_places, nullable
 
     def walk(self, part: Part, rows: "set[_Places]") -> None:
         """Note what rows may follow each part of a part."""
@@ -287,9 +287,9 @@ class _AtOnce:
                 self.note(self.behind.setdefault(self.place(part), set()), rows)
             case Call(name):
                 self.note(self.rows[name], rows)
-            case Loop(inside, _, most):
+            case Loop(inside, _, maximum):
                 first, _ = self.begins(inside)
-                self.walk(inside, rows if most == 1 else {self.joined(first, row) for row in rows})
+                self.walk(inside, rows if maximum == 1 else {self.joined(first, row) for row in rows})
             case Choice(parts):
                 for each in parts:
                     self.walk(each, rows)

@@ -29,10 +29,10 @@ def matches(machine: ByteMachine, text: str) -> bool:
     return bool(machine.accepting[state])
 
 
-def paired(one: ByteMachine, other: ByteMachine, most: int, *, is_minus: bool = False) -> ByteMachine:
+def paired(one: ByteMachine, other: ByteMachine, max_states: int, *, is_minus: bool = False) -> ByteMachine:
     """Return the machine of texts that both accept, or with `is_minus` the first only, by pairs of states.
 
-    Raises `GrammarError` if there are more than `most` pairs.
+    Raises `GrammarError` if there are more than `max_states` pairs.
     """
     num_others = len(other.steps)
     pairs = one.kind_of.astype(np.int32) * 256 + other.kind_of
@@ -51,12 +51,12 @@ def paired(one: ByteMachine, other: ByteMachine, most: int, *, is_minus: bool = 
             alive &= their[second] != num_others
         there = ours[first].astype(np.int64) * (num_others + 1) + their[second]
         there = np.where(alive, there, 0)
-        found = np.unique(there[alive])
-        waiting = found[numbers[found] == NOT_ALLOWED]
+        codes_reached = np.unique(there[alive])
+        waiting = codes_reached[numbers[codes_reached] == NOT_ALLOWED]
         numbers[waiting] = np.arange(count, count + len(waiting))
         count += len(waiting)
-        if count > most:
-            raise too_many_states(most)
+        if count > max_states:
+            raise too_many_states(max_states)
         rows.append(np.where(alive, numbers[there], NOT_ALLOWED))
     codes = np.concatenate(reached)
     ends = np.append(other.accepting, False)[codes % (num_others + 1)]
@@ -78,14 +78,16 @@ def merged(machine: ByteMachine) -> ByteMachine:
     for _ in range(MAX_ROUNDS):
         their = np.append(groups, NOT_ALLOWED)[machine.steps]
         rows = np.ascontiguousarray(np.concatenate([groups[:, None], their], axis=1), np.int32)
-        found: dict[bytes, int] = {}
-        groups = np.array([found.setdefault(row.tobytes(), len(found)) for row in rows], np.int32)
-        if len(found) == num_groups:
+        group_of_row: dict[bytes, int] = {}
+        groups = np.array(
+            [group_of_row.setdefault(row.tobytes(), len(group_of_row)) for row in rows], np.int32
+        )
+        if len(group_of_row) == num_groups:
             _, first = np.unique(groups, return_index=True)  # groups are numbered by their first state
             kept = np.zeros(len(groups), bool)
             kept[first] = True
             return renumbered(machine, groups, kept)
-        num_groups = len(found)
+        num_groups = len(group_of_row)
     return machine
 
 
@@ -97,8 +99,8 @@ def renumbered(machine: ByteMachine, numbers: np.ndarray, kept: np.ndarray) -> B
     return ByteMachine(numbers[machine.steps[kept]], machine.kind_of, machine.accepting[kept])
 
 
-def too_many_states(most: int) -> TooLargeError:
-    """Return the error for a grammar of more than `most` states."""
+def too_many_states(max_states: int) -> TooLargeError:
+    """Return the error for a grammar of more than `max_states` states."""
     return TooLargeError(
-        f"the grammar has more than {most} states: make repetitions shorter or leave them open"
+        f"the grammar has more than {max_states} states: make repetitions shorter or leave them open"
     )

@@ -46,38 +46,38 @@ class Edges:
                 return made
             case Either(parts):
                 return _one_of([self.of(part) for part in parts])
-            case Repeat(part, least, most):
-                return self._repeated(self.of(part), least, most)
+            case Repeat(part, minimum, maximum):
+                return self._repeated(self.of(part), minimum, maximum)
             case Members():
                 return self._members(node)
             case Both(parts):
-                its = [self.of(part) for part in parts]
-                first = its[0].first
-                for edge in its[1:]:
+                edges = [self.of(part) for part in parts]
+                first = edges[0].first
+                for edge in edges[1:]:
                     first &= edge.first
-                return Edge(first, 0, all(edge.is_empty for edge in its))
+                return Edge(first, 0, all(edge.is_empty for edge in edges))
             case Minus(part, other):
                 return Edge(self.of(part).first, 0, self.of(part).is_empty and not self.of(other).is_empty)
         raise TypeError(f"{type(node).__name__} has no edges")
 
-    def _repeated(self, edge: Edge, least: int, most: int | None) -> Edge:
-        if most == 0:
+    def _repeated(self, edge: Edge, minimum: int, maximum: int | None) -> Edge:
+        if maximum == 0:
             return _EMPTY
-        has_more = edge.is_empty or most is None or most > max(least, 1)
-        more = edge.more | (edge.first if has_more or least == 0 else 0)
-        return Edge(edge.first, more, least == 0 or edge.is_empty)
+        has_more = edge.is_empty or maximum is None or maximum > max(minimum, 1)
+        more = edge.more | (edge.first if has_more or minimum == 0 else 0)
+        return Edge(edge.first, more, minimum == 0 or edge.is_empty)
 
     def _members(self, node: Members) -> Edge:
         """Return the edge of members. Behind a text of them is what is known where nothing counts."""
         parts = [(self.of(part), is_required) for part, is_required in node.parts]
-        its = [*parts, *([] if node.rest is None else [(self.of(node.rest), False)])]
+        members = [*parts, *([] if node.rest is None else [(self.of(node.rest), False)])]
         first, more = 0, 0
-        for edge, is_required in its:
+        for edge, is_required in members:
             first |= edge.first
             if is_required:
                 break
-        is_empty = node.least == 0 and not any(is_required for _, is_required in parts)
-        if node.least <= 1 and node.most is None:
+        is_empty = node.minimum == 0 and not any(is_required for _, is_required in parts)
+        if node.minimum <= 1 and node.maximum is None:
             may_follow = node.rest is not None
             for edge, is_required in reversed(parts):
                 more |= edge.more | (self.of(node.comma).first if may_follow else 0)
@@ -105,7 +105,7 @@ def _one_of(edges: list[Edge]) -> Edge:
 
 
 def _first_bytes(ranges: Ranges) -> int:
-    found = 0
+    mask = 0
     for (low, high), *_ in utf8_of(ranges):
-        found |= (1 << high + 1) - (1 << low)
-    return found
+        mask |= (1 << high + 1) - (1 << low)
+    return mask

@@ -36,7 +36,7 @@ def to_bytes(automaton: TokenAutomaton) -> bytes:
 
 
 def from_bytes(content: bytes, vocab_size: int, limits: Limits) -> TokenAutomaton | None:
-    """Return the automaton of these bytes; None if they are torn, or say what no automaton of ours does."""
+    """Return the automaton in these bytes; None if they are torn, or describe no valid automaton."""
     try:
         tables = load(content)
     except (SafetensorError, ValueError, KeyError, TypeError):
@@ -71,7 +71,7 @@ def from_bytes(content: bytes, vocab_size: int, limits: Limits) -> TokenAutomato
 
 
 def to_file(automaton: TokenAutomaton, key: bytes) -> bytes:
-    """Return the file of an automaton that is made from what has this key, of 32 bytes."""
+    """Return the content of an automaton's file, under the key, of 32 bytes, of its sources."""
     content = to_bytes(automaton)
     return HEAD.pack(key, _digest(key, content)) + content
 

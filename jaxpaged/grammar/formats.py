@@ -18,13 +18,13 @@ _UUID = r"[0-9a-fA-F]{8}-[0-9a-fA-F]{4}-%s[0-9a-fA-F]{3}-%s[0-9a-fA-F]{3}-[0-9a-
 
 
 def _ipv6() -> str:
-    ways = [rf"(?:{_GROUP}:){{7}}{_GROUP}"]
+    alternatives = [rf"(?:{_GROUP}:){{7}}{_GROUP}"]
     for before in range(8):
         left = "" if before == 0 else rf"{_GROUP}(?::{_GROUP}){{{before - 1}}}"
         after = 7 - before
         right = "" if after == 0 else rf"(?:{_GROUP}(?::{_GROUP}){{0,{after - 1}}})?"
-        ways.append(f"{left}::{right}")
-    return "|".join(ways)
+        alternatives.append(f"{left}::{right}")
+    return "|".join(alternatives)
 
 
 def _duration() -> str:

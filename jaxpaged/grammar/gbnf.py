@@ -73,15 +73,15 @@ class _Reader:
         return Rules(Ref(START), self.named)
 
     def choice(self, *, is_nested: bool) -> Node:
-        ways = [self.sequence(is_nested)]
+        alternatives = [self.sequence(is_nested)]
         while self.goes_on():
             self.take("|")
             self.space(lines=True)
-            ways.append(self.sequence(is_nested))
-        return ways[0] if len(ways) == 1 else Either(tuple(ways))
+            alternatives.append(self.sequence(is_nested))
+        return alternatives[0] if len(alternatives) == 1 else Either(tuple(alternatives))
 
     def goes_on(self) -> bool:
-        """Return whether another way comes, on this line or the next one that is not empty."""
+        """Return whether another alternative follows, on this line or the next one that is not empty."""
         before = self.at
         self.space(lines=True)
         if self.peek() == "|":
@@ -126,14 +126,14 @@ class _Reader:
             before = self.at
             self.space(lines=is_nested)
             if self.take("{"):
-                least, most = self.counts()
+                minimum, maximum = self.counts()
             elif (sign := self.peek()) and sign in "*+?":
                 self.at += 1
-                least, most = int(sign == "+"), 1 if sign == "?" else None
+                minimum, maximum = int(sign == "+"), 1 if sign == "?" else None
             else:
                 self.at = before
                 return part
-            part = Repeat(part, least, most) if most != 0 else EMPTY
+            part = Repeat(part, minimum, maximum) if maximum != 0 else EMPTY
 
     def counts(self) -> tuple[int, int | None]:
         inside, closed, _ = self.grammar[self.at : self.at + 40].partition("}")
@@ -142,10 +142,10 @@ class _Reader:
         if not closed or not first or not all(set(part) <= set(DIGITS) and len(part) < 9 for part in digits):
             raise self.error("a repetition must be {n}, {n,} or {n,m}")
         self.at += len(inside) + 1
-        least, most = int(first), None if comma and not last else int(last or first)
-        if max(least, most or 0) > MAX_COUNT or (most is not None and most < least):
+        minimum, maximum = int(first), None if comma and not last else int(last or first)
+        if max(minimum, maximum or 0) > MAX_COUNT or (maximum is not None and maximum < minimum):
             raise self.error(f"a repetition must have 0 <= n <= m <= {MAX_COUNT}")
-        return least, most
+        return minimum, maximum
 
     def bracket(self) -> Node:
         is_negated = self.take("^")
@@ -195,12 +195,12 @@ class _Reader:
         return point
 
     def name(self) -> str:
-        found = self.span(lambda letter: letter.isalnum() or letter in "-_")
-        if not found:
+        name = self.span(lambda letter: letter.isalnum() or letter in "-_")
+        if not name:
             raise self.error(
                 "a rule's name is missing" if not self.peek() else f"{shown(self.peek())} is no name"
             )
-        return found
+        return name
 
     def space(self, *, lines: bool = False) -> None:
         """Skip white space and comments, and line ends where they mean nothing."""

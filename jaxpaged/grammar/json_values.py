@@ -33,7 +33,7 @@ INTEGER = Then((optional(chars("-")), _NATURAL))
 _EXPONENT = Then((chars("eE"), optional(chars("+-")), Repeat(DIGIT, 1, 2)))
 NUMBER = Then((INTEGER, optional(Then((chars("."), Repeat(DIGIT, 1)))), optional(_EXPONENT)))
 
-# Characters that stand for themselves in a JSON string, and the short ways to write others.
+# Characters that stand for themselves in a JSON string, and the short forms of others.
 PLAIN: Ranges = others([(0, 0x1F), (ord('"'), ord('"')), (ord("\\"), ord("\\"))])
 SHORT = {8: "b", 9: "t", 10: "n", 12: "f", 13: "r", ord('"'): '"', ord("\\"): "\\"}
 _SURROGATE_HIGH = Then((chars("dD"), chars("89abAB"), HEX, HEX))
@@ -51,9 +51,9 @@ CHARACTER = Either(
 )
 
 
-def string(least: int = 0, most: int | None = None) -> Node:
-    """Return JSON strings of `least` to `most` characters."""
-    return quoted(Repeat(CHARACTER, least, most))
+def string(minimum: int = 0, maximum: int | None = None) -> Node:
+    """Return JSON strings of `minimum` to `maximum` characters."""
+    return quoted(Repeat(CHARACTER, minimum, maximum))
 
 
 def pattern_text(pattern: str, path: str, *, is_wide: bool = False) -> Node:
@@ -63,15 +63,15 @@ def pattern_text(pattern: str, path: str, *, is_wide: bool = False) -> Node:
 
 def format_texts(name: str) -> list[Node]:
     """Return nodes whose common texts are those of a format of `FORMATS`."""
-    found = [parse_regex(FORMATS[name])]
+    nodes = [parse_regex(FORMATS[name])]
     if name in MAX_LENGTHS:
-        found.append(length_text(0, MAX_LENGTHS[name]))
-    return found
+        nodes.append(length_text(0, MAX_LENGTHS[name]))
+    return nodes
 
 
-def length_text(least: int, most: int | None) -> Node:
-    """Return texts of `least` to `most` characters."""
-    return Repeat(Chars(((0, MAX_POINT),)), least, most)
+def length_text(minimum: int, maximum: int | None) -> Node:
+    """Return texts of `minimum` to `maximum` characters."""
+    return Repeat(Chars(((0, MAX_POINT),)), minimum, maximum)
 
 
 def literal(value: Any) -> Node:
@@ -84,31 +84,31 @@ def quoted(inside: Node) -> Node:
 
 
 def encoded(node: Node) -> Node:
-    """Return what is written between the quotes of a JSON string for each text of a node.
+    """Return the node of a JSON string's content between its quotes, for each text of a node.
 
     A character is written as itself where JSON lets it, and the shortest way where it does not.
     """
     match node:
         case Chars(ranges):
-            ways: list[Node] = []
+            alternatives: list[Node] = []
             if plain := common(ranges, PLAIN):
-                ways.append(Chars(plain))
+                alternatives.append(Chars(plain))
             for low, high in common(ranges, others(PLAIN)):
-                ways += [text(_escape(point)) for point in range(low, high + 1)]
-            return ways[0] if len(ways) == 1 else Either(tuple(ways))
+                alternatives += [text(_escape(point)) for point in range(low, high + 1)]
+            return alternatives[0] if len(alternatives) == 1 else Either(tuple(alternatives))
         case Then(parts):
             return Then(tuple(map(encoded, parts)))
         case Either(parts):
             return Either(tuple(map(encoded, parts)))
-        case Repeat(part, least, most):
-            return Repeat(encoded(part), least, most)
+        case Repeat(part, minimum, maximum):
+            return Repeat(encoded(part), minimum, maximum)
         case Both(parts):
             return Both(tuple(map(encoded, parts)))
         case Minus(part, other):
             return Minus(encoded(part), encoded(other))
-        case Members(parts, comma, rest, least, most):
-            its = tuple((encoded(part), required) for part, required in parts)
-            return Members(its, encoded(comma), None if rest is None else encoded(rest), least, most)
+        case Members(parts, comma, rest, minimum, maximum):
+            members = tuple((encoded(part), required) for part, required in parts)
+            return Members(members, encoded(comma), None if rest is None else encoded(rest), minimum, maximum)
         case _:
             raise TypeError(f"{type(node).__name__} is no part of a string")
 
@@ -117,46 +117,46 @@ def other_string(names: list[str]) -> Node:
     """Return JSON strings that are none of `names`, with characters written as `encoded` does."""
 
     def behind(begun: list[str]) -> Node:
-        """Return what may be behind a beginning, of names whose ends these are; the end of the string too."""
+        """Return the rest of a string that starts with a beginning of the given names but is none of them."""
         first = {name[0] for name in begun if name}
         other = Then((Chars(others((ord(letter), ord(letter)) for letter in first)), Repeat(any_char)))
-        ways: list[Node] = [other] if "" in begun else [EMPTY, other]
+        alternatives: list[Node] = [other] if "" in begun else [EMPTY, other]
         for letter in sorted(first):
             left = [name[1:] for name in begun if name.startswith(letter)]
-            ways.append(Then((chars(letter), behind(left))))
-        return Either(tuple(ways))
+            alternatives.append(Then((chars(letter), behind(left))))
+        return Either(tuple(alternatives))
 
     any_char = Chars(((0, MAX_POINT),))
     return quoted(encoded(behind(names)))
 
 
-def integer(least: int | None, most: int | None) -> Node:
-    """Return the integers from `least` to `most`, both included; None: without a bound. 0 may have a sign."""
-    if least is None and most is None:
+def integer(minimum: int | None, maximum: int | None) -> Node:
+    """Return the integers from `minimum` to `maximum`, both included; None: no bound. 0 may have a sign."""
+    if minimum is None and maximum is None:
         return INTEGER
-    ways = []
-    if most is None or most >= 0:
-        low = max(least or 0, 0)
-        ways += [natural(low, most)] if most is None or low <= most else []
-    if least is None or least <= 0:
-        low = 0 if most is None or most >= 0 else -most
-        high = None if least is None else -least
-        ways += [Then((chars("-"), natural(low, high)))] if high is None or low <= high else []
-    return Either(tuple(ways)) if ways else NOTHING
+    alternatives = []
+    if maximum is None or maximum >= 0:
+        low = max(minimum or 0, 0)
+        alternatives += [natural(low, maximum)] if maximum is None or low <= maximum else []
+    if minimum is None or minimum <= 0:
+        low = 0 if maximum is None or maximum >= 0 else -maximum
+        high = None if minimum is None else -minimum
+        alternatives += [Then((chars("-"), natural(low, high)))] if high is None or low <= high else []
+    return Either(tuple(alternatives)) if alternatives else NOTHING
 
 
-def natural(least: int, most: int | None) -> Node:
-    """Return the digits of the integers from `least`, not below 0, to `most`; None: without a bound."""
-    ways = []
-    first = len(str(least))
-    last = first if most is None else len(str(most))
+def natural(minimum: int, maximum: int | None) -> Node:
+    """Return the digits of the integers from `minimum`, not below 0, to `maximum`; None: without a bound."""
+    alternatives = []
+    first = len(str(minimum))
+    last = first if maximum is None else len(str(maximum))
     for length in range(first, last + 1):
-        low = max(least, 10 ** (length - 1) if length > 1 else 0)
-        high = 10**length - 1 if most is None else min(most, 10**length - 1)
-        ways.append(_between(str(low), str(high)))
-    if most is None:
-        ways.append(Then((chars("123456789"), Repeat(DIGIT, last, None))))
-    return Either(tuple(ways))
+        low = max(minimum, 10 ** (length - 1) if length > 1 else 0)
+        high = 10**length - 1 if maximum is None else min(maximum, 10**length - 1)
+        alternatives.append(_between(str(low), str(high)))
+    if maximum is None:
+        alternatives.append(Then((chars("123456789"), Repeat(DIGIT, last, None))))
+    return Either(tuple(alternatives))
 
 
 def _between(low: str, high: str) -> Node:
@@ -168,14 +168,14 @@ def _between(low: str, high: str) -> Node:
     if low[0] == high[0]:
         return Then((chars(low[0]), _between(low[1:], high[1:])))
     nines, zeros = "9" * (len(low) - 1), "0" * (len(low) - 1)
-    ways = [
+    alternatives = [
         Then((chars(low[0]), _between(low[1:], nines))),
         Then((chars(high[0]), _between(zeros, high[1:]))),
     ]
     if int(low[0]) + 1 < int(high[0]):
         inner = Chars(((ord(low[0]) + 1, ord(high[0]) - 1),))
-        ways.append(Then((inner, Repeat(DIGIT, len(zeros), len(zeros)))))
-    return Either(tuple(ways))
+        alternatives.append(Then((inner, Repeat(DIGIT, len(zeros), len(zeros)))))
+    return Either(tuple(alternatives))
 
 
 def _escape(point: int) -> str:

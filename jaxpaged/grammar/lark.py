@@ -68,11 +68,11 @@ class _Writer:
                     return f"({' '.join(part(one, depth + 1) for one in parts)})" if parts else '""'
                 case Choice(parts):
                     return f"({' | '.join(part(one, depth + 1) for one in parts)})"
-                case Loop(inside, least, most):
-                    return f"({part(inside, depth + 1)}){_times(least, most)}"
+                case Loop(inside, minimum, maximum):
+                    return f"({part(inside, depth + 1)}){_times(minimum, maximum)}"
 
         first = [f"start: {part(made.start)}"]
-        first += [f"{self.rules[name]}: {part(its)}" for name, its in made.named.items()]
+        first += [f"{self.rules[name]}: {part(rule)}" for name, rule in made.named.items()]
         return [*first, *lines, *self.lines]
 
     def name(self, node: Node) -> str:
@@ -99,8 +99,8 @@ class _Writer:
                 return self.joined(list(map(self.atom, parts)), "", " ", lambda text: text)
             case Either(parts) if parts:
                 return self.joined(list(map(self.atom, parts)), "|", " | ", lambda text: f"(?:{text})")
-            case Repeat(part, least, most):
-                inside, times = self.atom(part), _times(least, most)
+            case Repeat(part, minimum, maximum):
+                inside, times = self.atom(part), _times(minimum, maximum)
                 if inside[0] == "/" and len(inside) < MAX_INLINE:
                     return f"/(?:{inside[1:-1]}){times}/"
                 return self.named(f"({inside}){times}")
@@ -133,10 +133,10 @@ class _Writer:
         return self.named(wide.join(made))
 
 
-def _times(least: int, most: int | None) -> str:
-    if most is None:
-        return {0: "*", 1: "+"}.get(least, f"{{{least},}}")
-    return f"{{{least},{most}}}"
+def _times(minimum: int, maximum: int | None) -> str:
+    if maximum is None:
+        return {0: "*", 1: "+"}.get(minimum, f"{{{minimum},}}")
+    return f"{{{minimum},{maximum}}}"
 
 
 def _class(ranges: Ranges) -> str:

@@ -54,12 +54,12 @@ def divided(rules: Rules) -> Lexemes:
     while time.process_time() < deadline:
         made = cutter.whole()
         # What is told without machines comes first: large lexemes that are divided anyway need none.
-        if not (found := conflicts_alone(made, cutter.edges)):
+        if not (numbers := conflicts_alone(made, cutter.edges)):
             leaves = {leaf.number for leaf in leaves_of(made)}
-            found = {number for number in leaves if cutter.machine(number) is None}
-        if not found and not (found := conflicts(made, cutter.machines)):
+            numbers = {number for number in leaves if cutter.machine(number) is None}
+        if not numbers and not (numbers := conflicts(made, cutter.machines)):
             return made
-        cutter.split |= found
+        cutter.split |= numbers
     raise GrammarError("the grammar takes too long to divide: make it simpler")
 
 
@@ -97,18 +97,18 @@ class _Cutter:
         """Return the number of a node, the same for nodes that are alike; None if it is recursive."""
         if id(node) in self.known:
             return self.known[id(node)][1]
-        its: tuple[int | None, ...] = tuple(map(self.number, children(node)))
+        child_numbers: tuple[int | None, ...] = tuple(map(self.number, children(node)))
         made = None
-        if not isinstance(node, Ref | Multiples) and None not in its:
+        if not isinstance(node, Ref | Multiples) and None not in child_numbers:
             more: object = None
             if isinstance(node, Chars):
                 more = node.ranges
             elif isinstance(node, Repeat):
-                more = node.least, node.most
+                more = node.minimum, node.maximum
             elif isinstance(node, Members):
                 must = tuple(is_required for _, is_required in node.parts)
-                more = must, node.rest is None, node.least, node.most
-            made = self.numbers.setdefault((type(node).__name__, its, more), len(self.nodes))
+                more = must, node.rest is None, node.minimum, node.maximum
+            made = self.numbers.setdefault((type(node).__name__, child_numbers, more), len(self.nodes))
             if made == len(self.nodes):
                 self.nodes.append(node)
         self.known[id(node)] = node, made
@@ -138,7 +138,7 @@ class _Cutter:
         return len(inside) > MAX_COPIED
 
     def inside(self, node: Node) -> Part:
-        """Return what a node is, over lexemes."""
+        """Return the rule part of a node, made of lexemes."""
         if (number := self.number(node)) is not None and (number not in self.split or node == EMPTY):
             return self.leaf(node, number)
         match node:
@@ -151,15 +151,15 @@ class _Cutter:
             case Either(parts):
                 if number is not None:
                     return Choice(tuple(map(self.part, parts)))
-                flat = [way for part in parts for way in self.ways(part)]
+                flat = [alternative for part in parts for alternative in self.alternatives(part)]
                 plain = [part for part in flat if self.number(part) is not None]
                 others = [part for part in flat if self.number(part) is None]
                 first = [self.part(self.joint(plain, Either))] if plain else []
                 return Choice((*first, *map(self.part, others)))
-            case Repeat(part, least, most):
-                inside, least = self.without_empty(part, least)
-                return Loop(inside, least, most)
-            case Members(parts, _, None, least, None) if least <= 1 < len(parts):
+            case Repeat(part, minimum, maximum):
+                inside, minimum = self.without_empty(part, minimum)
+                return Loop(inside, minimum, maximum)
+            case Members(parts, _, None, minimum, None) if minimum <= 1 < len(parts):
                 return self.halves(node)
             case Members():
                 key = (2, id(node))
@@ -179,11 +179,11 @@ class _Cutter:
     def run(self, parts: tuple[Node, ...]) -> Iterable[Part]:
         """Yield parts in a row, those that are not recursive joined."""
         flat = [each for part in parts for each in self.flat(part)]
-        for is_plain, its in itertools.groupby(flat, lambda part: self.number(part) is not None):
+        for is_plain, members in itertools.groupby(flat, lambda part: self.number(part) is not None):
             if is_plain:
-                yield self.part(self.joint([*its], Then))
+                yield self.part(self.joint([*members], Then))
             else:
-                yield from map(self.part, its)
+                yield from map(self.part, members)
 
     def flat(self, node: Node) -> list[Node]:
         if isinstance(node, Then) and self.number(node) is None and not self.is_shared(node):
@@ -198,25 +198,25 @@ class _Cutter:
         return Call(name)
 
     def two_halves(self, node: Members) -> Part:
-        """Return members as those before and those behind the middle."""
+        """Return the rule of members that are cut in two halves, of which either may be missing."""
         middle = len(node.parts) // 2
         sides = [node.parts[:middle], node.parts[middle:]]
-        must = [any(is_required for _, is_required in its) for its in sides]
+        must = [any(is_required for _, is_required in side) for side in sides]
         keys = (3, id(node)), (4, id(node))
         first, last = (
-            self.joined.setdefault(key, dataclasses.replace(node, parts=its, least=1))
-            for key, its in zip(keys, sides, strict=True)
+            self.joined.setdefault(key, dataclasses.replace(node, parts=side, minimum=1))
+            for key, side in zip(keys, sides, strict=True)
         )
         rest = self.part(Then((node.comma, last)))
-        ways: list[Part] = [
+        alternatives: list[Part] = [
             Row((self.part(first), rest if must[1] else Choice((Row(()), rest)))),
             *([] if must[0] else [self.part(last)]),
         ]
-        return Choice((*([] if node.least or any(must) else [Row(())]), *ways))
+        return Choice((*([] if node.minimum or any(must) else [Row(())]), *alternatives))
 
-    def ways(self, node: Node) -> list[Node]:
+    def alternatives(self, node: Node) -> list[Node]:
         if isinstance(node, Either) and self.number(node) is None and not self.is_shared(node):
-            return [each for part in node.parts for each in self.ways(part)]
+            return [each for part in node.parts for each in self.alternatives(part)]
         return [node]
 
     def joint(self, parts: list[Node], kind: type[Then] | type[Either]) -> Node:
@@ -226,10 +226,12 @@ class _Cutter:
         key = (int(kind is Then), *map(id, parts))
         return self.joined.setdefault(key, kind(tuple(parts)))
 
-    def without_empty(self, part: Node, least: int) -> tuple[Part, int]:
-        """Return what is repeated, not empty where that is known, and how often at least."""
+    def without_empty(self, part: Node, minimum: int) -> tuple[Part, int]:
+        """Return the repeated part without its empty text, where that is known, and the least number of
+        repetitions.
+        """
         if self.number(part) is None or not self.is_empty(part):
-            return self.part(part), least
+            return self.part(part), minimum
         some = self.not_empty(part)
         return (self.part(some) if some is not None else Row(())), 0
 
@@ -240,22 +242,22 @@ class _Cutter:
         if number not in self.empty:
             match node:
                 case Then(parts) | Both(parts):
-                    found = all(map(self.is_empty, parts))
+                    may_be_empty = all(map(self.is_empty, parts))
                 case Either(parts):
-                    found = any(map(self.is_empty, parts))
-                case Repeat(part, least):
-                    found = least == 0 or self.is_empty(part)
-                case Members(parts, _, _, least):
-                    found = least == 0 and not any(is_required for _, is_required in parts)
+                    may_be_empty = any(map(self.is_empty, parts))
+                case Repeat(part, minimum):
+                    may_be_empty = minimum == 0 or self.is_empty(part)
+                case Members(parts, _, _, minimum):
+                    may_be_empty = minimum == 0 and not any(is_required for _, is_required in parts)
                 case Minus(part, other):
-                    found = self.is_empty(part) and not self.is_empty(other)
+                    may_be_empty = self.is_empty(part) and not self.is_empty(other)
                 case _:
-                    found = False
-            self.empty[number] = found
+                    may_be_empty = False
+            self.empty[number] = may_be_empty
         return self.empty[number]
 
     def not_empty(self, node: Node) -> Node | None:
-        """Return a part's texts but the empty one; None if there are no others."""
+        """Return the node of a part's texts without the empty one; None if there are no others."""
         number = self.number(node)
         assert number is not None
         if number not in self.some:
@@ -274,17 +276,17 @@ class _Cutter:
             case Then(parts):
                 some = self.not_empty(parts[0])
                 after: Node = Then(parts[1:])
-                ways: list[Node] = [Then((some, *parts[1:]))] if some is not None else []
-                ways += [more] if (more := self.not_empty(after)) is not None else []
-                return either(ways) if ways else None
+                alternatives: list[Node] = [Then((some, *parts[1:]))] if some is not None else []
+                alternatives += [more] if (more := self.not_empty(after)) is not None else []
+                return either(alternatives) if alternatives else None
             case Either(parts):
-                ways = [full for part in parts if (full := self.not_empty(part)) is not None]
-                return either(ways) if ways else None
-            case Repeat(repeated, _, most):
-                once = None if most == 0 else self.not_empty(repeated)
-                return None if once is None else Repeat(once, 1, most)
-            case Members(parts, _, rest, _, most):
-                return dataclasses.replace(node, least=1) if most != 0 and (parts or rest) else None
+                alternatives = [full for part in parts if (full := self.not_empty(part)) is not None]
+                return either(alternatives) if alternatives else None
+            case Repeat(repeated, _, maximum):
+                once = None if maximum == 0 else self.not_empty(repeated)
+                return None if once is None else Repeat(once, 1, maximum)
+            case Members(parts, _, rest, _, maximum):
+                return dataclasses.replace(node, minimum=1) if maximum != 0 and (parts or rest) else None
         return Both((node, Repeat(ANY, 1)))
 
     def spelled_out(self, node: Node) -> Part:
@@ -296,13 +298,13 @@ class _Cutter:
         names = [f"m{id(node)}_{state}" for state in range(len(by_byte))]
         if names[0] not in self.made.named:
             for state, targets in enumerate(by_byte):
-                ways: list[Part] = [Row(())] if machine.accepting[state] else []
+                alternatives: list[Part] = [Row(())] if machine.accepting[state] else []
                 for target in np.unique(targets[targets != NOT_ALLOWED]).tolist():
                     letters = Chars(
                         tuple((int(byte), int(byte)) for byte in np.flatnonzero(targets == target))
                     )
-                    ways.append(Row((self.part(letters), Call(names[target]))))
-                self.made.named[names[state]] = Choice(tuple(ways))
+                    alternatives.append(Row((self.part(letters), Call(names[target]))))
+                self.made.named[names[state]] = Choice(tuple(alternatives))
         return Call(names[0])
 
     def machine(self, number: int) -> ByteMachine | None:
@@ -324,13 +326,15 @@ def _wider(node: Node, known: dict[int, tuple[Node, Node]]) -> Node:
                 made = Then(tuple(_wider(part, known) for part in parts))
             case Either(parts):
                 made = Either(tuple(_wider(part, known) for part in parts))
-            case Repeat(part, least, most):
-                few = least if least <= FEW else 1
-                made = Repeat(_wider(part, known), few, most if most is not None and most <= FEW else None)
-            case Members(parts, comma, rest, least):
-                its = tuple((_wider(part, known), is_required) for part, is_required in parts)
+            case Repeat(part, minimum, maximum):
+                few = minimum if minimum <= FEW else 1
+                made = Repeat(
+                    _wider(part, known), few, maximum if maximum is not None and maximum <= FEW else None
+                )
+            case Members(parts, comma, rest, minimum):
+                members = tuple((_wider(part, known), is_required) for part, is_required in parts)
                 more = None if rest is None else _wider(rest, known)
-                made = Members(its, _wider(comma, known), more, min(least, 1), None)
+                made = Members(members, _wider(comma, known), more, min(minimum, 1), None)
             case Both(parts):
                 made = both(_wider(part, known) for part in parts)
             case Minus(part, other):

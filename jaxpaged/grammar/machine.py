@@ -56,8 +56,8 @@ def byte_machine(node: Node, limits: Limits, seconds: float = math.inf) -> ByteM
 class _Compiler:
     """A compiler of nodes, with the machines of parts that were made, and a bound of all work."""
 
-    def __init__(self, most: int, deadline: float = math.inf) -> None:
-        self.most, self.work = most, 0  # states of one machine; states that were looked at
+    def __init__(self, max_states: int, deadline: float = math.inf) -> None:
+        self.max_states, self.work = max_states, 0  # states of one machine; states that were looked at
         self.deadline = deadline  # of processor time
         self.next_look = 0  # work behind which the time is looked at
         # By identity: nodes share parts, so a hash or a comparison of their values could take forever.
@@ -77,7 +77,9 @@ class _Compiler:
         return self.known[id(node)][1]
 
     def combined(self, node: Both | Minus) -> ByteMachine | None:
-        """Return the machine of what several machines accept, or one does and another does not."""
+        """Return the machine of the texts of all parts of a `Both`, or of the first but not the second part
+        of a `Minus`.
+        """
         first, *others = node.parts if isinstance(node, Both) else (node.part, node.other)
         made = self.machine(first)
         for part in others:
@@ -85,14 +87,14 @@ class _Compiler:
             if made is None or (other is None and isinstance(node, Both)):
                 return None
             if other is not None:
-                made = useful(paired(made, other, self.most, is_minus=isinstance(node, Minus)))
+                made = useful(paired(made, other, self.max_states, is_minus=isinstance(node, Minus)))
                 self.spend(0 if made is None else 4 * len(made.steps))
         return made
 
     def spend(self, work: int) -> None:
         self.work += work
         if self.work > MAX_WORK:
-            raise too_many_states(self.most // STATES_AHEAD)
+            raise too_many_states(self.max_states // STATES_AHEAD)
         if self.work < self.next_look:
             return
         self.next_look = self.work + WORK_UNTIMED
@@ -116,7 +118,7 @@ class _Parts:
         return len(self.free) - 1
 
     def add(self, node: Node, start: int, end: int) -> None:
-        """Add a node's texts as ways from `start` to `end`."""
+        """Add a node's texts as paths from `start` to `end`."""
         match node:
             case Chars(ranges):
                 self._add_bytes(utf8_of(ranges), start, end)
@@ -132,8 +134,8 @@ class _Parts:
             case Either(parts):
                 for part in parts:
                     self._alone(part, start, end)
-            case Repeat(part, least, most):
-                self._repeat(part, least, most, start, end)
+            case Repeat(part, minimum, maximum):
+                self._repeat(part, minimum, maximum, start, end)
             case Members():
                 self._members(node, start, end)
             case Tagged():
@@ -163,18 +165,18 @@ class _Parts:
         self.add(node, first, last)
         self.free[last].append(end)
 
-    def _repeat(self, part: Node, least: int, most: int | None, start: int, end: int) -> None:
-        for _ in range(least):
+    def _repeat(self, part: Node, minimum: int, maximum: int | None, start: int, end: int) -> None:
+        for _ in range(minimum):
             middle = self.new()
             self._alone(part, start, middle)
             start = middle
-        if most is None:
+        if maximum is None:
             loop = self.new()
             self.free[start].append(loop)
             self._alone(part, loop, loop)
             self.free[loop].append(end)
             return
-        for _ in range(most - least):
+        for _ in range(maximum - minimum):
             self.free[start].append(end)
             middle = self.new()
             self._alone(part, start, middle)
@@ -186,8 +188,8 @@ class _Parts:
 
         Numbers are told apart as far as they matter; the last stands for all that are larger.
         """
-        last = node.most if node.most is not None else max(node.least, 1)
-        is_open = node.most is None
+        last = node.maximum if node.maximum is not None else max(node.minimum, 1)
+        is_open = node.maximum is None
         counts = [start, *(self.new() for _ in range(last))]  # where so many parts have been written
 
         def entered(count: int) -> int:
@@ -211,7 +213,7 @@ class _Parts:
         if node.rest is not None:
             for count in range(1, last + 1):
                 self._alone(node.rest, entered(count), counts[count])
-        for count in range(node.least, last + 1):
+        for count in range(node.minimum, last + 1):
             self.free[counts[count]].append(end)
 
     def _copy(self, machine: ByteMachine, start: int, end: int) -> None:
@@ -266,9 +268,9 @@ class _Parts:
         waiting = [0]
         for taken in waiting:
             state, size = states[taken], taken.bit_count()
-            if size >= node.least:
+            if size >= node.minimum:
                 self.free[state].append(end)
-            if size == node.most:
+            if size == node.maximum:
                 continue
             entry = self.new()
             if taken:
@@ -307,10 +309,10 @@ class _Parts:
             self._add_bytes(other, state, states[""])
             for letter in letters:
                 now = begun + letter
-                ways = [entries[trigger] for trigger in triggers if now.endswith(trigger)]
-                if not ways:
-                    ways = [states[next(now[i:] for i in range(len(now) + 1) if now[i:] in states)]]
-                for there in ways:
+                alternatives = [entries[trigger] for trigger in triggers if now.endswith(trigger)]
+                if not alternatives:
+                    alternatives = [states[next(now[i:] for i in range(len(now) + 1) if now[i:] in states)]]
+                for there in alternatives:
                     self._add_bytes(utf8_of(((ord(letter), ord(letter)),)), state, there)
 
     def _add_bytes(self, sequences: Sequence[Sequence[tuple[int, int]]], start: int, end: int) -> None:
@@ -360,8 +362,8 @@ def _without_choices(parts: _Parts, start: int, end: int) -> ByteMachine:
             row[kind] = known[key]
         rows.append(row)
         compiler.spend(len(states) + sum(map(len, targets.values())))
-        if len(waiting) > compiler.most:
-            raise too_many_states(compiler.most // STATES_AHEAD)
+        if len(waiting) > compiler.max_states:
+            raise too_many_states(compiler.max_states // STATES_AHEAD)
     return ByteMachine(np.stack(rows), kind_of, np.array([end in states for states in waiting]))
 
 
@@ -381,26 +383,26 @@ def _kinds(parts: _Parts) -> tuple[np.ndarray, list[list[tuple[int, int, int]]]]
 @functools.lru_cache(maxsize=1024)
 def utf8_of(ranges: Ranges) -> tuple[tuple[tuple[int, int], ...], ...]:
     """Return the UTF-8 of code points as sequences of ranges of bytes; surrogates have none."""
-    found: list[tuple[tuple[int, int], ...]] = []
+    sequences: list[tuple[tuple[int, int], ...]] = []
     for low, high in ranges:
         for first, last in ENCODED:
             if max(low, first) <= min(high, last):
-                _split(max(low, first), min(high, last), found)
-    return tuple(found)
+                _split(max(low, first), min(high, last), sequences)
+    return tuple(sequences)
 
 
-def _split(low: int, high: int, found: list[tuple[tuple[int, int], ...]]) -> None:
+def _split(low: int, high: int, sequences: list[tuple[tuple[int, int], ...]]) -> None:
     """Add sequences for code points of one length in bytes."""
     size = len(chr(low).encode())
     for bits in range(6, 6 * size, 6):
         mask = (1 << bits) - 1
         if low | mask < high:
             if low & mask:
-                _split(low, low | mask, found)
-                _split((low | mask) + 1, high, found)
+                _split(low, low | mask, sequences)
+                _split((low | mask) + 1, high, sequences)
                 return
             if high & mask != mask:
-                _split(low, (high & ~mask) - 1, found)
-                _split(high & ~mask, high, found)
+                _split(low, (high & ~mask) - 1, sequences)
+                _split(high & ~mask, high, sequences)
                 return
-    found.append(tuple(zip(chr(low).encode(), chr(high).encode(), strict=True)))
+    sequences.append(tuple(zip(chr(low).encode(), chr(high).encode(), strict=True)))

@@ -41,7 +41,7 @@ class LostError(RuntimeError):
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds of what is compiled for one grammar."""
+    """Bounds on time and memory for compiling one grammar."""
 
     max_states: int = 4096  # of an automaton
     max_table_bytes: int = 64 * 2**20
@@ -73,26 +73,26 @@ class Either:
 
 @dataclass(frozen=True)
 class Repeat:
-    """A part from `least` to `most` times in a row; None: any number of times."""
+    """A part from `minimum` to `maximum` times in a row; None: any number of times."""
 
     part: "Node"
-    least: int = 0
-    most: int | None = None
+    minimum: int = 0
+    maximum: int | None = None
 
 
 @dataclass(frozen=True)
 class Members:
     """Parts in order, with `comma` between those that are there.
 
-    A part with False may be missing. `rest` may follow any number of times. From `least` to `most` are there;
-    None: any number.
+    A part with False may be missing. `rest` may follow any number of times. The parts that are there are
+    `minimum` to `maximum`; None: any number.
     """
 
     parts: "tuple[tuple[Node, bool], ...]"
     comma: "Node"
     rest: "Node | None" = None
-    least: int = 0
-    most: int | None = None
+    minimum: int = 0
+    maximum: int | None = None
 
 
 @dataclass(frozen=True)
@@ -136,12 +136,12 @@ class Multiples:
 
 @dataclass(frozen=True)
 class Distinct:
-    """Some parts in any order, each once at most, with `comma` between: from `least` to `most` of them."""
+    """Choice of `minimum` to `maximum` parts in any order, each once at most, with `comma` between."""
 
     parts: "tuple[Node, ...]"
     comma: "Node"
-    least: int
-    most: int
+    minimum: int
+    maximum: int
 
 
 @dataclass(frozen=True)
@@ -172,13 +172,13 @@ def optional(part: Node) -> Node:
 
 
 def either(parts: Iterable[Node]) -> Node:
-    """Return one of some parts, without those that have no text."""
+    """Return the node of an alternative of parts, without parts that have no text."""
     kept = [part for part in parts if part != NOTHING]
     return kept[0] if len(kept) == 1 else Either(tuple(kept))
 
 
 def both(parts: Iterable[Node]) -> Node:
-    """Return what is in all of some parts."""
+    """Return the node of the texts that all parts have."""
     kept = tuple(parts)
     if NOTHING in kept:
         return NOTHING
@@ -186,7 +186,7 @@ def both(parts: Iterable[Node]) -> Node:
 
 
 def joined(ranges: Iterable[tuple[int, int]]) -> Ranges:
-    """Return ranges in order, with those that touch made one."""
+    """Return ranges in order, with neighbouring and overlapping ranges joined."""
     made: list[tuple[int, int]] = []
     for low, high in sorted(ranges):
         if made and low <= made[-1][1] + 1:

@@ -42,13 +42,13 @@ def bound(value: float, *, is_open: bool = False, is_low: bool = True) -> Decima
 
 def decimal(low: Decimal | None, high: Decimal | None) -> Node:
     """Return the decimals from `low` to `high`, both included, without an exponent; None: without a bound."""
-    ways: list[Node] = []
+    alternatives: list[Node] = []
     if high is None or high >= 0:
-        ways.append(_unsigned(max(low or Decimal(0), Decimal(0)), high))
+        alternatives.append(_unsigned(max(low or Decimal(0), Decimal(0)), high))
     if low is None or low <= 0:
         top = None if low is None else -low
-        ways.append(Then((chars("-"), _unsigned(max(-(high or Decimal(0)), Decimal(0)), top))))
-    return either(ways)
+        alternatives.append(Then((chars("-"), _unsigned(max(-(high or Decimal(0)), Decimal(0)), top))))
+    return either(alternatives)
 
 
 def multiples(of: Decimal, *, is_whole: bool) -> Node | None:
@@ -62,10 +62,10 @@ def multiples(of: Decimal, *, is_whole: bool) -> Node | None:
         top, zeros = top // 10, zeros + 1
     if top * (places + 1) > MAX_REMAINDERS or zeros > MAX_PLACES:
         return None
-    found: Node = Multiples(top, places, is_whole)
+    magnitude: Node = Multiples(top, places, is_whole)
     if zeros:
-        found = Either((text("0"), Then((Minus(found, text("0")), text("0" * zeros)))))
-    return Then((optional(chars("-")), found))
+        magnitude = Either((text("0"), Then((Minus(magnitude, text("0")), text("0" * zeros)))))
+    return Then((optional(chars("-")), magnitude))
 
 
 def _unsigned(low: Decimal, high: Decimal | None) -> Node:
@@ -92,26 +92,26 @@ def _fraction_from(digits: str) -> Node:
     if not digits:
         return Repeat(DIGIT)
     above = chars("0123456789"[int(digits[0]) + 1 :])
-    ways: list[Node] = [Then((chars(digits[0]), _fraction_from(digits[1:])))]
+    alternatives: list[Node] = [Then((chars(digits[0]), _fraction_from(digits[1:])))]
     if digits[0] != "9":
-        ways.append(Then((above, Repeat(DIGIT))))
-    return either(ways)
+        alternatives.append(Then((above, Repeat(DIGIT))))
+    return either(alternatives)
 
 
 def _to(whole: int, fraction: str) -> Node:
     fractions = optional(Then((_POINT, Repeat(DIGIT, 1))))
     equal = optional(Then((_POINT, _fraction_to(fraction, is_first=True))))
-    ways: list[Node] = [Then((text(str(whole)), equal))]
+    alternatives: list[Node] = [Then((text(str(whole)), equal))]
     if whole:
-        ways.append(Then((natural(0, whole - 1), fractions)))
-    return either(ways)
+        alternatives.append(Then((natural(0, whole - 1), fractions)))
+    return either(alternatives)
 
 
 def _fraction_to(digits: str, *, is_first: bool = False) -> Node:
     if not digits:
         return _SOME_ZEROS if is_first else Repeat(chars("0"))
-    ways: list[Node] = [] if is_first else [EMPTY]
-    ways.append(Then((chars(digits[0]), _fraction_to(digits[1:]))))
+    alternatives: list[Node] = [] if is_first else [EMPTY]
+    alternatives.append(Then((chars(digits[0]), _fraction_to(digits[1:]))))
     if digits[0] != "0":
-        ways.append(Then((chars("0123456789"[: int(digits[0])]), Repeat(DIGIT))))
-    return either(ways)
+        alternatives.append(Then((chars("0123456789"[: int(digits[0])]), Repeat(DIGIT))))
+    return either(alternatives)

@@ -37,7 +37,7 @@ class Place(NamedTuple):
         return self._replace(schema=schema, is_made=True)
 
     def key(self) -> tuple[str, str]:
-        """Return what is the same for places that say the same."""
+        """Return a key that is equal for places with equal content."""
         return self.path, json.dumps(self.schema) if self.is_made else ""
 
 
@@ -55,7 +55,7 @@ def is_root(schema: Any) -> bool:
     return isinstance(name, str) and not name.startswith("#")
 
 
-Way = tuple[Place, ...]
+Alternative = tuple[Place, ...]
 """Places whose keywords all hold for a value, none of which refers to others for the same value."""
 
 
@@ -76,7 +76,7 @@ def not_regular(path: str, why: str, *, is_recursive: bool = False) -> NotRegula
 
 
 def escaped(key: str | int) -> str:
-    """Return a key as it is written in a path."""
+    """Return a key in the notation of a JSON pointer."""
     return str(key).replace("~", "~0").replace("/", "~1")
 
 
@@ -91,12 +91,16 @@ def count(place: Place, key: str) -> int | None:
     return int(value)
 
 
-def counts(way: Way, least: str, most: str) -> tuple[int, int | None]:
+def counts(alternative: Alternative, minimum_key: str, maximum_key: str) -> tuple[int, int | None]:
     """Return the bounds of a count that hold in all places. Raises `UnmetError` if there is no such count."""
-    low = max((number for place in way if (number := count(place, least)) is not None), default=0)
-    high = min((number for place in way if (number := count(place, most)) is not None), default=None)
+    low = max(
+        (number for place in alternative if (number := count(place, minimum_key)) is not None), default=0
+    )
+    high = min(
+        (number for place in alternative if (number := count(place, maximum_key)) is not None), default=None
+    )
     if high is not None and high < low:
-        raise unmet(way[0].path, f"{least}={low} is more than {most}={high}")
+        raise unmet(alternative[0].path, f"{minimum_key}={low} is more than {maximum_key}={high}")
     return low, high
 
 
@@ -128,24 +132,24 @@ def types(place: Place) -> list[str]:
     if "type" not in place.schema:
         return list(KINDS)
     value = place.schema["type"]
-    found = list(value) if isinstance(value, list) else [value]
-    for kind in found:
+    names = list(value) if isinstance(value, list) else [value]
+    for kind in names:
         if kind not in TYPES:
             raise wrong(place.path, f"has type={shown(kind)}, must be one of {', '.join(sorted(TYPES))}")
-    return [kind for kind in dict.fromkeys(found) if kind != "integer" or "number" not in found]
+    return [kind for kind in dict.fromkeys(names) if kind != "integer" or "number" not in names]
 
 
-def kinds(way: Way) -> list[str]:
+def kinds(alternative: Alternative) -> list[str]:
     """Return the types that all places allow."""
-    found = list(KINDS)
-    for place in way:
-        pairs = [(kind, other) for kind in found for other in types(place)]
-        found = [
+    allowed = list(KINDS)
+    for place in alternative:
+        pairs = [(kind, other) for kind in allowed for other in types(place)]
+        allowed = [
             min(kind, other)  # an integer is a number
             for kind, other in pairs
             if kind == other or {kind, other} == {"integer", "number"}
         ]
-    return found
+    return allowed
 
 
 def has_kind(value: Any, kind: str) -> bool:
@@ -157,38 +161,38 @@ def has_kind(value: Any, kind: str) -> bool:
 
 def type_of(value: Any) -> str:
     """Return the type of a value of JSON; `number` for all numbers."""
-    for its, kind in ((bool, "boolean"), (int | float, "number"), (str, "string"), (list, "array")):
-        if isinstance(value, its):
+    for types, kind in ((bool, "boolean"), (int | float, "number"), (str, "string"), (list, "array")):
+        if isinstance(value, types):
             return kind
     return "null" if value is None else "object"
 
 
 def as_key(value: Any) -> Any:
-    """Return what is the same for values that are the same in JSON, as 1 and 1.0 are."""
+    """Return a hashable key that is equal for values that JSON holds equal, as 1 and 1.0."""
     if isinstance(value, list):
         return ("array", *map(as_key, value))
     if isinstance(value, dict):
-        return ("object", frozenset((name, as_key(its)) for name, its in value.items()))
+        return ("object", frozenset((name, as_key(entry)) for name, entry in value.items()))
     return type_of(value), value
 
 
 def distinct(values: Iterable[Any]) -> dict[Any, list[Any]]:
     """Return values by `as_key`, each with all of its forms."""
-    found: dict[Any, list[Any]] = {}
+    forms: dict[Any, list[Any]] = {}
     for value in values:
-        found.setdefault(as_key(value), []).append(value)
-    return found
+        forms.setdefault(as_key(value), []).append(value)
+    return forms
 
 
-def item_places(way: Way, i: int) -> Way:
+def item_places(alternative: Alternative, i: int) -> Alternative:
     """Return the places that an item must be valid at."""
-    found = []
-    for place in way:
+    places = []
+    for place in alternative:
         if i < len(place.schema.get("prefixItems", [])):
-            found.append(place.at("prefixItems", i))
+            places.append(place.at("prefixItems", i))
         elif "items" in place.schema:
-            found.append(place.at("items"))
-    return tuple(found)
+            places.append(place.at("items"))
+    return tuple(places)
 
 
 def read_schema(value: str, limits: Limits) -> Any:

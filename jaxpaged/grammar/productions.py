@@ -38,8 +38,8 @@ class Loop:
     """A part, some times in a row."""
 
     part: "Part"
-    least: int
-    most: int | None
+    minimum: int
+    maximum: int | None
 
 
 Part = Leaf | Call | Row | Choice | Loop

@@ -46,7 +46,7 @@ def is_installed() -> bool:
 
 
 def prepare(tokens: TokenBytes) -> None:
-    """Make what llguidance needs of a vocabulary, once."""
+    """Build llguidance's tokenizer of a vocabulary, once."""
     _tokenizer(tokens)
 
 
@@ -188,7 +188,8 @@ class Matcher:
         return np.frombuffer(bits, np.uint8)
 
     def _move(self, problem: str) -> None:
-        """Take another lexer: the next one that others share, then one of its own. So others decide nothing.
+        """Switch to another lexer: the next shared one, then one of this answer alone, so that other answers
+        do not decide.
 
         Raises `LostError` where there is none, or the problem is not the lexer's.
         """

@@ -114,11 +114,11 @@ class _Parser:
 
     def repeated(self, part: Node) -> Node:
         while (bounds := self.bounds()) is not None:
-            least, most = bounds
+            minimum, maximum = bounds
             if self.take("+"):
                 raise self.error("possessive repetition is not supported")
             self.take("?")  # lazy: the same texts
-            part = Repeat(part, least, most) if most != 0 else EMPTY
+            part = Repeat(part, minimum, maximum) if maximum != 0 else EMPTY
         return part
 
     def bounds(self) -> tuple[int, int | None] | None:
@@ -133,11 +133,11 @@ class _Parser:
         if not closed or not first or not all(n.isascii() and n.isdigit() and len(n) < 9 for n in digits):
             raise self.error("a repetition must be {n}, {n,} or {n,m}; a brace itself is \\{")
         self.at += len(inside) + 2
-        least = int(first)
-        most = None if comma and not last else int(last or first)
-        if max(least, most or 0) > MAX_COUNT or (most is not None and most < least):
+        minimum = int(first)
+        maximum = None if comma and not last else int(last or first)
+        if max(minimum, maximum or 0) > MAX_COUNT or (maximum is not None and maximum < minimum):
             raise self.error(f"a repetition must have 0 <= n <= m <= {MAX_COUNT}")
-        return least, most
+        return minimum, maximum
 
     def escape(self, *, is_wide: bool) -> Ranges:
         letter = self.next()
@@ -176,7 +176,7 @@ class _Parser:
     def bracket(self) -> Ranges:
         is_negated = self.take("^")
         is_wide = self.is_wide != is_negated
-        found: list[tuple[int, int]] = []
+        ranges: list[tuple[int, int]] = []
         while not self.take("]"):
             if self.at == len(self.pattern):
                 raise self.error("a class is not closed by ]")
@@ -189,10 +189,10 @@ class _Parser:
                 high = self.in_bracket(is_wide)
                 if len(high) != 1 or high[0][0] != high[0][1] or high[0][0] < low[0][0]:
                     raise self.error("a range must end with a character that is not before its first")
-                found.append((low[0][0], high[0][0]))
+                ranges.append((low[0][0], high[0][0]))
             else:
-                found += low
-        return others(found) if is_negated else joined(found)
+                ranges += low
+        return others(ranges) if is_negated else joined(ranges)
 
     def in_bracket(self, is_wide: bool) -> Ranges:
         letter = self.next()

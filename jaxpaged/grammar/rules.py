@@ -104,16 +104,16 @@ class _Memo:
                 return Then(tuple(map(self.node, parts)))
             case Either(parts):
                 return Either(tuple(map(self.node, parts)))
-            case Repeat(part, least, most):
-                return Repeat(self.node(part), least, most)
+            case Repeat(part, minimum, maximum):
+                return Repeat(self.node(part), minimum, maximum)
             case Both(parts):
                 return Both(tuple(map(self.node, parts)))
             case Minus(part, other):
                 return Minus(self.node(part), self.node(other))
-            case Members(parts, comma, rest, least, most):
-                its = tuple((self.node(part), is_required) for part, is_required in parts)
+            case Members(parts, comma, rest, minimum, maximum):
+                members = tuple((self.node(part), is_required) for part, is_required in parts)
                 more = None if rest is None else self.node(rest)
-                return Members(its, self.node(comma), more, least, most)
+                return Members(members, self.node(comma), more, minimum, maximum)
         return node
 
 
@@ -141,15 +141,15 @@ class _Expander(_Memo):
 
         Neighbours that are not recursive are one part, where nothing counts: so that they are one lexeme.
         """
-        if node.most is None and node.least <= 1:
+        if node.maximum is None and node.minimum <= 1:
             parts: list[tuple[Node, bool]] = []
             for is_plain, run in itertools.groupby(node.parts, lambda each: self.is_plain(each[0])):
                 if not is_plain:
                     parts += run
                     continue
-                for its in itertools.batched(run, MAX_JOINED):
-                    block = Members(its, node.comma, None, 1)
-                    parts.append((block, any(is_required for _, is_required in its)))
+                for members in itertools.batched(run, MAX_JOINED):
+                    block = Members(members, node.comma, None, 1)
+                    parts.append((block, any(is_required for _, is_required in members)))
             node = dataclasses.replace(node, parts=tuple(parts))
         return spelled_out(node)
 
@@ -159,7 +159,7 @@ class _Expander(_Memo):
 
 def spelled_out(node: Members) -> Node:
     """Return members by the part that comes next and how many there are, as far as that matters."""
-    last = node.most if node.most is not None else max(node.least, 1)
+    last = node.maximum if node.maximum is not None else max(node.minimum, 1)
     known: dict[tuple[int, int], Node] = {}
     for i in reversed(range(len(node.parts) + 1)):
         for count in range(last + 1):
@@ -169,7 +169,7 @@ def spelled_out(node: Members) -> Node:
 
 def _from_here(node: Members, i: int, count: int, last: int, known: dict[tuple[int, int], Node]) -> Node:
     if i == len(node.parts):
-        left, spare = max(node.least - count, 0), None if node.most is None else node.most - count
+        left, spare = max(node.minimum - count, 0), None if node.maximum is None else node.maximum - count
         if node.rest is None or spare == 0:
             return NOTHING if left else EMPTY
         more: Node = Then((node.comma, node.rest))
@@ -178,17 +178,17 @@ def _from_here(node: Members, i: int, count: int, last: int, known: dict[tuple[i
         some = Then((node.rest, Repeat(more, max(left - 1, 0), None if spare is None else spare - 1)))
         return some if left else optional(some)
     part, is_required = node.parts[i]
-    ways: list[Node] = []
-    if count < last or node.most is None:
+    alternatives: list[Node] = []
+    if count < last or node.maximum is None:
         before = (node.comma,) if count else ()
         behind = known[i + 1, min(count + 1, last)]
         if not is_required and count == last:  # the number does not change
             return behind if behind == NOTHING else Then((optional(Then((*before, part))), behind))
         if behind != NOTHING:
-            ways.append(Then((*before, part, behind)))
+            alternatives.append(Then((*before, part, behind)))
     if not is_required:
-        ways.append(known[i + 1, count])
-    return either(ways)
+        alternatives.append(known[i + 1, count])
+    return either(alternatives)
 
 
 def _distinct(node: Distinct) -> Node:
@@ -197,12 +197,12 @@ def _distinct(node: Distinct) -> Node:
 
     def behind(taken: int) -> Node:
         if taken not in known:
-            size, ways = taken.bit_count(), list[Node]()
-            for i, part in enumerate(node.parts if size < node.most else ()):
+            size, alternatives = taken.bit_count(), list[Node]()
+            for i, part in enumerate(node.parts if size < node.maximum else ()):
                 if not taken >> i & 1:
                     before = (node.comma,) if taken else ()
-                    ways.append(Then((*before, part, behind(taken | 1 << i))))
-            known[taken] = either([*([EMPTY] if size >= node.least else []), *ways])
+                    alternatives.append(Then((*before, part, behind(taken | 1 << i))))
+            known[taken] = either([*([EMPTY] if size >= node.minimum else []), *alternatives])
         return known[taken]
 
     return behind(0)
@@ -221,17 +221,17 @@ def _tagged(node: Tagged) -> Node:
 
 def _productive(named: dict[str, Node]) -> set[str]:
     """Return the rules that have a text."""
-    found: set[str] = set()
+    productive: set[str] = set()
     while True:
-        has_text = _has_text(found)
-        new = {name for name, node in named.items() if name not in found and has_text(node)}
+        has_text = _has_text(productive)
+        new = {name for name, node in named.items() if name not in productive and has_text(node)}
         if not new:
-            return found
-        found |= new
+            return productive
+        productive |= new
 
 
-def _has_text(found: set[str]) -> Callable[[Node], bool]:
-    """Return what checks whether a node has a text, where these rules have."""
+def _has_text(productive: set[str]) -> Callable[[Node], bool]:
+    """Return a predicate of nodes: whether a node has a text if only the `productive` rules have one."""
     known: dict[int, tuple[Node, bool]] = {}
     spelled: dict[int, tuple[Node, Node]] = {}
 
@@ -248,10 +248,10 @@ def _has_text(found: set[str]) -> Callable[[Node], bool]:
                 return all(map(check, parts))
             case Either(parts):
                 return any(map(check, parts))
-            case Repeat(part, least):
-                return least == 0 or check(part)
+            case Repeat(part, minimum):
+                return minimum == 0 or check(part)
             case Ref(name):
-                return name in found
+                return name in productive
             case Both(parts):
                 return all(map(check, parts)) and not _is_void(node)
             case Minus(part):
@@ -283,7 +283,7 @@ def size(node: Node) -> int:
 
     def of(node: Node) -> int:
         if id(node) not in known:
-            times = max(node.least, node.most or 1, 1) if isinstance(node, Repeat) else 1
+            times = max(node.minimum, node.maximum or 1, 1) if isinstance(node, Repeat) else 1
             known[id(node)] = 1 + times * sum(map(of, children(node)))
         return known[id(node)]
 
@@ -316,31 +316,39 @@ class _Pruner(_Memo):
                 return self.node(spelled_out(node))
             case Either(parts):
                 return either(map(self.node, parts))
-            case Repeat(part, _, most):
-                return EMPTY if most == 0 or not self.has_text(part) else super().made(node)
+            case Repeat(part, _, maximum):
+                return EMPTY if maximum == 0 or not self.has_text(part) else super().made(node)
             case Minus(part, other):
                 return Minus(self.node(part), self.node(other)) if self.has_text(other) else self.node(part)
         return super().made(node)
 
 
 def _without_end_recursion(name: str, node: Node) -> Node:
-    """Return a rule that comes again only at the end, or at the beginning, of its ways as a repetition."""
-    flat = [_parts(way) for way in _ways(node)]
+    """Return a rule that recurs only at the end, or the beginning, of its alternatives as a repetition."""
+    flat = [_parts(alternative) for alternative in _ways(node)]
     for at in (-1, 0):
-        again = [way for way in flat if way and way[at] == Ref(name)]
-        others = [way for way in flat if not (way and way[at] == Ref(name))]
-        bodies = [way[:-1] if at else way[1:] for way in again]
-        inside = [part for way in (*bodies, *others) for part in way]
+        again = [alternative for alternative in flat if alternative and alternative[at] == Ref(name)]
+        others = [alternative for alternative in flat if not (alternative and alternative[at] == Ref(name))]
+        bodies = [alternative[:-1] if at else alternative[1:] for alternative in again]
+        inside = [part for alternative in (*bodies, *others) for part in alternative]
         if not again or not others or any(Ref(name) == part for each in inside for part in walk(each)):
             continue
-        loop = Repeat(either(Then(tuple(way)) for way in bodies if way)) if any(bodies) else EMPTY
-        rest = either(Then(tuple(way)) for way in others)
+        loop = (
+            Repeat(either(Then(tuple(alternative)) for alternative in bodies if alternative))
+            if any(bodies)
+            else EMPTY
+        )
+        rest = either(Then(tuple(alternative)) for alternative in others)
         return Then((loop, rest) if at else (rest, loop))
     return node
 
 
 def _ways(node: Node) -> list[Node]:
-    return [way for part in node.parts for way in _ways(part)] if isinstance(node, Either) else [node]
+    return (
+        [alternative for part in node.parts for alternative in _ways(part)]
+        if isinstance(node, Either)
+        else [node]
+    )
 
 
 def _parts(node: Node) -> list[Node]:
@@ -375,16 +383,17 @@ class _Inliner(_Memo):
 
 def _tainted(named: dict[str, Node]) -> set[str]:
     """Return the rules that are recursive, or refer to one that is."""
-    found = _recursive(named)
+    tainted = _recursive(named)
     while True:
         new = {
             name
             for name, node in named.items()
-            if name not in found and any(isinstance(part, Ref) and part.name in found for part in walk(node))
+            if name not in tainted
+            and any(isinstance(part, Ref) and part.name in tainted for part in walk(node))
         }
         if not new:
-            return found
-        found |= new
+            return tainted
+        tainted |= new
 
 
 def _recursive(named: dict[str, Node]) -> set[str]:
@@ -392,7 +401,7 @@ def _recursive(named: dict[str, Node]) -> set[str]:
     direct = {
         name: {part.name for part in walk(node) if isinstance(part, Ref)} for name, node in named.items()
     }
-    found = set()
+    recursive = set()
     for name in named:
         seen, waiting = set[str](), [*direct[name]]
         while waiting and name not in seen:
@@ -401,5 +410,5 @@ def _recursive(named: dict[str, Node]) -> set[str]:
                 seen.add(there)
                 waiting += direct[there]
         if name in seen:
-            found.add(name)
-    return found
+            recursive.add(name)
+    return recursive

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from jaxpaged.checks import shown
 from jaxpaged.grammar import json_values, scalars, validity
+from jaxpaged.grammar.alternatives import Alternatives, named
 from jaxpaged.grammar.nodes import (
     EMPTY,
     NOTHING,
@@ -32,9 +33,9 @@ from jaxpaged.grammar.nodes import (
     text,
 )
 from jaxpaged.grammar.places import (
+    Alternative,
     Place,
     UnmetError,
-    Way,
     count,
     counts,
     distinct,
@@ -48,7 +49,6 @@ from jaxpaged.grammar.places import (
     unmet,
     wrong,
 )
-from jaxpaged.grammar.ways import Ways, named
 
 MAX_PATTERNS = 4  # of names, for the properties of one object
 REST = "/additionalProperties"
@@ -87,7 +87,7 @@ class _Reader:
     """
 
     def __init__(self, schema: Any, style: Style, levels: int | None, named: dict[str, Node] | None) -> None:
-        self.ways, self.whole, self.levels = Ways(schema, levels), schema, levels
+        self.alternatives, self.whole, self.levels = Alternatives(schema, levels), schema, levels
         self.named, self.prefix = named, str(len(named or ()))
         self.strings: dict[str, Node] = {}
         self.only_declared = style.only_declared
@@ -103,7 +103,7 @@ class _Reader:
             raise unmet("#", "no value is valid under it")
         return node
 
-    def node(self, places: Way, path: str) -> Node:
+    def node(self, places: Alternative, path: str) -> Node:
         """Return the values that are valid at all places; `NOTHING` or an `UnmetError` if none is."""
         if self.named is None:
             return self.valid(places, path)
@@ -111,7 +111,7 @@ class _Reader:
         return self.rule(json.dumps([*by_key]), lambda: self.valid(tuple(by_key.values()), path))
 
     def rule(self, key: str, make: Callable[[], Node]) -> Node:
-        """Return a reference to what `make` returns, which may refer to itself."""
+        """Return a reference to a rule that `make` builds at the first use, and that may refer to itself."""
         assert self.named is not None
         name = self.prefix + key
         if name not in self.named:
@@ -123,58 +123,61 @@ class _Reader:
                 raise
         return NOTHING if self.named[name] == NOTHING else Ref(name)
 
-    def valid(self, places: Way, path: str) -> Node:
-        """Return what `node` does, worked out."""
+    def valid(self, places: Alternative, path: str) -> Node:
+        """Build the node of the values that are valid at all these places."""
         if not places:
             return self.any_value(path)
-        found: list[Node] = []
+        nodes: list[Node] = []
         problem = None
-        for way in self.ways.of(places):
-            if not way:
+        for alternative in self.alternatives.of(places):
+            if not alternative:
                 return self.any_value(path)
-            if (values := self.ways.values(way)) is not None:
-                found += map(json_values.literal, values)
+            if (values := self.alternatives.values(alternative)) is not None:
+                nodes += map(json_values.literal, values)
                 continue
-            for kind in kinds(way):
+            for kind in kinds(alternative):
                 try:
-                    found.append(self.of_kind(way, kind))
+                    nodes.append(self.of_kind(alternative, kind))
                 except UnmetError as error:
                     problem = problem or error
-        made = either(found)
+        made = either(nodes)
         if made == NOTHING and problem is not None:
             raise problem
         return made
 
-    def if_any(self, places: Way, path: str) -> Node:
+    def if_any(self, places: Alternative, path: str) -> Node:
         """Return the values that are valid at all places; `NOTHING` if there are none."""
         try:
             return self.node(places, places[0].path if places else path)
         except UnmetError:
             return NOTHING
 
-    def of_kind(self, way: Way, kind: str) -> Node:
+    def of_kind(self, alternative: Alternative, kind: str) -> Node:
         makers: dict[str, Callable[[], Node]] = {
-            "object": lambda: self.object(way),
-            "array": lambda: self.array(way),
-            "string": lambda: self.string(way),
-            "integer": lambda: scalars.number(way, is_integer=True),
-            "number": lambda: scalars.number(way, is_integer=False),
-            "boolean": lambda: self.listed(way, kind, {"true": True, "false": False}),
-            "null": lambda: self.listed(way, kind, {"null": None}),
+            "object": lambda: self.object(alternative),
+            "array": lambda: self.array(alternative),
+            "string": lambda: self.string(alternative),
+            "integer": lambda: scalars.number(alternative, is_integer=True),
+            "number": lambda: scalars.number(alternative, is_integer=False),
+            "boolean": lambda: self.listed(alternative, kind, {"true": True, "false": False}),
+            "null": lambda: self.listed(alternative, kind, {"null": None}),
         }
         return makers[kind]()
 
-    def string(self, way: Way) -> Node:
+    def string(self, alternative: Alternative) -> Node:
         """Return JSON strings, the same node where the same is said: so it is compiled once."""
-        said = [{key: its for key, its in place.schema.items() if key in scalars.OF_STRINGS} for place in way]
+        said = [
+            {key: value for key, value in place.schema.items() if key in scalars.OF_STRINGS}
+            for place in alternative
+        ]
         key = json.dumps(said)
         if key not in self.strings:
-            self.strings[key] = scalars.string(way)
+            self.strings[key] = scalars.string(alternative)
         return self.strings[key]
 
-    def listed(self, way: Way, kind: str, values: dict[str, Any]) -> Node:
-        """Return the texts of a few values, without those that a way excludes."""
-        barred = scalars.excluded(way, kind)
+    def listed(self, alternative: Alternative, kind: str, values: dict[str, Any]) -> Node:
+        """Return the texts of a few values, without values that an alternative excludes."""
+        barred = scalars.excluded(alternative, kind)
         return either(text(written) for written, value in values.items() if value not in barred)
 
     def any_value(self, path: str) -> Node:
@@ -205,235 +208,258 @@ class _Reader:
 
     def between(self, begin: str, inside: Node, end: str) -> Node:
         """Return something between two marks; where it may be empty, with one white space between them."""
-        ways: list[Node] = []
-        if isinstance(inside, Members) and inside.least == 0 and not any(its for _, its in inside.parts):
-            ways, inside = [EMPTY], dataclasses.replace(inside, least=1)
+        alternatives: list[Node] = []
+        if (
+            isinstance(inside, Members)
+            and inside.minimum == 0
+            and not any(is_required for _, is_required in inside.parts)
+        ):
+            alternatives, inside = [EMPTY], dataclasses.replace(inside, minimum=1)
         elif isinstance(inside, Either) and inside.parts[:1] == (EMPTY,):
-            ways, inside = [EMPTY], either(inside.parts[1:])
+            alternatives, inside = [EMPTY], either(inside.parts[1:])
         some = Then((inside, self.space, chars(end)))
-        return Then((chars(begin), self.space, either([*(Then((way, chars(end))) for way in ways), some])))
+        return Then(
+            (
+                chars(begin),
+                self.space,
+                either([*(Then((alternative, chars(end))) for alternative in alternatives), some]),
+            )
+        )
 
-    def object(self, way: Way) -> Node:
-        path = way[0].path
-        if scalars.excluded(way, "object"):
+    def object(self, alternative: Alternative) -> Node:
+        path = alternative[0].path
+        if scalars.excluded(alternative, "object"):
             raise not_regular(path, "an object that is not a certain one has no automaton")
         if self.only_declared:
-            way = tuple(_without(place, "additionalProperties") for place in way)
-        is_closed = self.only_declared or self.is_closed(way)
-        required = {name for place in way for name in names(place, "required")}
+            alternative = tuple(_without(place, "additionalProperties") for place in alternative)
+        is_closed = self.only_declared or self.is_closed(alternative)
+        required = {name for place in alternative for name in names(place, "required")}
         parts: list[tuple[Node, bool]] = []
-        for name in self.declared(way, required, is_closed=is_closed):
-            its = named(way, name)
-            where = its[0].path if its else f"{path}/properties/{escaped(name)}"
-            if name in required and any(each.schema is False for each in its if each.path.endswith(REST)):
+        for name in self.declared(alternative, required, is_closed=is_closed):
+            value_places = named(alternative, name)
+            where = value_places[0].path if value_places else f"{path}/properties/{escaped(name)}"
+            if name in required and any(
+                each.schema is False for each in value_places if each.path.endswith(REST)
+            ):
                 raise unmet(path, f"it requires {shown(name)}, which additionalProperties does not allow")
             is_named = all(
                 validity.is_valid(name, place.at("propertyNames"), root_of(place, self.whole))
-                for place in way
+                for place in alternative
                 if "propertyNames" in place.schema
             )
-            node = self.if_any(its, where) if is_named else NOTHING
+            node = self.if_any(value_places, where) if is_named else NOTHING
             if node == NOTHING and name in required:
                 raise unmet(where, "it has no valid value, and is required")
             if node != NOTHING:
                 parts.append((Then((json_values.literal(name), self.colon, node)), name in required))
-        rest = either(self.others(way, is_closed=is_closed))
-        return self.braces(self.members(way, parts, None if rest == NOTHING else rest))
+        rest = either(self.others(alternative, is_closed=is_closed))
+        return self.braces(self.members(alternative, parts, None if rest == NOTHING else rest))
 
-    def is_closed(self, way: Way) -> bool:
-        """Return whether properties must be declared: some are, and nothing says what others are."""
-        if any("additionalProperties" in place.schema for place in way):
+    def is_closed(self, alternative: Alternative) -> bool:
+        """Return whether only declared properties are allowed: some are declared, and no keyword describes
+        further ones.
+        """
+        if any("additionalProperties" in place.schema for place in alternative):
             return False
         keys = ("properties", "patternProperties", "unevaluatedProperties")
         return any(
             key in place.schema and (place.schema[key] != {} or key == "properties")
-            for place in way
+            for place in alternative
             if not place.is_made
             for key in keys
         )
 
-    def declared(self, way: Way, required: set[str], *, is_closed: bool) -> list[str]:
+    def declared(self, alternative: Alternative, required: set[str], *, is_closed: bool) -> list[str]:
         """Return the names that have parts of their own, in order. Raises `UnmetError`."""
-        found: dict[str, None] = {}
-        for place in sorted(way, key=lambda place: place.is_made):
-            its = [*mapping(place, "properties"), *names(place, "required")]
+        declared: dict[str, None] = {}
+        for place in sorted(alternative, key=lambda place: place.is_made):
+            place_names = [*mapping(place, "properties"), *names(place, "required")]
             if not is_closed or (not place.is_made and not self.only_declared):
-                found |= dict.fromkeys(its)
+                declared |= dict.fromkeys(place_names)
                 continue
-            for name in its:
+            for name in place_names:
                 is_there = any(
                     name in mapping(other, "properties")
                     or any(
                         validity.contains_match(name, pattern, f"{other.path}/patternProperties")
                         for pattern in mapping(other, "patternProperties")
                     )
-                    for other in way
+                    for other in alternative
                     if not other.is_made
                 )
                 if is_there:
-                    found[name] = None
+                    declared[name] = None
                 elif name in required:
                     raise unmet(place.path, f"it requires {shown(name)}, which is not declared")
-        return list(found)
+        return list(declared)
 
-    def others(self, way: Way, *, is_closed: bool) -> Iterator[Node]:
+    def others(self, alternative: Alternative, *, is_closed: bool) -> Iterator[Node]:
         """Yield members whose names have no part of their own, by the patterns that they contain."""
         patterns = list(
-            dict.fromkeys(pattern for place in way for pattern in mapping(place, "patternProperties"))
+            dict.fromkeys(pattern for place in alternative for pattern in mapping(place, "patternProperties"))
         )
         if len(patterns) > MAX_PATTERNS:
-            raise not_regular(way[0].path, f"an object has more than {MAX_PATTERNS} patterns of names")
-        required = {name for place in way for name in names(place, "required")}
-        its_names = self.declared(way, required, is_closed=is_closed)
+            raise not_regular(
+                alternative[0].path, f"an object has more than {MAX_PATTERNS} patterns of names"
+            )
+        required = {name for place in alternative for name in names(place, "required")}
+        its_names = self.declared(alternative, required, is_closed=is_closed)
         for is_in in itertools.product((False, True), repeat=len(patterns)):
-            inside = {pattern for pattern, its in zip(patterns, is_in, strict=True) if its}
+            inside = {pattern for pattern, holds in zip(patterns, is_in, strict=True) if holds}
             if is_closed and not inside:
                 continue
             places = []
-            for place in way:
-                own = [key for key in mapping(place, "patternProperties") if key in inside]
-                places += [place.at("patternProperties", key) for key in own]
-                if not own and "additionalProperties" in place.schema:
+            for place in alternative:
+                place_patterns = [key for key in mapping(place, "patternProperties") if key in inside]
+                places += [place.at("patternProperties", key) for key in place_patterns]
+                if not place_patterns and "additionalProperties" in place.schema:
                     places.append(place.at("additionalProperties"))
             if any(place.schema is False for place in places):
                 continue
-            value = self.if_any(tuple(places), way[0].path + REST)
+            value = self.if_any(tuple(places), alternative[0].path + REST)
             if value == NOTHING:
                 continue
             name: Node = json_values.other_string(its_names)
-            for place in way:
+            for place in alternative:
                 if "propertyNames" in place.schema:
-                    its = place.at("propertyNames")
-                    name = both([name, self.if_any((its, its.made({"type": "string"})), its.path)])
+                    name_place = place.at("propertyNames")
+                    name = both(
+                        [
+                            name,
+                            self.if_any((name_place, name_place.made({"type": "string"})), name_place.path),
+                        ]
+                    )
             for pattern in patterns:
-                where, is_wide = f"{way[0].path}/patternProperties", pattern not in inside
-                found = json_values.pattern_text(pattern, where, is_wide=is_wide)
-                found = json_values.quoted(json_values.encoded(found))
-                name = both([name, found]) if pattern in inside else Minus(name, found)
+                where, is_wide = f"{alternative[0].path}/patternProperties", pattern not in inside
+                matching = json_values.pattern_text(pattern, where, is_wide=is_wide)
+                matching = json_values.quoted(json_values.encoded(matching))
+                name = both([name, matching]) if pattern in inside else Minus(name, matching)
             if name != NOTHING:
                 yield Then((name, self.colon, value))
 
-    def members(self, way: Way, parts: list[tuple[Node, bool]], rest: Node | None) -> Node:
+    def members(self, alternative: Alternative, parts: list[tuple[Node, bool]], rest: Node | None) -> Node:
         """Return the inside of an object, by the counts of its properties. Raises `UnmetError`."""
-        path = way[0].path
-        least, most = counts(way, "minProperties", "maxProperties")
+        path = alternative[0].path
+        minimum, maximum = counts(alternative, "minProperties", "maxProperties")
         num_required = sum(is_required for _, is_required in parts)
-        if rest is not None and least > max(1, num_required):
+        if rest is not None and minimum > max(1, num_required):
             # A name that is not declared may be written twice, and is one property then.
-            raise not_regular(path, f"minProperties={least} counts names that are not declared")
-        if least > len(parts) and rest is None:
-            raise unmet(path, f"minProperties={least}, and only {len(parts)} are declared")
-        if most is not None and most < num_required:
-            raise unmet(path, f"maxProperties={most} is less than must be there")
-        return Members(tuple(parts), self.comma, rest, 0 if least <= num_required else least, most)
+            raise not_regular(path, f"minProperties={minimum} counts names that are not declared")
+        if minimum > len(parts) and rest is None:
+            raise unmet(path, f"minProperties={minimum}, and only {len(parts)} are declared")
+        if maximum is not None and maximum < num_required:
+            raise unmet(path, f"maxProperties={maximum} is less than must be there")
+        return Members(tuple(parts), self.comma, rest, 0 if minimum <= num_required else minimum, maximum)
 
-    def array(self, way: Way) -> Node:
-        path = way[0].path
-        if scalars.excluded(way, "array"):
+    def array(self, alternative: Alternative) -> Node:
+        path = alternative[0].path
+        if scalars.excluded(alternative, "array"):
             raise not_regular(path, "a list that is not a certain one has no automaton")
-        least, most = counts(way, "minItems", "maxItems")
-        for place in way:
+        minimum, maximum = counts(alternative, "minItems", "maxItems")
+        for place in alternative:
             if not isinstance(place.schema.get("prefixItems", []), list):
                 raise wrong(place.path, "has prefixItems that are not a list of schemas")
-        own = [place.schema for place in way if not place.is_made]
-        num_first = max((len(schema.get("prefixItems", [])) for schema in own), default=0)
+        given_schemas = [place.schema for place in alternative if not place.is_made]
+        num_first = max((len(schema.get("prefixItems", [])) for schema in given_schemas), default=0)
         closes = False
-        if any("unevaluatedItems" in schema for schema in own):
-            closes = not any("items" in schema for schema in own)
-            if any("contains" in place.schema for place in way):
+        if any("unevaluatedItems" in schema for schema in given_schemas):
+            closes = not any("items" in schema for schema in given_schemas)
+            if any("contains" in place.schema for place in alternative):
                 raise not_regular(path, "contains beside unevaluatedItems is not followed by an automaton")
         nodes: list[Node] = []
-        for i in range(num_first if most is None else min(num_first, most)):
-            nodes.append(self.if_any(item_places(way, i), f"{path}/prefixItems/{i}"))
+        for i in range(num_first if maximum is None else min(num_first, maximum)):
+            nodes.append(self.if_any(item_places(alternative, i), f"{path}/prefixItems/{i}"))
             if nodes[-1] == NOTHING:
-                nodes, most = nodes[:-1], i
+                nodes, maximum = nodes[:-1], i
                 break
-        if any(place.schema.get("uniqueItems", False) is not False for place in way):
-            return self.brackets(self.unlike(way, num_first, least, most))
+        if any(place.schema.get("uniqueItems", False) is not False for place in alternative):
+            return self.brackets(self.unlike(alternative, num_first, minimum, maximum))
         item = None
-        if most is None or most > len(nodes):
-            item = NOTHING if closes else self.if_any(item_places(way, num_first), f"{path}/items")
+        if maximum is None or maximum > len(nodes):
+            item = NOTHING if closes else self.if_any(item_places(alternative, num_first), f"{path}/items")
             if item == NOTHING:
-                most = len(nodes)
-        if most is not None and most < least:
-            raise unmet(path, f"minItems={least}, and only {most} items can be valid")
-        found = [self.items(nodes, item, least, most)]
-        for place in way:
+                maximum = len(nodes)
+        if maximum is not None and maximum < minimum:
+            raise unmet(path, f"minItems={minimum}, and only {maximum} items can be valid")
+        conditions = [self.items(nodes, item, minimum, maximum)]
+        for place in alternative:
             if "contains" in place.schema:
                 if num_first:
                     raise not_regular(path, "contains beside prefixItems is not followed by an automaton")
-                found.append(self.containing(place, item_places(way, 0), item))
-        return self.brackets(both(found))
+                conditions.append(self.containing(place, item_places(alternative, 0), item))
+        return self.brackets(both(conditions))
 
-    def unlike(self, way: Way, num_first: int, least: int, most: int | None) -> Node:
+    def unlike(self, alternative: Alternative, num_first: int, minimum: int, maximum: int | None) -> Node:
         """Return items that all differ, of few values."""
-        path = way[0].path
+        path = alternative[0].path
         values: list[Any] | None = None
-        if not num_first and not any("contains" in place.schema for place in way):
-            values = self.finite(item_places(way, 0))
+        if not num_first and not any("contains" in place.schema for place in alternative):
+            values = self.finite(item_places(alternative, 0))
         if values is None or len(distinct(values)) > MAX_DISTINCT:
             raise not_regular(
                 path, f"uniqueItems is only followed for items of at most {MAX_DISTINCT} values"
             )
         parts = [either(map(json_values.literal, same)) for same in distinct(values).values()]
-        most = len(parts) if most is None else min(most, len(parts))
-        if most < least:
-            raise unmet(path, f"minItems={least}, and only {len(parts)} items can differ")
-        return Distinct(tuple(parts), self.comma, least, most)
+        maximum = len(parts) if maximum is None else min(maximum, len(parts))
+        if maximum < minimum:
+            raise unmet(path, f"minItems={minimum}, and only {len(parts)} items can differ")
+        return Distinct(tuple(parts), self.comma, minimum, maximum)
 
-    def finite(self, places: Way) -> list[Any] | None:
+    def finite(self, places: Alternative) -> list[Any] | None:
         """Return all values that are valid at some places; None if they are not listed."""
-        found: list[Any] = []
+        values_listed: list[Any] = []
         if not places:
             return None
         few: dict[str, list[Any]] = {"boolean": [False, True], "null": [None]}
-        for way in self.ways.of(places):
-            values = self.ways.values(way)
+        for alternative in self.alternatives.of(places):
+            values = self.alternatives.values(alternative)
             if values is None:
-                if not all(kind in few for kind in kinds(way)):
+                if not all(kind in few for kind in kinds(alternative)):
                     return None
-                for kind in kinds(way):
-                    barred = scalars.excluded(way, kind)
-                    found += [value for value in few[kind] if value not in barred]
+                for kind in kinds(alternative):
+                    barred = scalars.excluded(alternative, kind)
+                    values_listed += [value for value in few[kind] if value not in barred]
             else:
-                found += values
-        return found
+                values_listed += values
+        return values_listed
 
-    def containing(self, place: Place, items: Way, item: Node | None) -> Node:
+    def containing(self, place: Place, items: Alternative, item: Node | None) -> Node:
         """Return items of which as many are valid under `contains` as must be."""
-        least, most = count(place, "minContains"), count(place, "maxContains")
-        least = 1 if least is None else least
+        minimum, maximum = count(place, "minContains"), count(place, "maxContains")
+        minimum = 1 if minimum is None else minimum
         there = self.if_any((*items, place.at("contains")), place.path)
         other = item or NOTHING
-        if most is not None:
-            if most < least:
-                raise unmet(place.path, f"minContains={least} is more than maxContains={most}")
+        if maximum is not None:
+            if maximum < minimum:
+                raise unmet(place.path, f"minContains={minimum} is more than maxContains={maximum}")
             other = self.if_any((*items, place.at().made({"not": place.schema["contains"]})), place.path)
         before, behind = Repeat(Then((other, self.comma))), Repeat(Then((self.comma, other)))
         more: Node = behind  # what may come behind the last that must be there
-        if most is not None:
-            more = Then((Repeat(Then((behind, self.comma, there)), 0, max(most - max(least, 1), 0)), behind))
+        if maximum is not None:
+            more = Then(
+                (Repeat(Then((behind, self.comma, there)), 0, max(maximum - max(minimum, 1), 0)), behind)
+            )
         parts: list[Node] = [before, there]
-        for _ in range(least - 1):
+        for _ in range(minimum - 1):
             parts += [behind, self.comma, there]
-        some = Then((*parts, more)) if most != 0 else NOTHING
-        return some if least else either([self.items([], other, 0, None), some])
+        some = Then((*parts, more)) if maximum != 0 else NOTHING
+        return some if minimum else either([self.items([], other, 0, None), some])
 
-    def items(self, nodes: list[Node], item: Node | None, least: int, most: int | None) -> Node:
+    def items(self, nodes: list[Node], item: Node | None, minimum: int, maximum: int | None) -> Node:
         """Return items in a row: the first ones of their own kind, more of another."""
-        if most == 0:
+        if maximum == 0:
             return EMPTY
         made: Node = EMPTY  # what follows the items before
-        if item is not None and (most is None or most > len(nodes)):
-            left = None if most is None else most - len(nodes)
-            made = Repeat(Then((self.comma, item)), max(least - len(nodes), 0), left)
+        if item is not None and (maximum is None or maximum > len(nodes)):
+            left = None if maximum is None else maximum - len(nodes)
+            made = Repeat(Then((self.comma, item)), max(minimum - len(nodes), 0), left)
             if not nodes:
                 fewer = None if left is None else left - 1
-                some = Then((item, Repeat(Then((self.comma, item)), max(least - 1, 0), fewer)))
-                return some if least else optional(some)
+                some = Then((item, Repeat(Then((self.comma, item)), max(minimum - 1, 0), fewer)))
+                return some if minimum else optional(some)
         for i in reversed(range(len(nodes))):
             made = Then((*((self.comma,) if i else ()), nodes[i], made))
-            made = made if i < least else optional(made)
+            made = made if i < minimum else optional(made)
         return made
 
 
@@ -442,4 +468,4 @@ def _scalars() -> tuple[Node, ...]:
 
 
 def _without(place: Place, key: str) -> Place:
-    return place._replace(schema={name: its for name, its in place.schema.items() if name != key})
+    return place._replace(schema={name: value for name, value in place.schema.items() if name != key})

@@ -30,7 +30,8 @@ class StructuralTag:
             return Then((text(begin), node_of(schema), text(end)))
 
         tags = tuple(
-            (trigger, Either(tuple(tag(*each) for each in its))) for trigger, its in self.behind.items()
+            (trigger, Either(tuple(tag(*each) for each in triggered)))
+            for trigger, triggered in self.behind.items()
         )
         return Tagged(tags, must_have_one=self.must_have_one, ends_with_first=self.ends_with_first)
 
@@ -49,9 +50,9 @@ def read_structural_tag(value: str) -> StructuralTag:
     if not isinstance(form, dict):
         raise _error(f"has format={shown(form)}, must be an object", "#")
     if "structures" in form:
-        its, bare = form["structures"], "schema"
+        given_tags, bare = form["structures"], "schema"
     elif form.get("type") == "triggered_tags":
-        its, bare = form.get("tags"), "content"
+        given_tags, bare = form.get("tags"), "content"
     else:
         kind = form.get("type")
         raise _error(
@@ -60,10 +61,14 @@ def read_structural_tag(value: str) -> StructuralTag:
     triggers = form.get("triggers")
     if not isinstance(triggers, list) or not all(isinstance(each, str) and each for each in triggers):
         raise _error("has triggers that are not a list of texts", "#/triggers")
-    if not isinstance(its, list) or not 0 < len(its) <= MAX_TAGS or not 0 < len(triggers) <= MAX_TAGS:
+    if (
+        not isinstance(given_tags, list)
+        or not 0 < len(given_tags) <= MAX_TAGS
+        or not 0 < len(triggers) <= MAX_TAGS
+    ):
         raise _error(f"must have 1 to {MAX_TAGS} tags, and triggers", "#")
     behind: dict[str, list[tuple[str, Any, str]]] = {trigger: [] for trigger in triggers}
-    for i, each in enumerate(its):
+    for i, each in enumerate(given_tags):
         path = f"#/{'tags' if bare == 'content' else 'structures'}/{i}"
         begin, end, schema = _parts(each, bare, path)
         trigger = next((mark for mark in triggers if begin.startswith(mark)), None)

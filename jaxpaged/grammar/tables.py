@@ -51,22 +51,22 @@ def _columns(
     numbers = {nothing.tobytes(): 0, states.tobytes(): 1}
     columns = [nothing, states]
     column_of = np.zeros(len(tokens.raw), np.int32)
-    its = np.ones(1, np.int32)  # column of each node of the level before
+    node_columns = np.ones(1, np.int32)  # column of each node of the level before
     for level in tokens.trie:
-        before = its[level.parent]
+        before = node_columns[level.parent]
         alive = np.flatnonzero(before)
-        ways = before[alive] * 256 + kind_of[level.byte[alive]]
-        distinct, way_of = np.unique(ways, return_inverse=True)
+        alternatives = before[alive] * 256 + kind_of[level.byte[alive]]
+        distinct, way_of = np.unique(alternatives, return_inverse=True)
         now = steps[np.stack(columns)[distinct // 256], (distinct % 256)[:, None]]
-        found = np.empty(len(distinct), np.int32)
+        column_numbers = np.empty(len(distinct), np.int32)
         for i, column in enumerate(now):
-            found[i] = numbers.setdefault(column.tobytes(), len(columns))
-            if found[i] == len(columns):
+            column_numbers[i] = numbers.setdefault(column.tobytes(), len(columns))
+            if column_numbers[i] == len(columns):
                 columns.append(column)
-        its = np.zeros(len(level.parent), np.int32)
-        its[alive] = found[way_of]
-        column_of[level.token] = its[level.node]
-        if not its.any():
+        node_columns = np.zeros(len(level.parent), np.int32)
+        node_columns[alive] = column_numbers[way_of]
+        column_of[level.token] = node_columns[level.node]
+        if not node_columns.any():
             break
     return column_of, np.stack(columns)
 

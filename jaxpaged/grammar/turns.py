@@ -76,5 +76,7 @@ class Turns:
         return min(self._used[client] for client in turn.clients)
 
     def _holder(self, level: int, but: Turn | None = None) -> Turn | None:
-        its = (each for each in self._turns if each.has_process and each.level == level and each is not but)
-        return next(its, None)
+        holders = (
+            each for each in self._turns if each.has_process and each.level == level and each is not but
+        )
+        return next(holders, None)

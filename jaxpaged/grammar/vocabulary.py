@@ -53,7 +53,9 @@ def token_bytes(vocabulary: Vocabulary, vocab_size: int, eos_ids: Sequence[int])
 
 
 def _levels(raw: Sequence[bytes]) -> tuple[Level, ...]:
-    order = np.array(sorted((i for i, own in enumerate(raw) if own), key=raw.__getitem__), np.int32)
+    order = np.array(
+        sorted((i for i, token_bytes in enumerate(raw) if token_bytes), key=raw.__getitem__), np.int32
+    )
     if not len(order):
         return ()
     lengths = np.array([len(raw[i]) for i in order])

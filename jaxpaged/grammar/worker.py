@@ -82,7 +82,7 @@ class Worker:
         return NOTICE.unpack(_received(self._control, NOTICE.size))
 
     def answer(self, content: bytes, status: int) -> TokenAutomaton | str:
-        """Return what a process has answered that ended so. Raises `GrammarError`."""
+        """Return the automaton, or the text, that an ended process has answered. Raises `GrammarError`."""
         length = int.from_bytes(content[:8], "little")
         kind, body = content[8:9], content[9:]
         if len(content) < 9 or len(body) != length:
@@ -111,7 +111,7 @@ class Worker:
                 return self.answer(content, status)
 
     def close(self) -> None:
-        """Stop the process, if there is one; those that it has forked end with it."""
+        """Stop the process, if there is one; the processes that it forked end with it."""
         process, self._process = self._process, None
         if self._control is not None:
             self._control.close()
@@ -196,8 +196,8 @@ def serve(control: socket.socket) -> None:
 
 def _ended(jobs: Mapping[int, int]) -> list[tuple[int, int]]:
     """Return the processes that have ended, and how."""
-    found = (os.waitpid(process, os.WNOHANG) for process in jobs)
-    return [(process, status) for process, status in found if process]
+    waited = (os.waitpid(process, os.WNOHANG) for process in jobs)
+    return [(process, status) for process, status in waited if process]
 
 
 def _compile(fields: Mapping[str, Any], tokens: TokenBytes, limits: Limits, pipe: int) -> None:

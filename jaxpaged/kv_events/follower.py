@@ -35,12 +35,12 @@ class Follower:
 
     def poll(self, timeout_ms: int = 0) -> list[Event]:
         """Return the events that have come, in order, those with them that were missed before."""
-        found: list[Event] = []
+        events: list[Event] = []
         while self._socket.poll(timeout_ms):
             timeout_ms = 0
             _, number, payload = self._socket.recv_multipart()
-            found += self._taken(int.from_bytes(number, "big"), payload)
-        return found
+            events += self._taken(int.from_bytes(number, "big"), payload)
+        return events
 
     def ask(self) -> list[Event]:
         """Ask for all that is kept and has not come, as after a late start. Return those events."""
@@ -53,20 +53,20 @@ class Follower:
     def _taken(self, number: int, payload: bytes) -> list[Event]:
         """Return a message's events, and before them those of messages that are missing between."""
         seconds, events, _ = messages.decode(payload)
-        found: list[Event] = []
+        events_before: list[Event] = []
         if number < self._next:
             if seconds <= self._seconds:
                 return []
-            self._next, found = 0, [AllBlocksCleared()]
+            self._next, events_before = 0, [AllBlocksCleared()]
         if number > self._next:
-            for missed, its in self._replayed():
+            for missed, missed_payload in self._replayed():
                 if self._next <= missed < number:
                     self.num_missed += missed - self._next
-                    found += messages.decode(its)[1]
+                    events_before += messages.decode(missed_payload)[1]
                     self._next = missed + 1
             self.num_missed += number - self._next
         self._next, self._seconds = number + 1, seconds
-        return [*found, *events]
+        return [*events_before, *events]
 
     def _replayed(self) -> Iterator[tuple[int, bytes]]:
         """Yield the messages that the publisher keeps, from the next one on."""

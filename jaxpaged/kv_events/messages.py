@@ -82,10 +82,10 @@ def decode(payload: bytes) -> tuple[float, list[Event], int]:
         raise ValueError(f"these {len(payload)} bytes are no batch of events: {error}") from error
 
 
-def _event(its: dict[str, Any]) -> Event:
-    kind = KINDS[its["type"]]
+def _event(fields: dict[str, Any]) -> Event:
+    kind = KINDS[fields["type"]]
     known = {field.name for field in dataclasses.fields(kind)}
-    made = {name: value for name, value in its.items() if name in known}
+    made = {name: value for name, value in fields.items() if name in known}
     if made.get("extra_keys") is not None:
         made["extra_keys"] = [None if each is None else tuple(each) for each in made["extra_keys"]]
     return kind(**made)

@@ -114,8 +114,8 @@ class Publisher:
                 with self._lock:
                     kept = [each for each in self._kept if each[0] >= start]
                 for number, payload in [*kept, (None, b"")]:
-                    told = messages.END if number is None else number.to_bytes(8, "big")
-                    self._replays.send_multipart((who, b"", told, payload))
+                    header = messages.END if number is None else number.to_bytes(8, "big")
+                    self._replays.send_multipart((who, b"", header, payload))
             except Exception:  # whatever somebody sends
                 logging.exception("a request for a replay of events cannot be answered")
 

@@ -36,12 +36,12 @@ class TierMirror:
     def __init__(self, block_size: int, media: Sequence[str]) -> None:
         self._block_size = block_size
         self._known: dict[bytes, Content] = {}
-        self._told: dict[str, set[bytes]] = {medium: set() for medium in media}
+        self._reported: dict[str, set[bytes]] = {medium: set() for medium in media}
         self._lost: list[Event] = []  # to be told
         self._changes: collections.deque[tuple[str, bytes, bool]] = collections.deque()
 
     def observer(self, medium: str) -> Observer:
-        """Return what a tier calls when it has or loses a block, in any thread."""
+        """Return the callback for a tier to report blocks that it gains or loses, from any thread."""
         return lambda digest, is_there: self._changes.append((medium, digest, is_there))
 
     def note(self, digests: Sequence[bytes], token_ids: np.ndarray, label: Label) -> None:
@@ -50,47 +50,53 @@ class TierMirror:
         keys = routing.keys_of_tokens(token_ids[: len(digests) * size], size, label.salt)
         for place, (digest, key) in enumerate(zip(digests, keys, strict=True)):
             number = int.from_bytes(key, "big")
-            its = self._known.pop(digest, None)
-            if its is None:
+            content = self._known.pop(digest, None)
+            if content is None:
                 ids = tuple(token_ids[place * size : (place + 1) * size].tolist())
-                its = Content(number, parent, ids, label, place)
-            self._known[digest] = its  # behind those that were noted before
+                content = Content(number, parent, ids, label, place)
+            self._known[digest] = content  # behind those that were noted before
             parent = number
-        if len(self._known) > MOST_UNTOLD + 2 * sum(map(len, self._told.values())):
-            told = set().union(*self._told.values(), (digest for _, digest, _ in [*self._changes]))
-            untold = [digest for digest in self._known if digest not in told]
+        if len(self._known) > MOST_UNTOLD + 2 * sum(map(len, self._reported.values())):
+            reported = set().union(*self._reported.values(), (digest for _, digest, _ in [*self._changes]))
+            untold = [digest for digest in self._known if digest not in reported]
             num_left = max(MOST_UNTOLD // 2, len(digests))  # blocks of the newest may be on their way
             for digest in untold[: max(len(untold) - num_left, 0)]:
                 del self._known[digest]
 
     def events(self) -> list[Event]:
         """Return the events of all that has changed, removals first."""
-        states: dict[str, dict[bytes, bool]] = {medium: {} for medium in self._told}
+        states: dict[str, dict[bytes, bool]] = {medium: {} for medium in self._reported}
         while self._changes:
             medium, digest, is_there = self._changes.popleft()
             states[medium][digest] = is_there
-        found, self._lost = self._lost, []
-        for medium, its in states.items():
-            told = self._told[medium]
-            gone = [digest for digest, is_there in its.items() if not is_there and digest in told]
-            new = [digest for digest, is_there in its.items() if is_there and digest not in told]
+        events, self._lost = self._lost, []
+        for medium, changed in states.items():
+            reported = self._reported[medium]
+            gone = [digest for digest, is_there in changed.items() if not is_there and digest in reported]
+            new = [digest for digest, is_there in changed.items() if is_there and digest not in reported]
             new = [digest for digest in new if digest in self._known]
-            told.difference_update(gone)
-            told.update(new)
+            reported.difference_update(gone)
+            reported.update(new)
             if gone:
-                found.append(self._removed(medium, gone))
-            found += self._stored(medium, new)
-        return found
+                events.append(self._removed(medium, gone))
+            events += self._stored(medium, new)
+        return events
 
     def retold(self) -> list[Event]:
-        """Return events of all that is there, for who has forgotten what was."""
+        """Return events of all blocks that are stored now, for a follower that starts anew."""
         self.events()
-        return [event for medium, told in self._told.items() for event in self._stored(medium, [*told])]
+        return [
+            event
+            for medium, reported in self._reported.items()
+            for event in self._stored(medium, [*reported])
+        ]
 
     def lose_all(self) -> None:
         """Take over that nothing can be found any more, whatever the tiers have or still get."""
-        self._lost += [self._removed(medium, told) for medium, told in self._told.items() if told]
-        self._known, self._told = {}, {medium: set() for medium in self._told}
+        self._lost += [
+            self._removed(medium, reported) for medium, reported in self._reported.items() if reported
+        ]
+        self._known, self._reported = {}, {medium: set() for medium in self._reported}
 
     def _removed(self, medium: str, digests: Iterable[bytes]) -> BlockRemoved:
         return BlockRemoved([self._known[digest].key for digest in digests], medium, 0)
@@ -99,24 +105,24 @@ class TierMirror:
         """Return the events of blocks that are there, each for neighbours of a chain."""
         runs: list[list[Content]] = []
         ends: dict[int, list[Content]] = {}  # runs by their last keys
-        for its in sorted((self._known[digest] for digest in digests), key=lambda its: its.place):
-            run = ends.pop(its.parent, None) if its.parent is not None else None
+        for content in sorted((self._known[digest] for digest in digests), key=lambda content: content.place):
+            run = ends.pop(content.parent, None) if content.parent is not None else None
             if run is None:
                 runs.append(run := [])
-            run.append(its)
-            ends[its.key] = run
+            run.append(content)
+            ends[content.key] = run
         return [self._event(medium, run) for run in runs]
 
     def _event(self, medium: str, run: Sequence[Content]) -> BlockStored:
         first, label = run[0], run[0].label
         return BlockStored(
-            block_hashes=[its.key for its in run],
+            block_hashes=[content.key for content in run],
             parent_block_hash=first.parent,
-            token_ids=[token for its in run for token in its.token_ids],
+            token_ids=[token for content in run for token in content.token_ids],
             block_size=self._block_size,
             lora_id=label.lora_id,
             medium=medium,
             lora_name=label.lora_name,
-            extra_keys=[label.extra_keys(its.place == 0) for its in run],
+            extra_keys=[label.extra_keys(content.place == 0) for content in run],
             group_idx=0,
         )

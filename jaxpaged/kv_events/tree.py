@@ -35,9 +35,9 @@ class Label:
         return routing.salt_of(self.cache_salt, self.lora_name)
 
     def extra_keys(self, is_first: bool) -> tuple[str, ...] | None:
-        """Return what a block's key has beside tokens."""
-        its = (self.lora_name, self.cache_salt if is_first else None)
-        return tuple(each for each in its if each is not None) or None
+        """Return the parts of a block's key besides its tokens."""
+        extras = (self.lora_name, self.cache_salt if is_first else None)
+        return tuple(each for each in extras if each is not None) or None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,16 +145,16 @@ class Tree:
 
     def _hidden(self, nodes: Iterable[Node]) -> list[Node]:
         """Let nodes, and all behind them, be found no more. Return those that could, a chain's end first."""
-        found: list[Node] = []
+        hidden: list[Node] = []
         for top in nodes:
             todo = [top]
             while todo:
                 node = todo.pop()
                 if node.hashed is not None:
-                    found.append(dataclasses.replace(node))
+                    hidden.append(dataclasses.replace(node))
                     node.hashed = None
                     todo += self._children.get(node.name, {}).values()
-        return found[::-1]
+        return hidden[::-1]
 
     def _stored(self, nodes: Iterable[Node]) -> list[Event]:
         """Let nodes be found whose parents can be, and all behind them. Return the events."""
@@ -166,7 +166,7 @@ class Tree:
                 if node.hashed is None and self._show(node):
                     shown[node.group].append(node)
                     todo += self._children.get(node.name, {}).values()
-        return [self._event(run) for its in shown for run in _runs(its)]
+        return [self._event(run) for nodes in shown for run in _runs(nodes)]
 
     def _show(self, node: Node) -> bool:
         """Let a node be found if its parent can be; tell whether it can."""

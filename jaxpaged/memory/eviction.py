@@ -113,7 +113,7 @@ def _as_it_was(
 
 
 def _passed_over(queue: RankedQueue, block_id: Int[Array, ""]) -> Spared:
-    """Leave blocks that were found for the next round."""
+    """Keep a block that was hit since the last round for the next round, with its hits cleared."""
     hits = queue.note(RankedQueue.HITS, block_id)
     next_round = queue.rank[block_id] + jnp.array([1, 0], jnp.int32)
     return hits > 0, next_round, queue.kind[block_id], jnp.zeros_like(hits)

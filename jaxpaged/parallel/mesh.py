@@ -125,7 +125,7 @@ def repeated(mesh: Mesh, tree: Any) -> Any:
 
 
 def joined_by_shard(mesh: Mesh, parts: Iterable[jax.Array]) -> jax.Array:
-    """Join the arrays of this process's devices, one replica's after another's, into a global array."""
+    """Join the arrays of this process's devices into one global array, in the order of the replicas."""
     arrays = list(parts)
     first, *rest = arrays[0].shape
     shape = (first * mesh.shape[MODEL], *rest)

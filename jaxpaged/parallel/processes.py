@@ -130,8 +130,8 @@ class Leader:
                 line.send(None)
 
 
-class Follower:
-    """Another process, connected to process 0. Where that ends without a word, so does this one."""
+class WorkerProcess:
+    """Process other than process 0, connected to it; it ends when process 0 ends unexpectedly."""
 
     def __init__(self, line: Line, num_processes: int) -> None:
         self._line, self._num_processes = line, num_processes
@@ -176,7 +176,7 @@ class Follower:
         self._calls.put(None)
 
 
-Processes = Leader | Follower
+Processes = Leader | WorkerProcess
 
 
 def join(address: str, num_processes: int, process_id: int, classes: Sequence[type] = ()) -> Processes:
@@ -213,13 +213,15 @@ def join(address: str, num_processes: int, process_id: int, classes: Sequence[ty
     try:
         if process_id == 0:
             return Leader(_lead(host, num_processes, secret, classes))
-        return Follower(_follow(host, process_id, secret, classes), num_processes)
+        return WorkerProcess(_follow(host, process_id, secret, classes), num_processes)
     finally:
         late.cancel()
 
 
 def _secret() -> bytes | None:
-    """Return what all processes were given to know each other by; None if nothing. Raises `InputError`."""
+    """Return the secret by which the processes authenticate each other; None if none was given. Raises
+    `InputError`.
+    """
     text, file = os.environ.get(SECRET), os.environ.get(SECRET_FILE)
     try:
         secret = Path(file).read_bytes().strip() if file else (text or "").encode()

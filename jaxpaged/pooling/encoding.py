@@ -55,7 +55,7 @@ def from_bytes(
 def build_metadata_items(
     embed_dtype: EmbedDtype, endianness: Endianness, shape: tuple[int, ...], n_request: int
 ) -> list[MetadataItem]:
-    """Return the places of the numbers of `n_request` texts of one shape, one behind the other."""
+    """Return the byte ranges of `n_request` arrays of one shape that follow one another."""
     size = math.prod(shape) * _dtype(embed_dtype).itemsize
     return [
         MetadataItem(i, embed_dtype, endianness, i * size, (i + 1) * size, shape) for i in range(n_request)

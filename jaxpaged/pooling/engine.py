@@ -34,7 +34,7 @@ UNSERVED = {
 
 @dataclass(frozen=True, eq=False)
 class Text:
-    """One text as token ids, and what is wanted of it: it has been checked."""
+    """One checked text: its token ids and its pooling options."""
 
     token_ids: np.ndarray  # int32
     params: PoolingParams
@@ -102,8 +102,8 @@ class PoolingEngine:
         check("dimensions", dimensions, rule, ok)
 
     def run(self, texts: Sequence[Text]) -> Iterator[np.ndarray]:
-        """Yield what the head makes of each text, in their order, float32: a vector [dimensions], classes
-        [num_classes], or of each token its hidden state [num_tokens, hidden] or [num_tokens, num_classes].
+        """Yield the result of each text in order, float32: a vector [dimensions], class scores [num_classes],
+        or one of these for each token.
         """
         for wave in self.waves(texts):
             with self._lock:
@@ -156,18 +156,26 @@ class PoolingEngine:
             for row, text in enumerate(wave)
         ]
 
-    def _pass(self, wave: Sequence[Text], some: Sequence[tuple[int, int]], tables: np.ndarray) -> loop.Tiles:
+    def _pass(self, wave: Sequence[Text], some: Sequence[tuple[int, int]], tables: Any) -> loop.Tiles:
         """Return the arrays of one pass over these tiles, each a row and its first position."""
         shape = self._num_tiles, PREFILL_TILE
-        token_ids, weights = np.zeros(shape, np.int32), np.zeros(shape, np.float32)
-        rows, starts, ends = np.zeros((3, self._num_tiles), np.int32)
+        token_ids: Any = np.zeros(shape, np.int32)
+        weights: Any = np.zeros(shape, np.float32)
+        tiles: Any = np.zeros((3, self._num_tiles), np.int32)
+        rows, starts, ends = tiles
         for i, (row, start) in enumerate(some):
             ids = wave[row].token_ids
             rows[i], starts[i], ends[i] = row, start, min(start + PREFILL_TILE, len(ids))
             token_ids[i, : ends[i] - start] = ids[start : ends[i]]
             weights[i, : ends[i] - start] = self._weights(len(ids))[start : ends[i]]
-        arrays: Any = (token_ids, weights, rows, starts, ends, tables)
-        return loop.Tiles(*arrays)
+        return loop.Tiles(
+            token_ids=token_ids,
+            weights=weights,
+            rows=rows,
+            starts=starts,
+            ends=ends,
+            block_tables=tables,
+        )
 
     @functools.lru_cache(maxsize=64)  # noqa: B019 - an engine lives as long as its process, or nearly so
     def _weights(self, num_tokens: int) -> np.ndarray:
@@ -180,7 +188,7 @@ class PoolingEngine:
         return weights
 
     def _finish(self, text: Text, vector: np.ndarray) -> np.ndarray:
-        """Return what the head makes of a text's sum, or of each token's hidden state."""
+        """Return the head's output for a text's pooled vector, or for the hidden states of its tokens."""
         head, activates = self.head, text.params.use_activation
         if head.classifier is not None and text.wants_tokens != "hidden":
             logits = vector @ head.classifier.T

@@ -112,7 +112,9 @@ def _as_told(head: Head, pooler_config: Any) -> Head:
 
 
 def _of_modules(path: Path) -> Head:
-    """Return what the modules of a sentence-transformers directory say; without them vLLM's own default."""
+    """Return the head that a sentence-transformers directory describes in modules.json; without that file
+    vLLM's default.
+    """
     if not (path / "modules.json").is_file():
         return Head()
     modules = hf.read_value(path / "modules.json")

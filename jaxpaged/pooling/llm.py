@@ -47,7 +47,7 @@ class Pooling:
     def encode(
         self, prompts: Any, pooling_params: Any = None, *, pooling_task: str = "embed"
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        """Return what the model makes of each text: by task a vector or the chances of classes, of the text,
+        """Return the pooled output of each text: by task a vector or class probabilities, of the whole text,
         or with "token_embed" and "token_classify" of each token.
         """
         task = checked_choice("pooling_task", pooling_task, TASKS)

@@ -21,7 +21,7 @@ Hidden = Float[Array, "num_tiles tile_len hidden"]
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Tiles:
-    """The work of one pass: tiles of neighbouring tokens, each of one prompt, a prompt's in their order."""
+    """Work of one pass: tiles of neighbouring tokens of one prompt each, a prompt's tiles in order."""
 
     token_ids: Int[Array, "num_tiles tile_len"]
     weights: Float[Array, "num_tiles tile_len"]  # of each token's hidden state in its row's sum; 0: not in it

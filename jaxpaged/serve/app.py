@@ -127,7 +127,7 @@ async def _gone(request: Request, error: GoneError) -> Response:
 
 
 async def _unexpected(request: Request, error: Exception) -> Response:
-    """Tell that there was an error, which Starlette logs and raises again.
+    """Answer status 500 for an unexpected error, which Starlette logs and raises again.
 
     uvicorn then closes the connection: so the client is told not to ask again on it.
     """

@@ -49,14 +49,14 @@ class Counts:
 
 def batch_app(llm: AsyncLLM, model_name: str, options: ServerOptions) -> FastAPI:
     """Return the server's application for a batch: nobody else asks it, and no request has a time limit."""
-    own = dataclasses.replace(
+    batch_options = dataclasses.replace(
         options,
         api_keys=(),
         max_queue=NO_QUEUE_LIMIT,
         request_timeout_s=NO_TIME_LIMIT_S,
         enable_lora_updates=False,
     )
-    return create_app(llm, model_name, own)
+    return create_app(llm, model_name, batch_options)
 
 
 async def run(

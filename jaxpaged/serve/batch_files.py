@@ -55,7 +55,7 @@ class BatchRequest:
 
 
 def digest_of(custom_id: str) -> bytes:
-    """Return what is kept of a `custom_id` to know it again."""
+    """Return the digest by which a `custom_id` is recognised again."""
     return _digest(b"id " + custom_id.encode("utf-8", "surrogatepass"))
 
 
@@ -64,7 +64,7 @@ def _digest(content: bytes) -> bytes:
 
 
 def parse(line: Line, urls: Collection[str], max_body_bytes: int) -> BatchRequest:
-    """Return what a line asks. Raises `LineError`."""
+    """Return the request in a line of a batch file. Raises `LineError`."""
     if line.content is None:
         raise LineError(f"must have a body of at most {max_body_bytes} bytes")
     try:
@@ -93,11 +93,11 @@ def parse(line: Line, urls: Collection[str], max_body_bytes: int) -> BatchReques
 
 def read(file: str, max_body_bytes: int) -> Iterator[Line]:
     """Yield the lines of a file that are not empty, "-" for standard input. Raises `InputError`."""
-    most, number = max_body_bytes + MOST_AROUND_BODY, 0
+    max_line_bytes, number = max_body_bytes + MOST_AROUND_BODY, 0
     with _opened(file) as source:
-        while content := _read(source.readline, most + 1):
+        while content := _read(source.readline, max_line_bytes + 1):
             number += 1
-            is_long = len(content) > most and not content.endswith(b"\n")
+            is_long = len(content) > max_line_bytes and not content.endswith(b"\n")
             while is_long and not content.endswith(b"\n") and content:
                 content = _read(source.readline, CHUNK)
             if number == 1:
@@ -117,9 +117,9 @@ def count(file: str) -> int | None:
     return num_lines + (last != b"\n")
 
 
-def _read(readline: Any, most: int) -> bytes:
+def _read(readline: Any, max_bytes: int) -> bytes:
     try:
-        return bytes(readline(most))
+        return bytes(readline(max_bytes))
     except OSError as error:
         raise InputError(f"--input-file cannot be read: {error}") from error
 

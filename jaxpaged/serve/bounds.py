@@ -144,9 +144,9 @@ def parsed(body: bytes | bytearray, limits: Limits) -> Any:
         ("texts", "texts"),
         ("values", "values"),
     ):
-        most = getattr(limits, name)
-        if getattr(size, name) > most:
-            raise ApiError(400, f"the body must not have more than {most} {what}")
+        maximum = getattr(limits, name)
+        if getattr(size, name) > maximum:
+            raise ApiError(400, f"the body must not have more than {maximum} {what}")
     try:
         value = read_finite_json(body.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
@@ -166,14 +166,14 @@ def check_entries(body: Any) -> None:
     if len(body) > MOST_FIELDS:
         raise ApiError(400, f"the body has {len(body)} fields, must have at most {MOST_FIELDS}")
     for name, value in body.items():
-        most = FIELDS.get(name, Most())
+        limit = FIELDS.get(name, Most())
         if isinstance(value, str):
-            _check_chars(name, len(value), most.chars)
+            _check_chars(name, len(value), limit.chars)
         elif isinstance(value, list | dict):
             if name not in LONG_FIELDS:
-                _check_count(name, value, most.entries)
-            if most.chars is not None:
-                _check_chars(name, _num_chars(value), most.chars)
+                _check_count(name, value, limit.entries)
+            if limit.chars is not None:
+                _check_chars(name, _num_chars(value), limit.chars)
             _check_inner(name, value)
 
 
@@ -188,15 +188,15 @@ def _check_inner(name: str, value: list[Any] | dict[str, Any]) -> None:
                 waiting.append(inner)
 
 
-def _check_count(name: str, value: list[Any] | dict[str, Any], most: int) -> None:
-    if len(value) > most:
-        message = f"{name} has {len(value)} entries in a list or an object, must have at most {most}"
+def _check_count(name: str, value: list[Any] | dict[str, Any], max_entries: int) -> None:
+    if len(value) > max_entries:
+        message = f"{name} has {len(value)} entries in a list or an object, must have at most {max_entries}"
         raise ApiError(400, message, param=name)
 
 
-def _check_chars(name: str, num_chars: int, most: int | None) -> None:
-    if most is not None and num_chars > most:
-        raise ApiError(400, f"{name} has {num_chars} characters, must have at most {most}", param=name)
+def _check_chars(name: str, num_chars: int, max_chars: int | None) -> None:
+    if max_chars is not None and num_chars > max_chars:
+        raise ApiError(400, f"{name} has {num_chars} characters, must have at most {max_chars}", param=name)
 
 
 def _entries(value: list[Any] | dict[str, Any]) -> Any:

@@ -122,7 +122,7 @@ class ChatWriter(ChunkWriter[ChatRequest]):
             }
             if body.return_token_ids:
                 each["token_ids"] = choice.token_ids
-            written.append(each | self.told_at_end(run, choice.index))
+            written.append(each | self.fields_at_end(run, choice.index))
         made = self.chunk(run, written) | {"object": "chat.completion", "usage": self.usage(run)}
         if body.prompt_logprobs is not None:
             made["prompt_logprobs"] = prompt_logprobs(choices[0].prompt_logprobs)
@@ -140,13 +140,13 @@ class ChatWriter(ChunkWriter[ChatRequest]):
                     for index in range(run.params.n):
                         yield self._begun(run, index, is_first=not index)
                     is_first = False
-                if (its := deltas[choice.index]) is not None:
+                if (tool_deltas := deltas[choice.index]) is not None:
                     self._reasoned[choice.index].note_tokens(choice.token_ids)
                 text, is_last = choice.text, choice.finish_reason is not None
                 parts = (
                     [{"content": text}]
-                    if its is None
-                    else [*its.feed(text, is_last=is_last)] or [{"content": ""}]
+                    if tool_deltas is None
+                    else [*tool_deltas.feed(text, is_last=is_last)] or [{"content": ""}]
                 )
                 for place, delta in enumerate(parts):
                     ends = place == len(parts) - 1  # tokens and reason go with the last delta
@@ -157,10 +157,12 @@ class ChatWriter(ChunkWriter[ChatRequest]):
                         "index": choice.index,
                         "delta": delta,
                         "logprobs": self._logprobs(choice.token_ids, choice.logprobs) if ends else None,
-                        "finish_reason": self._reason(choice, bool(its and its.has_calls)) if ends else None,
+                        "finish_reason": self._reason(choice, bool(tool_deltas and tool_deltas.has_calls))
+                        if ends
+                        else None,
                     }
                     if ends and is_last:
-                        each |= {"stop_reason": choice.stop_reason} | self.told_at_end(run, choice.index)
+                        each |= {"stop_reason": choice.stop_reason} | self.fields_at_end(run, choice.index)
                     if ends and body.return_token_ids:
                         each["token_ids"] = choice.token_ids
                     yield self.chunk(run, [each])

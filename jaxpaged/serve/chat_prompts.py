@@ -100,8 +100,10 @@ class ChatPrompts:
         # Without room for automata, strict tools are as others are.
         strict = None
         if parser is not None and self._llm.engine.config.most_arena_words:
-            its = TOOL_PARSERS[parser]
-            strict = strict_calls(its, tools or (), self._llm.tokenizer, parallel=parallel is not False)
+            tool_parser = TOOL_PARSERS[parser]
+            strict = strict_calls(
+                tool_parser, tools or (), self._llm.tokenizer, parallel=parallel is not False
+            )
         return Form(
             calls=parser,
             reasoning=self.reasoning_parser,

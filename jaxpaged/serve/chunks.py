@@ -54,12 +54,12 @@ class ChunkWriter[Body: (ChatRequest, CompletionRequest)]:
         """Return the usage so far."""
         return run.usage()
 
-    def told_at_end(self, run: Run, index: int) -> dict[str, Any]:
-        """Return what a choice tells at its end: the versions of its weights, and values of channels."""
-        told: dict[str, Any] = {}
+    def fields_at_end(self, run: Run, index: int) -> dict[str, Any]:
+        """Return the fields of a choice's end: the versions of its weights, and values of channels."""
+        fields: dict[str, Any] = {}
         if self._body.return_weight_versions:
-            told["weight_versions"] = run.versions[index].written()
-        return told | channels.as_json(channels.joined(run.channels[index]))
+            fields["weight_versions"] = run.versions[index].written()
+        return fields | channels.as_json(channels.joined(run.channels[index]))
 
     async def _events(self, run: Run) -> AsyncGenerator[bytes]:
         """Yield the events of a stream; an `ApiError` is the last but one."""

@@ -79,7 +79,7 @@ class CompletionWriter(ChunkWriter[CompletionRequest]):
                     )
 
     def _logprobs(self, run: Run, index: int) -> CompletionLogprobs | None:
-        """Return what writes the log-probabilities of a choice down; None where none are wanted."""
+        """Return the writer of a choice's log-probabilities; None if none are asked for."""
         if self._body.logprobs is None:
             return None
         prompt = run.prompts[index // run.params.n]
@@ -109,8 +109,8 @@ class CompletionWriter(ChunkWriter[CompletionRequest]):
         num_echoed = 0  # prompt tokens in the echo
         if body.echo and is_first:
             text, ids, num_echoed = self._echo(prompt) + text, prompt_ids + ids, len(prompt_ids)
-            own = choice.prompt_logprobs
-            each = [*(own if own is not None else [None] * num_echoed), *each]
+            echo_logprobs = choice.prompt_logprobs
+            each = [*(echo_logprobs if echo_logprobs is not None else [None] * num_echoed), *each]
         written: dict[str, Any] = {
             "index": choice.index,
             "text": text,
@@ -124,7 +124,7 @@ class CompletionWriter(ChunkWriter[CompletionRequest]):
             written["token_ids"] = choice.token_ids
             written["prompt_token_ids"] = prompt_ids if is_first else None
         if choice.finish_reason is not None:
-            written |= self.told_at_end(run, choice.index)
+            written |= self.fields_at_end(run, choice.index)
             if self.is_echo_alone and body.return_weight_versions:
                 written["weight_versions"] = []
         return written

@@ -118,8 +118,8 @@ class Connection(HttpToolsProtocol):
             self._fail(self._too_large())
 
     def _too_large(self) -> ApiError:
-        most = self._room.max_head_bytes
-        return ApiError(431, f"a request's line and headers must have at most {most} bytes")
+        max_head_bytes = self._room.max_head_bytes
+        return ApiError(431, f"a request's line and headers must have at most {max_head_bytes} bytes")
 
     def _fail(self, error: ApiError) -> None:
         """Stop the parser, which calls `send_400_response` then."""
@@ -127,7 +127,9 @@ class Connection(HttpToolsProtocol):
         raise error
 
     def _refuse(self, error: ApiError) -> None:
-        """Tell an error and close; without a word, if an answer is under way, which is cut off."""
+        """Send an error response and close; close without a response if an answer is under way, which is cut
+        off.
+        """
         self._wait_no_more()
         if self.transport.is_closing():
             return

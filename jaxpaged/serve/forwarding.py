@@ -25,7 +25,7 @@ TOKEN_BLOCK = 16  # tokens in a routing key of prompts given as token ids
 
 
 def portable(scope: Scope, request_id: str) -> dict[str, Any]:
-    """Return what another process needs of a request's scope, as data that can be sent."""
+    """Return the parts of a request's scope that another process needs, as data that can be sent."""
     headers = [(bytes(k), bytes(v)) for k, v in scope["headers"] if k != b"x-request-id"]
     return {name: scope[name] for name in TRAVELS if name in scope} | {
         "headers": [*headers, (b"x-request-id", request_id.encode())],

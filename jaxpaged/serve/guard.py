@@ -89,8 +89,8 @@ class Guard:
         """Return which key was given, in a time that does not tell how much of it is right; None for none."""
         scheme, _, key = headers.get("authorization", "").partition(" ")
         given = _digest(key)
-        found = [secrets.compare_digest(given, known) for known in self._keys]
-        return found.index(True) if scheme.lower() == "bearer" and any(found) else None
+        matches = [secrets.compare_digest(given, known) for known in self._keys]
+        return matches.index(True) if scheme.lower() == "bearer" and any(matches) else None
 
     def _is_left(self, path: str, headers: Headers) -> bool:
         """Return whether the body is left to the route: there is none, or it is one of weights."""
@@ -102,7 +102,7 @@ class Guard:
         return path in BARE_PATHS and is_bare
 
     async def _with_body(self, headers: Headers, receive: Receive, state: dict[str, Any]) -> Receive:
-        """Receive all of the body, and parse it; return what gives it, and later what comes behind it."""
+        """Receive and parse the whole body; return a `receive` that gives it, and then the later messages."""
         if _kind(headers) != "application/json":
             raise ApiError(415, "content-type must be application/json", headers={"connection": "close"})
         length = headers.get("content-length", "0")

@@ -73,11 +73,11 @@ class TextOffsets:
             start = end
             if not text.startswith(known, end):
                 bare = known.lstrip(" ")
-                found = text.find(bare, end, end + len(known) + NEARBY)
+                bare_start = text.find(bare, end, end + len(known) + NEARBY)
                 if token in special or not bare:
                     known = ""
-                elif found >= 0:
-                    start, known = found, bare
+                elif bare_start >= 0:
+                    start, known = bare_start, bare
             end = min(start + len(known), len(text))
             places.append(start)
         return places
@@ -124,13 +124,13 @@ class CompletionLogprobs:
 
         Of tokens with the same name, the token itself or else the likeliest has it; others go by their ids.
         """
-        own, top = self._names.name(token, entries[token].decoded_token), dict[str, float]()
+        token_name, top = self._names.name(token, entries[token].decoded_token), dict[str, float]()
         for other, entry in by_rank(entries):
             if other == token:
-                top[own] = _value(entry)
+                top[token_name] = _value(entry)
             elif (entry.rank or 0) <= self._num_top:
                 name = self._names.name(other, entry.decoded_token)
-                top[by_id(other) if name == own or name in top else name] = _value(entry)
+                top[by_id(other) if name == token_name or name in top else name] = _value(entry)
         return top
 
 
@@ -142,7 +142,9 @@ def by_id(token: int) -> str:
 def chat_logprobs(
     names: TokenNames, num_top: int, token_ids: Sequence[int], each: Sequence[Mapping[int, Logprob]]
 ) -> dict[str, Any]:
-    """Return those of /v1/chat/completions: a list with an object a token, with the token's own bytes."""
+    """Return the log-probabilities in the form of /v1/chat/completions: one object for each token, with the
+    token's bytes.
+    """
 
     def entry(token: int, logprob: Logprob) -> dict[str, Any]:
         name = names.name(token, logprob.decoded_token)

@@ -130,11 +130,11 @@ class Metrics:
         if output.metrics is not None and times.scheduled is None:
             times.scheduled = output.metrics.first_scheduled_time
         if key in times.answers:
-            its = times.answers[key]
-            each = max(now - its.last, 0.0) / new
+            answer_times = times.answers[key]
+            each = max(now - answer_times.last, 0.0) / new
             for _ in range(new):
                 self.itl.observe(each)
-            its.last, its.num_tokens = now, its.num_tokens + new
+            answer_times.last, answer_times.num_tokens = now, answer_times.num_tokens + new
             return 0
         times.answers[key] = AnswerTimes(now, now, new)
         self.ttft.observe(max(now - times.arrived, 0.0))
@@ -154,19 +154,19 @@ class Metrics:
     ) -> None:
         """Count an answer that has ended, and with the first of a prompt's answers the prompt."""
         self._success.labels(*self._labels, answer.finish_reason).inc()
-        its = times.answers.get((prompt, answer.index))
-        if its is None or answer.finish_reason in ("abort", "error"):
+        answer_times = times.answers.get((prompt, answer.index))
+        if answer_times is None or answer.finish_reason in ("abort", "error"):
             return
         began = None if output.metrics is None else output.metrics.first_scheduled_time
-        began = its.first if began is None else min(began, its.first)
-        self.e2e.observe(max(its.last - times.arrived, 0.0))
+        began = answer_times.first if began is None else min(began, answer_times.first)
+        self.e2e.observe(max(answer_times.last - times.arrived, 0.0))
         self._queue.observe(max(began - times.arrived, 0.0))
-        self._prefill.observe(its.first - began)
-        self._inference.observe(its.last - began)
-        self._decode.observe(its.last - its.first)
-        self._answer_lens.observe(its.num_tokens)
-        if its.num_tokens > 1:
-            self._tpot.observe((its.last - its.first) / (its.num_tokens - 1))
+        self._prefill.observe(answer_times.first - began)
+        self._inference.observe(answer_times.last - began)
+        self._decode.observe(answer_times.last - answer_times.first)
+        self._answer_lens.observe(answer_times.num_tokens)
+        if answer_times.num_tokens > 1:
+            self._tpot.observe((answer_times.last - answer_times.first) / (answer_times.num_tokens - 1))
         if not answer.index:
             self._prompt_lens.observe(len(output.prompt_token_ids))
             self._n.observe(params.n)

@@ -38,9 +38,11 @@ class Openings:
 
     def check(self, client: Hashable) -> None:
         """Raise `ApiError` for a client of whom too many constraints wait to be compiled."""
-        its = sum(each.compiles and each.client == client for each in self._all.values())
-        if its >= (most := self._most_constraints):
-            message = f"{its} constraints of yours wait to be compiled, must be less than {most}"
+        num_waiting = sum(each.compiles and each.client == client for each in self._all.values())
+        if num_waiting >= (max_waiting := self._most_constraints):
+            message = (
+                f"{num_waiting} constraints of yours wait to be compiled, must be less than {max_waiting}"
+            )
             raise ApiError(429, message, headers={"retry-after": "1"})
 
     async def wait(

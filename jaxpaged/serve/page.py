@@ -138,7 +138,9 @@ class Watch:
             "prompt_tokens_per_s": (stats.num_prompt_tokens - before.num_prompt_tokens) / seconds,
             "hit_tokens": stats.num_hit_tokens,
             "lookup_tokens": stats.num_lookup_tokens,
-            "tiers": {name: tier_fields(its, engine.config.block_size) for name, its in stats.tiers.items()},
+            "tiers": {
+                name: tier_fields(tier, engine.config.block_size) for name, tier in stats.tiers.items()
+            },
             "drafts": {"drafted": stats.num_draft_tokens, "accepted": stats.num_accepted_tokens}
             if engine.config.speculative_config
             else None,
@@ -154,8 +156,8 @@ def occupancy_fields(occupancy: Occupancy) -> dict[str, Any]:
     requests = []
     for request in occupancy.requests:
         colour = request.request_id % NUM_COLOURS
-        its = request.block_ids - 1
-        cells[its[holders[its] == 1]] = HELD + colour
+        places = request.block_ids - 1
+        cells[places[holders[places] == 1]] = HELD + colour
         requests.append(
             {
                 "id": request.request_id,
@@ -164,7 +166,7 @@ def occupancy_fields(occupancy: Occupancy) -> dict[str, Any]:
                 "computed": request.num_computed,
                 "tokens": request.num_tokens,
                 "most": request.max_num_tokens,
-                "blocks": len(its),
+                "blocks": len(places),
                 "colour": colour,
             }
         )
@@ -190,6 +192,8 @@ def _digest(text: str) -> str:
 
 
 def tier_fields(counts: TierCounts, block_size: int) -> dict[str, int | None]:
-    """Return what the page tells of a tier: tokens fetched from it, and its bytes, where it tells them."""
+    """Return the fields of a tier on the page: tokens fetched from it, its bytes and its kept bytes; None
+    where unknown.
+    """
     fetched = counts.num_hits * block_size
     return {"fetched_tokens": fetched, "bytes": counts.num_bytes, "kept_bytes": counts.kept_bytes}

@@ -36,9 +36,9 @@ def _service(request: Request) -> PoolingService:
 async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
     """Answer OpenAI's /v1/embeddings: a vector for each text."""
     service, params = _service(request), body.params(body.dimensions)
-    found = await service.run(lambda: service.pooling.embed(body.input, params))
-    arrays = [_finite(out.outputs.embedding) for out in found]
-    return _encoded(service, request, body, ("embd", "embedding", "embedding"), arrays, found)
+    outputs = await service.run(lambda: service.pooling.embed(body.input, params))
+    arrays = [_finite(out.outputs.embedding) for out in outputs]
+    return _encoded(service, request, body, ("embd", "embedding", "embedding"), arrays, outputs)
 
 
 @router.post("/pooling")
@@ -46,16 +46,16 @@ async def pooling(body: EmbeddingRequest, request: Request) -> Response:
     """Answer vLLM's /pooling: whatever the model makes of each text."""
     service, params = _service(request), body.params(body.dimensions)
     task = body.task or ("classify" if service.pooling.is_classifier else "embed")
-    found = await service.run(lambda: service.pooling.encode(body.input, params, pooling_task=task))
-    arrays = [_finite(out.outputs.data) for out in found]
-    return _encoded(service, request, body, ("pool", "pooling", "data"), arrays, found)
+    outputs = await service.run(lambda: service.pooling.encode(body.input, params, pooling_task=task))
+    arrays = [_finite(out.outputs.data) for out in outputs]
+    return _encoded(service, request, body, ("pool", "pooling", "data"), arrays, outputs)
 
 
 @router.post("/classify")
 async def classify(body: ClassificationRequest, request: Request) -> Response:
     """Answer vLLM's /classify: the probabilities of each text's classes, and the likeliest class's name."""
     service, params = _service(request), body.params()
-    found = await service.run(lambda: service.pooling.classify(body.input, params))
+    outputs = await service.run(lambda: service.pooling.classify(body.input, params))
     data = [
         {
             "index": i,
@@ -63,9 +63,9 @@ async def classify(body: ClassificationRequest, request: Request) -> Response:
             "probs": out.outputs.probs,
             "num_classes": out.outputs.num_classes,
         }
-        for i, out in enumerate(found)
+        for i, out in enumerate(outputs)
     ]
-    return _listed(service, request, body, "classify", data, found)
+    return _listed(service, request, body, "classify", data, outputs)
 
 
 @router.post("/score")
@@ -73,9 +73,9 @@ async def classify(body: ClassificationRequest, request: Request) -> Response:
 async def score(body: ScoreRequest, request: Request) -> Response:
     """Answer vLLM's /score: how well pairs of texts match."""
     service, params, (first, second) = _service(request), body.params(), body.pair()
-    found = await service.run(lambda: service.pooling.score(first, second, params))
-    data = [{"index": i, "object": "score", "score": out.outputs.score} for i, out in enumerate(found)]
-    return _listed(service, request, body, "score", data, found)
+    outputs = await service.run(lambda: service.pooling.score(first, second, params))
+    data = [{"index": i, "object": "score", "score": out.outputs.score} for i, out in enumerate(outputs)]
+    return _listed(service, request, body, "score", data, outputs)
 
 
 @router.post("/rerank")
@@ -84,18 +84,22 @@ async def score(body: ScoreRequest, request: Request) -> Response:
 async def rerank(body: RerankRequest, request: Request) -> Response:
     """Answer Jina's and Cohere's /rerank: documents by how well they match a query, the best first."""
     service, params, documents = _service(request), body.params(), body.texts()
-    most = len(documents) if body.top_n is None else checked_int("top_n", body.top_n, "an int >= 0", 0)
-    found = await service.run(lambda: service.pooling.score(body.query, documents, params))
-    order = sorted(range(len(found)), key=lambda i: (-found[i].outputs.score, i))[: most or len(documents)]
+    max_documents = (
+        len(documents) if body.top_n is None else checked_int("top_n", body.top_n, "an int >= 0", 0)
+    )
+    outputs = await service.run(lambda: service.pooling.score(body.query, documents, params))
+    order = sorted(range(len(outputs)), key=lambda i: (-outputs[i].outputs.score, i))[
+        : max_documents or len(documents)
+    ]
     results = [
-        {"index": i, "document": {"text": documents[i]}, "relevance_score": found[i].outputs.score}
+        {"index": i, "document": {"text": documents[i]}, "relevance_score": outputs[i].outputs.score}
         for i in order
     ]
     return reply(
         {
             "id": f"rerank-{request.state.request_id}",
             "model": service.check_model(body.model),
-            "usage": {"total_tokens": _num_tokens(found)},
+            "usage": {"total_tokens": _num_tokens(outputs)},
             "results": results,
         }
     )
@@ -115,7 +119,7 @@ def _encoded(
     body: EmbeddingRequest,
     names: tuple[str, str, str],
     arrays: Sequence[np.ndarray],
-    found: Sequence[PoolingRequestOutput[Any]],
+    outputs: Sequence[PoolingRequestOutput[Any]],
 ) -> Response:
     """Answer with numbers as lists or base64 in JSON, or as one body of bytes.
 
@@ -134,22 +138,22 @@ def _encoded(
             }
             for i, array in enumerate(arrays)
         ]
-        return _listed(service, request, body, prefix, data, found)
+        return _listed(service, request, body, prefix, data, outputs)
     content, places = joined(arrays, dtype, order)
-    count = _num_tokens(found)
-    told = {
+    count = _num_tokens(outputs)
+    metadata = {
         "id": f"{prefix}-{request.state.request_id}",
         "created": service.now(),
         "model": service.check_model(body.model),
         "data": [dataclasses.asdict(place) for place in places],
         "usage": {"prompt_tokens": count, "total_tokens": count},
     }
-    headers = {"metadata": json.dumps(told)} if encoding == "bytes" else None
+    headers = {"metadata": json.dumps(metadata)} if encoding == "bytes" else None
     return Response(content, headers=headers, media_type="application/octet-stream")
 
 
-def _num_tokens(found: Sequence[PoolingRequestOutput[Any]]) -> int:
-    return sum(len(out.prompt_token_ids) for out in found)
+def _num_tokens(outputs: Sequence[PoolingRequestOutput[Any]]) -> int:
+    return sum(len(out.prompt_token_ids) for out in outputs)
 
 
 def _listed(
@@ -158,9 +162,9 @@ def _listed(
     body: PoolingRequest,
     prefix: str,
     data: list[dict[str, Any]],
-    found: Sequence[PoolingRequestOutput[Any]],
+    outputs: Sequence[PoolingRequestOutput[Any]],
 ) -> Response:
-    count = _num_tokens(found)
+    count = _num_tokens(outputs)
     return reply(
         {
             "id": f"{prefix}-{request.state.request_id}",

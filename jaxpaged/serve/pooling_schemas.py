@@ -89,10 +89,10 @@ class RerankRequest(PoolingRequest):
 
     def texts(self) -> list[str]:
         """Return the documents' texts. Raises `InputError` for a document without one."""
-        found = []
+        texts = []
         for i, document in enumerate(self.documents):
             text = document if isinstance(document, str) else document.get("text")
             if not isinstance(text, str):
                 raise InputError(f"documents.{i} must be a text, or an object with a text")
-            found.append(text)
-        return found
+            texts.append(text)
+        return texts

@@ -61,7 +61,7 @@ class PoolingService:
         self.metrics.running.set(len(self.open_requests))
         try:
             async with asyncio.timeout(self.options.request_timeout_s):
-                found = await asked
+                outputs = await asked
         except TimeoutError:
             raise ApiError(504, f"no answer within {self.options.request_timeout_s:g} s") from None
         except asyncio.CancelledError:
@@ -71,8 +71,8 @@ class PoolingService:
         finally:
             self.open_requests.discard(asked)
             self.metrics.running.set(len(self.open_requests))
-        self.metrics.note(found)
-        return found
+        self.metrics.note(outputs)
+        return outputs
 
     def give_up(self, error: ApiError) -> None:
         """End what still waits: the server stops."""
@@ -97,9 +97,9 @@ class PoolingMetrics:
         self._tokens = made(Counter, "prompt_tokens", "Tokens of texts.")
         self._texts = made(Counter, "request_success", "Texts that were answered.")
 
-    def note(self, found: list[Any]) -> None:
-        self._texts.inc(len(found))
-        self._tokens.inc(sum(len(out.prompt_token_ids) for out in found))
+    def note(self, outputs: list[Any]) -> None:
+        self._texts.inc(len(outputs))
+        self._tokens.inc(sum(len(out.prompt_token_ids) for out in outputs))
 
     def text(self) -> bytes:
         return generate_latest(self._registry)

@@ -37,16 +37,16 @@ class OpenItem:
         raise NotImplementedError
 
     def begin(self) -> Iterator[Event]:
-        """Yield what tells that it has begun."""
+        """Yield the events of the item's beginning."""
         yield "output_item.added", {"output_index": self.index, "item": self.item("in_progress")}
 
     def add(self, text: str, more: dict[str, Any] | None = None) -> Event:
-        """Return what tells of more of its text."""
+        """Return the event of a further piece of the item's text."""
         self._texts.append(text)
         return f"{self.delta}.delta", self.at | {"delta": text} | (more or {})
 
     def end(self, status: str) -> Iterator[Event]:
-        """Yield what tells that it is complete."""
+        """Yield the events of the item's end."""
         yield "output_item.done", {"output_index": self.index, "item": self.item(status)}
 
 
@@ -58,7 +58,7 @@ class OpenPart(OpenItem):
         raise NotImplementedError
 
     def done(self) -> dict[str, Any]:
-        """Return what the event at the end of its text says."""
+        """Return the fields of the event at the end of the item's text."""
         return self.at | {"text": self.text}
 
     @property

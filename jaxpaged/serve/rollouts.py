@@ -62,7 +62,7 @@ async def pause(
 
 @router.post("/resume")
 async def resume(request: Request) -> Response:
-    """Let requests run again. Status 400 while memory is away."""
+    """Let paused requests run again. Status 400 while memory is away."""
     await service_of(request).llm.resume_generation()
     return _told(request, status="resumed")
 

@@ -118,8 +118,10 @@ class TextRequest(SamplingRequest):
         """Return the engine's, as `SamplingRequest.params` does."""
         if self.stream_options is not None and self.stream_options.asks and not self.stream:
             raise InputError("stream_options must be left out unless stream is true")
-        own = {name: getattr(self, name) for name in ("n", "prompt_logprobs", "routed_experts_prompt_start")}
-        return super().params(defaults, max_tokens=max_tokens, logprobs=logprobs, **own | more)
+        completion_fields = {
+            name: getattr(self, name) for name in ("n", "prompt_logprobs", "routed_experts_prompt_start")
+        }
+        return super().params(defaults, max_tokens=max_tokens, logprobs=logprobs, **completion_fields | more)
 
     @property
     def most_tokens(self) -> int | None:

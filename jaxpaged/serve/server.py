@@ -118,9 +118,9 @@ def file_room(options: ServerOptions) -> int:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     want = options.max_connections + OTHER_FILES
     if soft != resource.RLIM_INFINITY and soft < want:
-        most = want if hard == resource.RLIM_INFINITY else min(want, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-        soft = most
+        new_soft = want if hard == resource.RLIM_INFINITY else min(want, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (new_soft, hard))
+        soft = new_soft
     if soft == resource.RLIM_INFINITY or soft >= want:
         return options.max_connections
     log.warning("max_connections=%d: there are files for %d", options.max_connections, soft - OTHER_FILES)

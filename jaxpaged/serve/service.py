@@ -154,7 +154,7 @@ class Service:
         return run
 
     def _client(self, request: Request) -> Hashable:
-        """Return who asks: of several keys, the key; else the address."""
+        """Return the client of a request: its API key if there are several, else its address."""
         if len(self.options.api_keys) > 1:
             return request.state.key
         return None if request.client is None else request.client.host
@@ -167,13 +167,14 @@ class Service:
 
     def check_num_answers(self, num_answers: int) -> None:
         """Check that one request asks for no more than there is ever room for. Raises `ApiError`."""
-        most = self.max_open
-        if num_answers > most:
-            message = f"the request asks for {num_answers} answers, must ask for at most {most}"
+        max_answers = self.max_open
+        if num_answers > max_answers:
+            message = f"the request asks for {num_answers} answers, must ask for at most {max_answers}"
             raise ApiError(400, message, param="n")
 
     def _salt(self, request: Request, given: str | None) -> str | None:
-        """Return the salt of the prefix cache for a request: of several keys, each has its own.
+        """Return the salt of the prefix cache for a request; with several API keys, each key has its own
+        salts.
 
         Raises `InputError` for a salt that is none.
         """
@@ -184,10 +185,11 @@ class Service:
         return f"key {request.state.key}: {key.hexdigest()}"
 
     def _check_room(self, num_answers: int) -> None:
-        most = self.max_open
-        if self.num_open + num_answers > most:
+        max_answers = self.max_open
+        if self.num_open + num_answers > max_answers:
             message = (
-                f"{self.num_open} answers are open, and with {num_answers} more there would be over {most}"
+                f"{self.num_open} answers are open, and with {num_answers} more there would be over "
+                f"{max_answers}"
             )
             self.metrics.refused.inc()
             raise ApiError(429, message, headers={"retry-after": "1"})
@@ -262,7 +264,7 @@ class Run:
             self._service.llm.abort_now(self._engine_id)
 
     async def choices(self) -> AsyncGenerator["Choice"]:
-        """Yield what is new of a choice. Raises `ApiError`.
+        """Yield the new part of each choice as it comes. Raises `ApiError`.
 
         Answer j of prompt i is choice i * n + j.
         """

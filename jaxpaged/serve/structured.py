@@ -20,7 +20,7 @@ FORMATS = ("text", "json_object", "json_schema", "structural_tag")
 def constraint_of(
     body: Any, response_format: Mapping[str, Any] | None, form: "Form | None" = None, tokenizer: Any = None
 ) -> StructuredOutputsParams | None:
-    """Return what an answer must look like; None: anything.
+    """Return the constraint on the form of an answer; None: any text.
 
     form: how the answer is read. A call that it forces goes before a response format, and that before strict
         tools. The constraint begins where its reasoning ends, and with an answer that has none.
@@ -32,19 +32,19 @@ def constraint_of(
     by_calls, strict = (form.constraint, form.strict) if form is not None else (None, None)
     if asked is not None and (by_format is not None or by_calls is not None):
         raise InputError("structured_outputs must be left out beside response_format and tool_choice")
-    found = asked or by_calls or by_format or strict
-    if found is None or form is None or form.reasoning is None or found.after_token_id is not None:
-        return found
+    constraint = asked or by_calls or by_format or strict
+    if constraint is None or form is None or form.reasoning is None or constraint.after_token_id is not None:
+        return constraint
     parser = REASONING_PARSERS[form.reasoning]
     if parser.end_mark is None:
         raise InputError(f"structured outputs are not supported with the reasoning of {form.reasoning!r}")
     reasons = parser.reasons(form.prompt, form.begun)
     if reasons is Reasons.NO_MORE:
-        return found
+        return constraint
     end = _token_of(parser.end_mark, "end", tokenizer)
     if reasons is Reasons.NOW or parser.begin_mark is None:
-        return found.after(end)
-    return found.after(end, _token_of(parser.begin_mark, "beginning", tokenizer))
+        return constraint.after(end)
+    return constraint.after(end, _token_of(parser.begin_mark, "beginning", tokenizer))
 
 
 def _token_of(mark: str, what: str, tokenizer: Any) -> int:
@@ -79,8 +79,8 @@ def _of_format(response_format: Mapping[str, Any] | None) -> StructuredOutputsPa
     if kind == "json_object":
         return StructuredOutputsParams(json_object=True)
     if kind == "json_schema":
-        its = response_format.get("json_schema")
-        schema = its.get("schema") if isinstance(its, Mapping) else None
+        json_schema = response_format.get("json_schema")
+        schema = json_schema.get("schema") if isinstance(json_schema, Mapping) else None
         check("response_format.json_schema.schema", schema, "a JSON schema", isinstance(schema, Mapping))
         return StructuredOutputsParams(json=schema)
     if kind == "structural_tag":
@@ -108,7 +108,8 @@ def forced(
 def strict_calls(
     parser: type[Parser], tools: Sequence[Mapping[str, Any]], tokenizer: Any, *, parallel: bool
 ) -> StructuredOutputsParams | None:
-    """Return what an answer must look like that may call strict tools: free text, and calls by their schemas.
+    """Return the constraint on an answer that may call strict tools: free text, and calls by the tools'
+    schemas.
 
     Returns None where no tool is strict, where calls are not marked JSON, or where their mark has special
     tokens, which no grammar allows. Raises `InputError`.
@@ -144,10 +145,10 @@ def _named(tool_choice: object) -> object:
 
 
 def _parameters(tool: Mapping[str, Any]) -> Mapping[str, Any]:
-    found = tool["function"].get("parameters")
+    parameters = tool["function"].get("parameters")
     name = f"tools: parameters of {tool['function']['name']}"
-    check(name, found, "a JSON schema", found is None or isinstance(found, Mapping))
-    return found or {"type": "object", "properties": {}, "additionalProperties": False}
+    check(name, parameters, "a JSON schema", parameters is None or isinstance(parameters, Mapping))
+    return parameters or {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 def _schema_of_calls(tools: Sequence[Mapping[str, Any]], *, parallel: bool) -> dict[str, Any]:
@@ -170,6 +171,6 @@ def _schema_of_calls(tools: Sequence[Mapping[str, Any]], *, parallel: bool) -> d
                 "additionalProperties": False,
             }
         )
-    most = {} if parallel else {"maxItems": 1}
+    bounds = {} if parallel else {"maxItems": 1}
     items = calls[0] if len(calls) == 1 else {"anyOf": calls}
-    return {"type": "array", "minItems": 1, "items": items} | most
+    return {"type": "array", "minItems": 1, "items": items} | bounds

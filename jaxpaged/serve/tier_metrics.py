@@ -21,7 +21,7 @@ def tier_families(
     host = tiers[HOST]
     for name, help_, blocks in (
         ("external_prefix_cache_queries", "Tokens looked up in tiers below the device.", host.num_queries),
-        ("external_prefix_cache_hits", "Tokens fetched.", sum(its.num_hits for its in tiers.values())),
+        ("external_prefix_cache_hits", "Tokens fetched.", sum(tier.num_hits for tier in tiers.values())),
     ):
         family = CounterMetricFamily(f"vllm:{name}", help_, labels=LABELS)
         family.add_metric(labels, blocks * block_size)
@@ -42,15 +42,15 @@ def tier_families(
         ("read_time", "Seconds of reads from a tier below host memory.", "read_seconds"),
     ):
         family = CounterMetricFamily(f"vllm:kv_offload_tiering_{name}", help_, labels=(*LABELS, "tier"))
-        for tier, its in tiers.items():
-            family.add_metric((*labels, tier), getattr(its, field))
+        for tier, stats in tiers.items():
+            family.add_metric((*labels, tier), getattr(stats, field))
         yield family
     for name, help_, field in (
         ("stored_bytes", "Bytes that a tier has.", "num_bytes"),
         ("kept_bytes", "Bytes among them that requests have it keep (kv_cache_ttl).", "kept_bytes"),
     ):
         gauge = GaugeMetricFamily(f"jaxpaged:kv_offload_{name}", help_, labels=(*LABELS, "tier"))
-        for tier, its in tiers.items():
-            if (value := getattr(its, field)) is not None:
+        for tier, stats in tiers.items():
+            if (value := getattr(stats, field)) is not None:
                 gauge.add_metric((*labels, tier), value)
         yield gauge

@@ -130,7 +130,7 @@ class AnswerFragments:
         self._space: list[str] = []  # held back until text follows
 
     def feed(self, text: str, *, is_last: bool) -> Iterator[Fragment]:
-        """Yield what this text completes."""
+        """Yield the fragments that this text completes."""
         if self._parser is None:
             if text:
                 yield Text(text)
@@ -172,8 +172,8 @@ class ToolDeltas:
         self, form: Form | str, reasoned: ReasoningTokens | None = None, *, parallel: bool = True
     ) -> None:
         """Start reading an answer. `form` may be the name of a parser of calls."""
-        its = Form(calls=form, parallel=parallel) if isinstance(form, str) else form
-        self._fragments = AnswerFragments(its, reasoned)
+        answer_form = Form(calls=form, parallel=parallel) if isinstance(form, str) else form
+        self._fragments = AnswerFragments(answer_form, reasoned)
         self._calls: list[tuple[dict[str, Any], list[str]]] = []
         self._reasoning: list[str] = []
 
@@ -195,7 +195,7 @@ class ToolDeltas:
         return "".join(self._reasoning)
 
     def feed(self, text: str, *, is_last: bool) -> Iterator[dict[str, Any]]:
-        """Yield deltas of what this text completes."""
+        """Yield the deltas of the fragments that this text completes."""
         for fragment in self._fragments.feed(text, is_last=is_last):
             if isinstance(fragment, Text):
                 yield {"content": fragment.text}

@@ -43,8 +43,12 @@ class Updates:
         self._llm, self._options = llm, options
         root = options.weights_root
         self._root = None if root is None else Path(root).resolve()
-        most = options.max_weight_bytes
-        self.max_bytes = FLOAT32_BYTES * llm.engine.num_weights + MOST_HEADER_BYTES if most is None else most
+        max_weight_bytes = options.max_weight_bytes
+        self.max_bytes = (
+            FLOAT32_BYTES * llm.engine.num_weights + MOST_HEADER_BYTES
+            if max_weight_bytes is None
+            else max_weight_bytes
+        )
         self._parts: list[Part] | None = None  # of an update that has begun
         self._is_busy = False
 
@@ -137,8 +141,8 @@ class Updates:
         index = folder / INDEX
         has_index = index.is_symlink() or index.exists()
         for file in [*folder.glob("*.safetensors"), *([index] if has_index else [])]:
-            found = self._under_root(said, file)
-            if not found.is_file():
+            resolved = self._under_root(said, file)
+            if not resolved.is_file():
                 raise InputError(f"path={shown(said)}: {file.name} must be a file")
         return _read(folder, f"path={shown(said)}")
 
@@ -149,18 +153,18 @@ class Updates:
         """
         assert self._root is not None
         try:
-            found = (self._root / path).resolve(strict=True)
+            resolved = (self._root / path).resolve(strict=True)
         except (OSError, ValueError, RuntimeError):
-            found = None
-        if found is None or not found.is_relative_to(self._root):
+            resolved = None
+        if resolved is None or not resolved.is_relative_to(self._root):
             rule = "a directory under --weights-root, with all its files"
             raise InputError(f"path={shown(said)} must be {rule}")
-        return found
+        return resolved
 
     async def _received(self, chunks: AsyncIterator[bytes], length: int | None, file: Path, held: int) -> int:
         """Write a body to a file, and return how many bytes it has. Raises `ApiError`."""
-        most = self.max_bytes - held
-        if length is not None and length > most:
+        max_bytes = self.max_bytes - held
+        if length is not None and length > max_bytes:
             raise self._too_large()
         num_bytes, waiting, is_begun = 0, bytearray(), False
         try:
@@ -168,7 +172,7 @@ class Updates:
                 with file.open("wb") as target:
                     async for chunk in _timely(chunks, self._options.body_timeout_s):
                         num_bytes += len(chunk)
-                        if num_bytes > most:
+                        if num_bytes > max_bytes:
                             raise self._too_large()
                         waiting += chunk
                         if not is_begun and len(waiting) >= LENGTH_BYTES:
@@ -198,8 +202,8 @@ def _said(folder: Path, said: str) -> Iterator[None]:
     try:
         yield
     except InputError as error:
-        told = str(error).replace(f"model={str(folder)!r}", said)
-        raise InputError(told.replace(f"{BODY}: {SINGLE}", BODY)) from None
+        message = str(error).replace(f"model={str(folder)!r}", said)
+        raise InputError(message.replace(f"{BODY}: {SINGLE}", BODY)) from None
 
 
 def _check_header(begin: bytearray) -> None:

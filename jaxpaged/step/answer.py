@@ -21,8 +21,8 @@ from jaxpaged.step.channels import Values, Verified
 from jaxpaged.step.choice import Slots, allowed, choose
 from jaxpaged.step.config import MAX_STEPS, StepConfig
 from jaxpaged.step.model import Hidden, Model
-from jaxpaged.step.pieces import in_pieces
 from jaxpaged.step.plan import DecodeSlots
+from jaxpaged.step.row_chunks import in_row_chunks
 from jaxpaged.step.speculation import Drafts
 from jaxpaged.step.state import EngineState, FinishReason, Phase
 
@@ -92,13 +92,13 @@ def answer(
 
         used_slots = Slots(model.logits(hidden[:width]), row, is_due, position, line)
         num_used = jnp.max(jnp.where(is_due, jnp.arange(width, dtype=jnp.int32) + 1, 0))
-        token_ids, new_values = in_pieces(choose_some, used_slots, num_used, config.rows_at_once)
+        token_ids, new_values = in_row_chunks(choose_some, used_slots, num_used, config.rows_at_once)
         num_accepted, token = newest(token_ids)
         is_told = is_due if slots.offset is None else is_due & (slots.offset[:width] <= num_accepted[row])
         wants = is_told & (rows.sampling.num_logprobs[row] >= 0)
 
         def note_scores() -> tuple[Scores, Scores]:
-            new = in_pieces(score_some, (used_slots, token_ids), num_used, config.rows_at_once)
+            new = in_row_chunks(score_some, (used_slots, token_ids), num_used, config.rows_at_once)
             wanted = jnp.where(wants, row, max_seqs), position % MAX_STEPS
             noted = jax.tree.map(lambda ring, values: ring.at[wanted].set(values, mode="drop"), scores, new)
             if width < num_slots:

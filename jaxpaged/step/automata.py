@@ -151,7 +151,9 @@ def forced(
 def forced_in(
     grammars: GrammarRows, arena: UInt32[Array, " words"], room: Int[Array, " rows"], max_tokens: int
 ) -> tuple[Int[Array, " rows"], Int[Array, "rows most"]]:
-    """Return what `forced` does for rows that have room for tokens, at most so many; 0 for others."""
+    """Return the number of forced tokens of each row, at most `room` and `max_tokens`, and the tokens; 0 for
+    rows without room.
+    """
     follows = (room > 0) & (grammars.first > 0) & (grammars.state >= 0)
 
     def look() -> tuple[Int[Array, " rows"], Int[Array, "rows most"]]:

@@ -127,7 +127,8 @@ class Channel:
         return kept.at[row, position].get(mode="clip")
 
     def reported(self, params: Any, tiles: Mapping[int, np.ndarray]) -> Any:
-        """Return what users get for the places of a prompt; None if the request gives nothing for any.
+        """Return the channel's values for the positions of a prompt, as users get them; None if the request
+        asks for none.
 
         tiles: values of the places of each tile, float32 [num_places, *shape], by its first place.
         """
@@ -140,8 +141,8 @@ class Channel:
     def lines(
         self, rows: Sequence[tuple[int, Any]], shape: tuple[int, ...]
     ) -> Int[np.ndarray, "row_place_and_values n"]:
-        """Return what is written into rows for what their requests give: a column for each place, with its
-        row, its number and the values.
+        """Return the columns to write into rows from their requests: for each value its row, its index and
+        the value.
 
         rows: rows with the `SamplingParams` of their requests. shape: of the channel's values.
         """
@@ -163,7 +164,7 @@ class Channel:
         all_values: Callable[[], np.ndarray] | None,
         params: Any,
     ) -> Any:
-        """Return what a delta has of a row; None if nothing.
+        """Return the channel's values of a row for a delta; None if there are none.
 
         newest: the row's values in the report, [MAX_STEPS, *shape].
         num_tokens: tokens of the row, of which the last `num_new` are new.
@@ -254,7 +255,8 @@ def _candidates(params: Any) -> Given | None:
 
 
 def _draft_counts(verified: Verified) -> UInt8[Array, "slots 3"]:
-    """Return what each token adds to its answer's counts: steps with drafts, drafts, and right ones.
+    """Return the numbers that each token adds to its answer's counts: steps with drafts, drafts, and accepted
+    drafts.
 
     A step counts with its first token, and a right draft with its token. A wrong draft makes those behind it
     void; they count with the token in its place. So the first tokens of an answer have the counts of what
@@ -404,6 +406,6 @@ def for_servers(output: Any) -> dict[str, Any]:
 
 
 def as_json(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what servers give for all values of an answer, by name."""
+    """Return the JSON form of an answer's channel values, by the channels' names."""
     makes = {name: CHANNELS[name].as_json for name in values}
     return {name: make(values[name]) for name, make in makes.items() if make is not None}

@@ -74,7 +74,7 @@ class DraftCost:
     tile: int = 0  # and for a tile of a prompt, when it begins with a row
 
     def of[T: (int, Array)](self, num_rows: T) -> T:
-        """Return what one draft costs while so many rows decode, in parts of a row's share of the step.
+        """Return the cost of one draft while `num_rows` rows decode, in parts of a row's share of the step.
 
         A right draft saves its row a step, and that is worth less the more rows share the step.
         """
@@ -178,7 +178,7 @@ class StepConfig:
         return tuple(len(self.grouping.groups_of_class(each)) for each in range(self.grouping.num_classes))
 
     def max_blocks_touched(self, block_size: int) -> int:
-        """Return how many blocks a step can begin or fill over all rows in one group: one for each row that
-        decodes, and those of the prompt tiles.
+        """Return the most blocks that a step begins or fills in one group: one for each decoding row, and
+        those of the prompt tiles.
         """
         return self.max_num_seqs + self.num_tiles * (cdiv(PREFILL_TILE, block_size) + 1)

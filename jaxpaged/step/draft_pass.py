@@ -22,7 +22,7 @@ from jaxpaged.step.state import Rows
 
 
 def of_model(model: Model) -> Drafter | HeadDrafter:
-    """Return what drafts for this model."""
+    """Return the drafter of this model."""
     assert isinstance(model, DraftedModel)
     return model.draft
 

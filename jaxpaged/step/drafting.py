@@ -128,7 +128,7 @@ def catch_up(
     end: Int[Array, " rows"],
     config: StepConfig,
 ) -> tuple[Int[Array, " rows"], KVCache]:
-    """Let what drafts compute each row's positions from `followed` to `end`, in passes of tiles.
+    """Compute the draft model's K and V of each row's positions from `followed` to `end`, in passes of tiles.
 
     Returns the ends, and the cache of both models, with a mark at blocks that are full of them.
     """

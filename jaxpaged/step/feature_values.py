@@ -41,7 +41,7 @@ class DraftRows:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Past:
-    """Ring of the tokens of answers that have ended; see `step.past`."""
+    """Ring of the tokens of answers that have ended; see `step.past_answers`."""
 
     token_ids: Int[Array, " places"]
     owner: Int[Array, " places"]  # arrival of the request whose answer it is
@@ -68,9 +68,18 @@ class DraftSizes(NamedTuple):
 
 def no_beams(num_rows: int) -> Beams:
     """Return rows that are in no beam search, NumPy arrays."""
-    zeros, numbers = np.zeros(num_rows, np.int32), np.zeros(num_rows, np.float32)
-    made: Any = (zeros, zeros.copy(), numbers, numbers + 1, numbers.copy(), zeros.copy())
-    return Beams(*made)
+
+    def filled(value: float, dtype: type) -> Any:
+        return np.full(num_rows, value, dtype)
+
+    return Beams(
+        width=filled(0, np.int32),
+        head=filled(0, np.int32),
+        length_penalty=filled(0, np.float32),
+        temperature=filled(1, np.float32),
+        cum_logprob=filled(0, np.float32),
+        rank=filled(0, np.int32),
+    )
 
 
 def no_drafts(num_rows: int, max_drafts: int) -> DraftRows:

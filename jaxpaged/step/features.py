@@ -187,7 +187,7 @@ class Features:
 
     @classmethod
     def on(cls, *, channels: tuple[tuple[str, jax.ShapeDtypeStruct], ...] = (), **sizes: Any) -> "Features":
-        """Return the features that need no option, and those of these names, with these sizes."""
+        """Return the features that need no option, and the features with these names and sizes."""
         always = {feature.name: None for feature in FEATURES.values() if not feature.option}
         return cls(tuple((always | sizes).items()), channels)
 
@@ -233,7 +233,7 @@ def switched_on(config: Any) -> dict[str, Any]:
 
 
 def encoded(config: Any, request: Any, num_tokens: int) -> Values:
-    """Return what the features that are on have of a request, by name, but for what services say."""
+    """Return the values of a request for each feature that is on and encodes requests by itself, by name."""
     encodes = {name: FEATURES[name].encode for name in switched_on(config)}
     return {name: encode(request, num_tokens) for name, encode in encodes.items() if encode is not None}
 
@@ -275,7 +275,9 @@ def one_ahead(values: Values, shared: Values) -> list[OfRows]:
 
 
 def forced(values: Values, shared: Values) -> Callable[[Int[Array, " rows"], int], Drafted] | None:
-    """Return what says which text is sure to come next, by each row's room and the most tokens."""
+    """Return a function from rows' room and a count to the tokens that are sure to come next; None if no
+    feature has one.
+    """
     for name, hook in _hooks("forced", values).items():
         return functools.partial(hook, values[name], shared[name])
     return None

@@ -7,7 +7,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Int
 
 from jaxpaged.arithmetic import cdiv
-from jaxpaged.step import past as past_answers
+from jaxpaged.step import past_answers
 from jaxpaged.step.config import Lookup, SuffixLookup
 from jaxpaged.step.feature_values import Past
 from jaxpaged.step.state import Rows
@@ -50,8 +50,9 @@ def look_up(
         nothing = jnp.zeros(num_rows, jnp.int32), jnp.zeros((num_rows, lookup.most), jnp.int32)
         return lax.fori_loop(0, jnp.sum(wanted), one, nothing)
 
-    of_rows = rows.token_ids, rows.num_tokens, rows.salt
-    return lax.platform_dependent(*of_rows, cpu=in_turn, default=followers_of)
+    return lax.platform_dependent(
+        rows.token_ids, rows.num_tokens, rows.salt, cpu=in_turn, default=followers_of
+    )
 
 
 def followers(

@@ -134,7 +134,7 @@ type Carry = tuple[EngineState, Progress, PromptScores, Int[Array, " rows"]]
 
 
 def _before(state: EngineState, config: StepConfig) -> Carry:
-    """Return what the loop carries before its first step."""
+    """Return the loop's carry before its first step."""
     nothing = no_prompt_scores(config, state.rows)
     own_row = jnp.arange(state.tables.max_seqs, dtype=jnp.int32)
     num_tokens = None if config.lookup is None else jnp.int32(0)
@@ -215,8 +215,8 @@ def before_run(
     *,
     config: Static[StepConfig],
 ) -> PerReplica[tuple[tuple[Progress, PromptScores, Int[Array, " rows"]], Bool[Array, ""]]]:
-    """Return what a run by the host carries beside the state before its first step, and whether it makes
-    one.
+    """Return the carry of a run that the host steps, without the state, before its first step, and whether
+    that step is made.
     """
     carry = _before(state, config)
     return carry[1:], _goes_on(carry, limits, host_has_more, config)
@@ -257,7 +257,7 @@ def report(
     prompt_scores: PerReplica[PromptScores],
     origin: PerReplica[Int[Array, " rows"]],
 ) -> PerReplica[Report]:
-    """Return what the host reads of a run."""
+    """Return the part of the state that the host reads after a run."""
     rows, pool = state.rows, state.tables.pool
     return Report(
         phase=rows.phase,
@@ -419,5 +419,5 @@ def step_once(
 
 @functools.partial(jax.jit, static_argnames="config")
 def schedule(state: EngineState, *, config: StepConfig) -> Decision:
-    """Return what the next step would decide."""
+    """Return the decision of the next step, without making it."""
     return scheduler.schedule(state, config)[1]

@@ -18,8 +18,10 @@ from jaxpaged.step.report import Report
 from jaxpaged.step.state import EngineState
 
 
-def told_beside(report: Report, state: EngineState, wants_scores: bool, *, mesh: Mesh | None) -> Report:
-    """Return a report with what is wanted beside its tokens, of the state after the run."""
+def with_optional_outputs(
+    report: Report, state: EngineState, wants_scores: bool, *, mesh: Mesh | None
+) -> Report:
+    """Return a report with its optional outputs, scores and channels, from the state after the run."""
     return dataclasses.replace(
         report,
         new_scores=scores(state, mesh=mesh) if wants_scores else None,

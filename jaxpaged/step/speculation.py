@@ -162,9 +162,9 @@ def affordable(
 def tracked_behind(
     state: EngineState, tracked: Values, slots: DecodeSlots, drafts: Drafts, max_drafts: int
 ) -> tuple[Values, Callable[[Int[Array, " rows"]], Values]]:
-    """Return the values of features that tokens change, in the line of each decode slot: behind the drafts
-    before it. Also return what gives the rows' values behind so many of their first drafts, up to
-    `max_drafts`.
+    """Return the tracked values of each decode slot, as they are behind the drafts before the slot. Also
+    return a function from each row's number of accepted drafts, at most `max_drafts`, to the row's values
+    behind them.
     """
     assert slots.offset is not None
     offset, rows, behind = slots.offset, state.rows, [tracked]

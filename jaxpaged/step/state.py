@@ -279,8 +279,15 @@ def create_tables(
     cache = prefix_cache.create(total, block_size) if prefix_caching else None
     policy = sized(policy, block_size)
     pool = block_pool.create(num_blocks, policy, prefix_cache=cache, more_blocks=more_blocks)
-    sizes = num_rows, max_blocks_per_seq, block_size, num_groups
-    return block_table.create(pool, *sizes, first_blocks, classes)
+    return block_table.create(
+        pool,
+        max_seqs=num_rows,
+        max_blocks_per_seq=max_blocks_per_seq,
+        block_size=block_size,
+        num_groups=num_groups,
+        first_blocks=first_blocks,
+        classes=classes,
+    )
 
 
 def create_state(

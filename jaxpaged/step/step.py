@@ -25,7 +25,7 @@ from jaxpaged.step import (
     draft_pass,
     drafting,
     features,
-    past,
+    past_answers,
     scheduler,
     speculation,
 )
@@ -107,7 +107,7 @@ def advance(
     num_new, num_returned = jnp.sum(due), jnp.int32(0)
     if drafts is not None and config.lookup is not None:
         state, num_returned = speculation.settle(state, num_accepted, drafts, due, config.lookup)
-        state = past.note_ended(state, due & (state.rows.phase == Phase.FINISHED))
+        state = past_answers.note_ended(state, due & (state.rows.phase == Phase.FINISHED))
         num_new += jnp.sum(num_accepted)
 
     in_prompt = plan.num_tiles > 0
@@ -173,8 +173,7 @@ def forward(
     config: StepConfig,
     prompt_scores: PromptScores,
 ) -> tuple[EngineState, Hidden, PromptScores]:
-    """Compute the plan's tokens: those of prompts in passes of a few tiles, then those of decoding rows
-    in one pass.
+    """Compute the plan's tokens: the prompts' in passes of a few tiles, then the decoding rows' in one pass.
 
     Never both in one pass: there the decoding rows would have another shape in every mix, and other bits.
     Returns the state; for each decode slot the hidden state of its row's newest token, or of its prompt's

@@ -192,9 +192,9 @@ def _call(call: object, name: str) -> dict[str, Any]:
     check(name, call, "an object that has a function with a name", ok)
     assert isinstance(call, Mapping)
     assert isinstance(function, Mapping)
-    own = {key: value for key, value in call.items() if value is not None}
+    fields = {key: value for key, value in call.items() if value is not None}
     arguments = _arguments(function.get("arguments"), f"{name}.function.arguments")
-    return {"type": "function", **own, "function": {**function, "arguments": arguments}}
+    return {"type": "function", **fields, "function": {**function, "arguments": arguments}}
 
 
 def _arguments(arguments: object, name: str) -> dict[str, Any] | str:

@@ -77,7 +77,7 @@ class Detokenizer:
         return text + self._stream.finish() if is_last else text
 
     def step(self, token: int) -> Step:
-        """Return what one more token says."""
+        """Return the text that one more token settles."""
         if not self._has_text(token):
             return Step()
         step = self._stream.step(token)
@@ -105,7 +105,7 @@ class _Stream(Protocol):
 
 
 class _Bytes:
-    """Tokens that are bytes, all of them: what is no character is replaced, and changes nothing else."""
+    """Decoder of a vocabulary whose tokens are all bytes: invalid bytes become replacement characters."""
 
     ahead = ""
 
@@ -155,7 +155,9 @@ class _Run:
 
 
 def _settled(text: str, ahead: str) -> Step:
-    """Return what a text says that settles what was known ahead."""
+    """Return the step of a settled text after `ahead` was shown early: the rest of the text, or all of it if
+    `ahead` was wrong.
+    """
     if text.startswith(ahead):
         return Step(text, text[len(ahead) :])
     return Step(text, text, is_taken_back=True)
@@ -179,16 +181,16 @@ class _Pieces:
         return "" if self._run is None else self._strip(self._run.ahead, self._num_to_strip)[0]
 
     def step(self, token: int) -> Step:
-        found = self._vocabulary[token]
-        assert found is not None
-        if found.is_byte:
+        entry = self._vocabulary[token]
+        assert entry is not None
+        if entry.is_byte:
             if self._run is None:
                 self._run, self._num_to_strip_ahead = _Run(), self._num_to_strip
             self._is_first = False
-            step = self._run.add(found.raw)
+            step = self._run.add(entry.raw)
             known, self._num_to_strip_ahead = self._strip(step.known, self._num_to_strip_ahead)
             return step._replace(known=known)
-        ahead, text = self.ahead, self._close_run() + (found.first if self._is_first else found.text)
+        ahead, text = self.ahead, self._close_run() + (entry.first if self._is_first else entry.text)
         self._is_first = False
         text, self._num_to_strip = self._strip(text, self._num_to_strip)
         return _settled(text, ahead)
@@ -227,12 +229,12 @@ class _Window:
         return "" if self._run is None else self._run.ahead
 
     def step(self, token: int) -> Step:
-        found = self._vocabulary[token]
-        assert found is not None
+        entry = self._vocabulary[token]
+        assert entry is not None
         self._held.append(token)
-        if found.is_byte:
+        if entry.is_byte:
             self._run = self._run or _Run()
-            return self._run.add(found.raw)
+            return self._run.add(entry.raw)
         num_waiting = len(self._token_ids) - self._num_given
         ahead, self._run = self.ahead, None
         self._token_ids += self._held

@@ -14,16 +14,16 @@ MAX_BAD_WORD_CHARS = 65_536  # characters of all bad words of a request
 MAX_STOP_TOKENS = 1024
 
 
-def check_texts(name: str, texts: Collection[str], most: int, most_chars: int) -> None:
-    """Check that there are at most `most` texts, of at most `most_chars` characters together.
+def check_texts(name: str, texts: Collection[str], max_texts: int, max_chars: int) -> None:
+    """Check that there are at most `max_texts` texts, of at most `max_chars` characters together.
 
     Raises `InputError`.
     """
-    if len(texts) > most:
-        raise InputError(f"{name} has {len(texts)} texts, must have at most {most}")
+    if len(texts) > max_texts:
+        raise InputError(f"{name} has {len(texts)} texts, must have at most {max_texts}")
     num_chars = sum(map(len, texts))
-    if num_chars > most_chars:
+    if num_chars > max_chars:
         first = shown(next(iter(texts)))
         raise InputError(
-            f"{name}=[{first}, ...] has {num_chars} characters, must have at most {most_chars} in all"
+            f"{name}=[{first}, ...] has {num_chars} characters, must have at most {max_chars} in all"
         )

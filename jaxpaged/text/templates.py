@@ -86,18 +86,18 @@ def template_of(tokenizer: Any, chat_template: str | None, tools: object = None)
 
     `chat_template` is a text in place of the tokenizer's own, or the name of one of those.
     """
-    own = getattr(tokenizer, "chat_template", None)
-    if isinstance(own, dict):
+    tokenizer_template = getattr(tokenizer, "chat_template", None)
+    if isinstance(tokenizer_template, dict):
         name = (
             chat_template
-            if chat_template in own
+            if chat_template in tokenizer_template
             else "tool_use"
-            if tools and "tool_use" in own
+            if tools and "tool_use" in tokenizer_template
             else "default"
         )
-        own = own.get(name)
+        tokenizer_template = tokenizer_template.get(name)
         chat_template = None if chat_template == name else chat_template
-    text = chat_template or own
+    text = chat_template or tokenizer_template
     return _template(text) if text else None
 
 
@@ -233,8 +233,8 @@ def _asked(arguments: Iterable[object], output: str = "b") -> list[Message]:
     """Return a conversation in its plain form with calls of these arguments, and their outputs."""
     # Mistral's templates take ids of nine letters alone.
     calls = [
-        {"id": f"abcdefgh{i}", "type": "function", "function": {"name": "f", "arguments": its}}
-        for i, its in enumerate(arguments)
+        {"id": f"abcdefgh{i}", "type": "function", "function": {"name": "f", "arguments": call_arguments}}
+        for i, call_arguments in enumerate(arguments)
     ]
     return [
         {"role": "user", "content": "a"},
@@ -251,7 +251,7 @@ def _written(
     form: ArgumentsForm = "object",
     variables: Mapping[str, Any] | None = None,
 ) -> str:
-    """Return what the template makes of a conversation in its plain form; "" where it fails."""
+    """Return the text of a conversation in plain form by the template; "" if the template fails."""
     try:
         return str(
             tokenizer.apply_chat_template(
@@ -285,25 +285,25 @@ def _roles_in_parts(
     """
     # Other roles' conversations need a user who is heard, and outputs of calls an assistant.
     roles = sorted(_roles(messages, template) | {"user"}, key=lambda role: (role != "user", role == "tool"))
-    found: dict[str, bool | None] = {}
+    parts_by_role: dict[str, bool | None] = {}
 
     def takes_parts(role: str, variables: Mapping[str, Any]) -> bool | None:
-        known = frozenset(each for each, in_parts in found.items() if in_parts and each != role)
+        known = frozenset(each for each, in_parts in parts_by_role.items() if in_parts and each != role)
         return _takes_parts(tokenizer, template, role, known, variables)
 
     for role in roles:
         key = template, role
         if key in (kept := _IN_PARTS):
-            found[role] = kept.get(key)
+            parts_by_role[role] = kept.get(key)
             continue
-        found[role] = takes_parts(role, {})
+        parts_by_role[role] = takes_parts(role, {})
         if len(kept) >= 256:
             kept.clear()
-        kept[key] = found[role]
+        kept[key] = parts_by_role[role]
     for role in roles:
-        if found[role] is None:
-            found[role] = takes_parts(role, variables)
-    return frozenset(role for role, in_parts in found.items() if in_parts)
+        if parts_by_role[role] is None:
+            parts_by_role[role] = takes_parts(role, variables)
+    return frozenset(role for role, in_parts in parts_by_role.items() if in_parts)
 
 
 _IN_PARTS: dict[tuple[Template, str], bool | None] = {}
@@ -316,17 +316,17 @@ def _takes_parts(
     tokenizer: Any, template: Template, role: str, known: frozenset[str], variables: Mapping[str, Any]
 ) -> bool | None:
     """Return whether a role's content is lost as a text, and kept in parts; None where both are lost."""
-    user, its = {"role": "user", "content": "a"}, {"role": role, "content": CONTENT}
+    user, message = {"role": "user", "content": "a"}, {"role": role, "content": CONTENT}
     conversations: dict[str, list[list[Message]]] = {
-        "user": [[its]],
-        "system": [[its, user]],
-        "developer": [[its, user]],
-        "assistant": [[user, its, user], [user, its]],
-        "tool": [_asked([{"k": "v"}], CONTENT), [user, its]],
+        "user": [[message]],
+        "system": [[message, user]],
+        "developer": [[message, user]],
+        "assistant": [[user, message, user], [user, message]],
+        "tool": [_asked([{"k": "v"}], CONTENT), [user, message]],
     }
     for in_parts in (False, True):
         form: frozenset[str] = known | {role} if in_parts else known
-        for messages in conversations.get(role, [[user, its]]):
+        for messages in conversations.get(role, [[user, message]]):
             calls = _way_of_calls(tokenizer, template, messages, form).forms[0]
             text = _written(tokenizer, template, messages, form, calls, variables).lower()
             before, is_there, _ = text.partition(CONTENT.lower())
@@ -352,8 +352,8 @@ def _one_call_a_message(messages: Sequence[dict[str, Any]]) -> list[dict[str, An
         for i, call in enumerate(calls):
             others = {"role": "assistant", "content": None} if i else message
             made.append({**others, "tool_calls": [call]})
-            if (own := outputs.pop(call.get("id"), None)) is not None:
-                made.append(own)
+            if (tool_message := outputs.pop(call.get("id"), None)) is not None:
+                made.append(tool_message)
         made += outputs.values()
     return made
 

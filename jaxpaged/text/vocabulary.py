@@ -46,38 +46,38 @@ class Vocabulary:
         self._tokens: dict[int, Token] = {}
 
     def __getitem__(self, token: int) -> Token | None:
-        """Return what a token stands for; None for an id without a name, which is no text at all."""
-        found = self._tokens.get(token)
-        if found is None:
+        """Return the entry of a token; None for an id without a name, which has no text."""
+        entry = self._tokens.get(token)
+        if entry is None:
             name = self._name(token)
             if name is None:
                 return None
-            found = self._tokens[token] = self._token(token, name)
-        return found
+            entry = self._tokens[token] = self._token(token, name)
+        return entry
 
     def name(self, token: int, before: "Spelled | None" = None) -> str:
-        """Return what a token is called: its text, or what it makes with the tokens before it.
+        """Return the name of a token: its text, or the text that it completes with the tokens before it.
 
         A token that ends within a character is called "", and the one that completes it by all of it.
         """
-        found = self[token]
-        if found is None:
+        entry = self[token]
+        if entry is None:
             return ""
-        text, is_whole, _ = _spell(before or Spelled(), found)
+        text, is_whole, _ = _spell(before or Spelled(), entry)
         return text if is_whole else ""
 
     def after(self, token: int, before: "Spelled") -> "Spelled":
-        """Return what is left of characters behind one more token."""
-        found = self[token]
-        if found is None:
+        """Return the unfinished character, if any, after one more token."""
+        entry = self[token]
+        if entry is None:
             return before
-        text, is_whole, left = _spell(before, found)
+        text, is_whole, left = _spell(before, entry)
         return Spelled() if is_whole else Spelled(text, left)
 
     def raw(self, token: int) -> bytes:
         """Return a token's own bytes; none for an id without a name."""
-        found = self[token]
-        return b"" if found is None else found.raw
+        entry = self[token]
+        return b"" if entry is None else entry.raw
 
     def _name(self, token: int) -> str | None:
         if self._backend is not None:
@@ -132,7 +132,7 @@ class Names:
         self._spelled = Spelled()
 
     def of(self, token: int, others: Sequence[int]) -> list[str]:
-        """Return the names of tokens that might stand at the next place, where `token` does."""
+        """Return the names of tokens behind the text so far, and then add `token` to that text."""
         names = [self._vocabulary.name(other, self._spelled) for other in others]
         self._spelled = self._vocabulary.after(token, self._spelled)
         return names

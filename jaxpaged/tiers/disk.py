@@ -276,7 +276,7 @@ class DiskStore:
                 os.utime(path, ns=(when, when))
 
     def _list(self) -> None:
-        """Write down what was used, and look for what is in the directory now."""
+        """Record the use of files, and list the directory anew."""
         self._note_uses()
         now = time.time_ns()
         looked_at, sizes, times = {}, {}, {}
@@ -327,7 +327,7 @@ class DiskStore:
         self._tell([path], False)
 
     def _tell(self, paths: Iterable[Path], is_there: bool) -> None:
-        """Tell who observes which files have come or gone."""
+        """Report to the observer, if there is one, the files that have come or gone."""
         if self.observe is not None:
             for path in paths:
                 self.observe(bytes.fromhex(path.stem), is_there)

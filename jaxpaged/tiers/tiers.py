@@ -37,12 +37,12 @@ class TierCounts:
 
     @property
     def num_bytes(self) -> int | None:
-        """Bytes of all blocks that it has; None for a store that does not tell."""
+        """Bytes of all blocks in this tier; None for a store that does not count them."""
         return getattr(self.store, "num_bytes", None)
 
     @property
     def kept_bytes(self) -> int | None:
-        """Bytes of the blocks among them that requests have it keep; None, likewise."""
+        """Bytes of blocks that requests keep in this tier; None for a store that does not count them."""
         return getattr(self.store, "kept_bytes", None)
 
 
@@ -78,7 +78,7 @@ class Tiers:
         """All tiers by their names, the fastest first."""
         return {HOST: self.host} | ({} if self.below is None else {self.below_name: self.below})
 
-    def found(self, keys: Sequence[BlockKey]) -> int:
+    def num_cached(self, keys: Sequence[BlockKey]) -> int:
         """Return how many of these blocks, from the first on, any tier has.
 
         All are used, the last one first, so that a chain's end goes before its beginning.
@@ -97,7 +97,7 @@ class Tiers:
         return self.host.contains(key) and is_below
 
     def below_only(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
-        """Return those blocks that are not in host memory."""
+        """Return the keys of blocks that are not in host memory."""
         if self.below is None:
             return []
         return [key for key in reversed(keys) if not self.host.contains(key)][::-1]
@@ -139,7 +139,7 @@ class Tiers:
             self.below.clear(space)
 
     def close(self) -> None:
-        """Finish what is to be written, and forget what host memory has."""
+        """Finish all pending writes, and drop the blocks in host memory."""
         self._jobs.put(None)
         if self.below is not None:
             self.below.close()

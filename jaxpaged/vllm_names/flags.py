@@ -49,8 +49,8 @@ def without_vllms(arguments: Sequence[str], is_ours: Callable[[str], bool]) -> l
             value = {key.replace("-", "_"): value}
         passes(name, value, SERVER_NAMES)
         if name == CONNECTOR and value is not None:
-            for option, its in tiers_of(value).items():
-                kept += [f"--{option.replace('_', '-')}", str(its)]
+            for option, setting in tiers_of(value).items():
+                kept += [f"--{option.replace('_', '-')}", str(setting)]
     return kept + left
 
 
@@ -66,9 +66,9 @@ def _name(flag: str) -> tuple[str | None, bool]:
 
 def _values(left: list[str], kind: str) -> Iterator[str]:
     """Take a flag's values from what is left of the arguments."""
-    most = {"flag": 0, "value": 1}.get(kind, len(left))
-    while most and left and not (left[0].startswith("-") and not _is_number(left[0])):
-        most -= 1
+    max_values = {"flag": 0, "value": 1}.get(kind, len(left))
+    while max_values and left and not (left[0].startswith("-") and not _is_number(left[0])):
+        max_values -= 1
         yield left.pop(0)
 
 
@@ -77,7 +77,7 @@ def _is_number(text: str) -> bool:
 
 
 def _value(text: str) -> Any:
-    """Return what a value stands for: JSON, or the text itself."""
+    """Return the value of a flag's text: a constant, JSON, or the text itself."""
     if text.lower() in CONSTANTS:
         return CONSTANTS[text.lower()]
     return json_or_text(text)

@@ -39,13 +39,13 @@ Names = tuple[Mapping[str, Verdict], tuple[str, ...]]
 
 @functools.cache
 def known_names() -> dict[str, Any]:
-    """Return what `names.json` has: "versions", "short" and, by title, "names"."""
+    """Return the content of `names.json`: "versions", "short" and, by title, "names"."""
     made: dict[str, Any] = json.loads(Path(__file__).with_name("names.json").read_text())
     return made
 
 
 def entry_of(name: str, titles: Iterable[str]) -> dict[str, Any] | None:
-    """Return what vLLM says of a name in the first of these classes that has it: since, kind, default."""
+    """Return the entry of a name in the first of these classes of vLLM that has it: since, kind, default."""
     names = known_names()["names"]
     return next((names[title][name] for title in titles if name in names[title]), None)
 
@@ -82,17 +82,17 @@ def passes(name: str, value: object, names: Names, others: Mapping[str, Any] | N
 
 def check_keys(name: str, value: Mapping[str, Any], table: Mapping[str, Verdict]) -> None:
     """Check an option's value key by key. Raises `InputError` for what is not served, or unknown."""
-    for key, its in value.items():
+    for key, entry in value.items():
         verdict = table.get(key)
         if verdict is None:
             raise unknown(f"{name}: key=", key, table)
-        if verdict.takes_all or its is None or any(_same(its, each) for each in verdict.neutral):
+        if verdict.takes_all or entry is None or any(_same(entry, each) for each in verdict.neutral):
             continue
-        if not verdict.is_strict and _plain(its) in ("", [], {}):
+        if not verdict.is_strict and _plain(entry) in ("", [], {}):
             continue
         rule = " or ".join(map(repr, (None, *verdict.neutral)))
         instead = f"; use {verdict.use}" if verdict.use else ""
-        what = f"{name}: {key}={shown(its)}, an option of vLLM ({verdict.meaning})"
+        what = f"{name}: {key}={shown(entry)}, an option of vLLM ({verdict.meaning})"
         raise InputError(f"{what}, is not supported: must be {rule}{instead}")
 
 

@@ -148,24 +148,24 @@ class Version:
     short: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def fields(self, name: str) -> dict[str, Field]:
-        """Return those of a class with its bases', or the arguments of "Class.function"."""
+        """Return the fields of a class and its bases, or the arguments of "Class.function"."""
         owner, _, function = name.partition(".")
-        found: dict[str, Field] = {}
+        fields: dict[str, Field] = {}
         for node in self.classes.get(owner, []):
             if function:
-                found |= self._arguments(node, function)
+                fields |= self._arguments(node, function)
                 continue
             for base in reversed(node.bases):
-                found |= self.fields(_last_name(base)) if _last_name(base) != owner else {}
+                fields |= self.fields(_last_name(base)) if _last_name(base) != owner else {}
             for each in node.body:
                 if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name):
                     annotation = ast.unparse(each.annotation)
                     if "ClassVar" not in annotation:
-                        found[each.target.id] = self._field(annotation, each.value)
-        return {name: each for name, each in found.items() if name not in INTERNAL and name[0] != "_"}
+                        fields[each.target.id] = self._field(annotation, each.value)
+        return {name: each for name, each in fields.items() if name not in INTERNAL and name[0] != "_"}
 
     def _arguments(self, node: ast.ClassDef, name: str) -> dict[str, Field]:
-        found = {}
+        fields = {}
         for each in node.body:
             if isinstance(each, ast.FunctionDef) and each.name == name:
                 args = each.args
@@ -174,8 +174,8 @@ class Version:
                 for arg, default in zip([*plain, *args.kwonlyargs], defaults, strict=True):
                     if arg.arg not in ("self", "cls"):
                         annotation = ast.unparse(arg.annotation) if arg.annotation else ""
-                        found[arg.arg] = self._field(annotation, default)
-        return found
+                        fields[arg.arg] = self._field(annotation, default)
+        return fields
 
     def _field(self, annotation: str, default: ast.expr | None) -> Field:
         made = Field(_kind(annotation))
@@ -251,7 +251,7 @@ def modules(archive: Path) -> dict[str, list[str]]:
     Names are classes, functions and constants, and in a package what it imports, too. They are kept for
     modules that scripts import from, those of `SCRIPTED`, at any depth.
     """
-    found: dict[str, list[str]] = {}
+    names: dict[str, list[str]] = {}
     with tarfile.open(archive) as files:
         for member in files:
             path = member.name.partition("/")[2]
@@ -259,12 +259,12 @@ def modules(archive: Path) -> dict[str, list[str]]:
                 continue
             parts = path.removesuffix(".py").removesuffix("/__init__").split("/")[1:]
             name = ".".join(parts[:2])
-            found.setdefault(name, [])
+            names.setdefault(name, [])
             whole = ".".join(parts)
             if whole in SCRIPTED and (file := files.extractfile(member)):
                 tree = ast.parse(file.read(), filename=path)
-                found[whole] = sorted(set(_public_names(tree, is_package=path.endswith("__init__.py"))))
-    return found
+                names[whole] = sorted(set(_public_names(tree, is_package=path.endswith("__init__.py"))))
+    return names
 
 
 def signatures(archive: Path) -> dict[str, dict[str, str | None]]:
@@ -289,8 +289,8 @@ def names_of(arguments: str) -> list[str]:
     """Return the names of arguments as Python writes them."""
     [function] = ast.parse(f"def f({arguments}): ...").body
     assert isinstance(function, ast.FunctionDef)
-    its = function.args
-    return [each.arg for each in (*its.posonlyargs, *its.args, *its.kwonlyargs)]
+    parameters = function.args
+    return [each.arg for each in (*parameters.posonlyargs, *parameters.args, *parameters.kwonlyargs)]
 
 
 def _members(name: str, classes: dict[str, ast.ClassDef]) -> Iterator[tuple[str, str | None]]:
@@ -344,7 +344,7 @@ def _listed(node: ast.expr) -> list[str]:
 
 
 def table(archives: list[Path]) -> dict[str, Any]:
-    """Return what `names.json` has of these archives, from the oldest version to the newest."""
+    """Return the content of `names.json` made from these archives, from the oldest version to the newest."""
     names: dict[str, dict[str, dict[str, Any]]] = {title: {} for title in SOURCES}
     short: dict[str, str] = {}
     versions = [archive.name.removeprefix("vllm-").removesuffix(".tar.gz") for archive in archives]
@@ -352,10 +352,10 @@ def table(archives: list[Path]) -> dict[str, Any]:
         version = read(archive)
         short |= version.short
         for title, sources in SOURCES.items():
-            found = dict(version.flags) if title == "FrontendArgs" else {}
+            fields = dict(version.flags) if title == "FrontendArgs" else {}
             for source in reversed(sources):
-                found |= version.fields(source)
-            for name, field in found.items():
+                fields |= version.fields(source)
+            for name, field in fields.items():
                 entry = names[title].setdefault(name, {"since": number})
                 entry |= {"last": number, "kind": field.kind}
                 entry.pop("default", None)
@@ -395,8 +395,8 @@ def lines(made: dict[str, Any]) -> Iterator[str]:
         classes = [*made[key].items()]
         for name, members in classes:
             yield f"  {json.dumps(name)}: {{"
-            its = {each: said for each, said in members.items() if key == "signatures" or said}
-            yield from _rows(its, "   ")
+            row_entries = {each: said for each, said in members.items() if key == "signatures" or said}
+            yield from _rows(row_entries, "   ")
             yield "  }" if name == classes[-1][0] else "  },"
         yield " }," if key == "signatures" else " }"
     yield "}"

@@ -55,10 +55,10 @@ def is_last(counter: Any, flag_smem: Any, count: jax.Array, transforms: tuple[An
         chosen = arith.extui(int32, is_chosen)
         utils.inline_ptx(ARRIVE, chosen, utils.memref_ptr(counter), last, flag, has_side_effects=True)
         utils.warpgroup_barrier()
-        found = llvm.load(int32, flag)
+        previous = llvm.load(int32, flag)
         utils.warpgroup_barrier()
         utils.inline_ptx("fence.acq_rel.gpu;", has_side_effects=True)
-        return mgpu.FragmentedArray.splat(found, (), is_signed=True)
+        return mgpu.FragmentedArray.splat(previous, (), is_signed=True)
 
     return arrive(counter, flag_smem, count) == 1
 

@@ -55,8 +55,8 @@ class AttentionProblem(Primitives):
 
     def tiled(self, width: int) -> tuple[Any, ...]:
         """Return the transforms of operands in shared memory, of rows of this width."""
-        found: tuple[Any, ...] = common.tiled(width)
-        return found
+        transforms: tuple[Any, ...] = common.tiled(width)
+        return transforms
 
     @property
     def is_bounded(self) -> bool:
@@ -295,8 +295,19 @@ def fetch_tile(
 
             @pl.when(warp == number)
             def _fetch_packed(name: str = name) -> None:
-                place = ring.packed, slot, full, first_token, find, kv_head, p.block_size
-                int4_cache.fetch(name, p.packed, extras.packed, *place, p.copier())
+                int4_cache.fetch(
+                    name,
+                    p.packed,
+                    extras.packed,
+                    ring.packed,
+                    slot=slot,
+                    barrier=full,
+                    first_token=first_token,
+                    find=find,
+                    kv_head=kv_head,
+                    block_size=p.block_size,
+                    copy=p.copier(),
+                )
 
     if p.scale_copies:
 

@@ -162,14 +162,14 @@ def scale_tokens(block_size: int, tile_kv: int) -> int:
     return min(block_size, tile_kv)
 
 
-def tiled(width: int, most: int = 64) -> Any:
-    """Return the transforms of rows in shared memory as wgmma reads them: tiles of 8 rows and the most
-    columns, 64, 32 or 16, that divide the width.
+def tiled(width: int, max_columns: int = 64) -> Any:
+    """Return the tiling and the swizzle of rows in shared memory as wgmma reads them.
 
-    most: columns; the fewer, the less of a product mma.sync may take into registers at a time.
+    A tile has 8 rows and the most columns, of 64, 32 and 16, that divide the width, at most `max_columns`.
+    With fewer columns, mma.sync takes less of a product into registers at a time.
     """
     transforms: Any = plgpu  # mypy takes the two for abstract
-    columns = next(columns for columns in (64, 32, 16) if columns <= most and width % columns == 0)
+    columns = next(columns for columns in (64, 32, 16) if columns <= max_columns and width % columns == 0)
     return transforms.TilingTransform((8, columns)), transforms.SwizzleTransform(2 * columns)
 
 

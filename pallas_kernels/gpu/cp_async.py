@@ -131,7 +131,7 @@ def arrive(words: Any) -> None:
 
 
 def commit() -> None:
-    """Make what the warpgroup's threads wrote to shared memory visible to all of them."""
+    """Make the writes of all the warpgroup's threads to shared memory visible to all of them."""
 
     @plgpu.inline_mgpu()
     def synchronise(_: Any) -> None:
@@ -193,7 +193,7 @@ def store_rows(source: Any, target: Any, *, transforms: tuple[Any, ...] = ()) ->
 
 
 class Tile(NamedTuple):
-    """The tiles of 8 rows that rows in shared memory consist of; strides are bytes."""
+    """Row length and strides, in bytes, of the tiles of 8 rows that an array in shared memory consists of."""
 
     row_chunks: int  # of 16 bytes, in a tile's row
     rows_stride: int  # from a tile to the one below
@@ -277,9 +277,9 @@ def _rows_of(type_: Any) -> tuple[int, int]:
     """Return the number of rows of a reference's type, and the numbers from one to the next."""
     strides, _ = type_.get_strides_and_offset()
     assert strides[-1] == 1, type_
-    found = [(n, stride) for n, stride in zip(type_.shape[:-1], strides[:-1], strict=True) if n > 1]
-    assert len(found) <= 1, type_
-    return found[0] if found else (1, type_.shape[-1])
+    axes = [(n, stride) for n, stride in zip(type_.shape[:-1], strides[:-1], strict=True) if n > 1]
+    assert len(axes) <= 1, type_
+    return axes[0] if axes else (1, type_.shape[-1])
 
 
 def _address(memref: Any, row: Number, chunk: Number, *, is_tiled: bool) -> Any:

@@ -109,8 +109,8 @@ class Problem(Primitives):
     @property
     def tiles_of_x(self) -> tuple[Any, ...]:
         """The transforms of rows in shared memory; of a slot mma.sync takes a part at a time."""
-        found: tuple[Any, ...] = common.tiled(NUM_INPUTS, NUM_INPUTS if self.has_wgmma else MMA_INPUTS)
-        return found
+        transforms: tuple[Any, ...] = common.tiled(NUM_INPUTS, NUM_INPUTS if self.has_wgmma else MMA_INPUTS)
+        return transforms
 
 
 def problem(
@@ -118,8 +118,8 @@ def problem(
 ) -> Problem:
     """Return the problem of so many rows, in as few equal blocks as are enough."""
     target = targets.compiled_for()
-    most = MAX_COLUMNS if target.kernel_multiply == "wgmma" else MAX_MMA_COLUMNS
-    num_blocks = pl.cdiv(num_rows, most)
+    max_columns = MAX_COLUMNS if target.kernel_multiply == "wgmma" else MAX_MMA_COLUMNS
+    num_blocks = pl.cdiv(num_rows, max_columns)
     return Problem(
         num_blocks=num_blocks,
         num_columns=tuning.num_columns(pl.cdiv(num_rows, num_blocks)),
@@ -260,7 +260,7 @@ def _consume_by_mma(p: Problem, num_steps: jax.Array, scratch: Scratch, consumer
 
 
 def _unit(target: Target) -> int:
-    """Return what numbers of inputs and of outputs must be multiples of, on a target."""
+    """Return the number that a target requires inputs and outputs to be multiples of."""
     return UNIT if target.fetch == "tma" else NUM_INPUTS
 
 

@@ -74,9 +74,9 @@ def fetch(
         start = (
             tokens.start // unit if isinstance(tokens.start, int) else lax.div(tokens.start, jnp.int32(unit))
         )
-        found = getattr(view, name).at(block_id, pl.ds(start, num_tokens // unit), kv_head)
+        index = getattr(view, name).at(block_id, pl.ds(start, num_tokens // unit), kv_head)
         slot_target = target.at[slot, pl.ds(offset // unit, num_tokens // unit)]
-        copy(getattr(gmem, name).at[found], slot_target, barrier)
+        copy(getattr(gmem, name).at[index], slot_target, barrier)
 
 
 def widen(codes: Any, scale: Any, zero: Any, target: Any, newest: Any = None, place: Any = None) -> None:
@@ -109,8 +109,8 @@ def _widen(codes: Any, scale: Any, zero: Any, target: Any, *, by_channel: bool) 
             columns = pl.ds(column, size)
 
             def spread(ref: Any, columns: Any = columns) -> jax.Array:
-                its = ref.at[columns] if by_channel else ref
-                x = _as_float16(its, layout.reduce(0 if by_channel else 1))
+                part = ref.at[columns] if by_channel else ref
+                x = _as_float16(part, layout.reduce(0 if by_channel else 1))
                 return lax.broadcast_in_dim(x, (GROUP, size), [int(by_channel)])
 
             code = lax.bitcast_convert_type(nibbles | jnp.uint16(THOUSAND), jnp.float16) - jnp.float16(1024)

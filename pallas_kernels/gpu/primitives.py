@@ -58,8 +58,8 @@ class Primitives:
         of_copies, of_tensor_core: whether a warp's copies arrive, or products of tcgen05, not warpgroups.
         """
         if self.has_tma:
-            its = {"orders_tensor_core": True} if of_tensor_core else {}
-            return plgpu.Barrier(num_arrivals=num_arrivals, num_barriers=num_barriers, **its)
+            options = {"orders_tensor_core": True} if of_tensor_core else {}
+            return plgpu.Barrier(num_arrivals=num_arrivals, num_barriers=num_barriers, **options)
         threads = cp_async.WARP if of_copies else cp_async.WARPGROUP
         return cp_async.barrier(num_arrivals, num_barriers, threads=threads)
 
@@ -89,7 +89,7 @@ class Primitives:
 
     @property
     def wait_smem_to_gmem(self) -> Callable[..., None]:
-        """The function that waits until `copy_out` has written its rows, or read them."""
+        """Function that waits until the copies of `copy_out` have written, or at least read, their rows."""
         return plgpu.wait_smem_to_gmem if self.has_tma else lambda *_, **__: cp_async.commit()
 
     def waiter(self, num_slots: int, *number: jax.Array, is_refill: bool = False) -> Callable[[Any], None]:

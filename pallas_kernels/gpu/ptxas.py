@@ -10,10 +10,10 @@ import subprocess
 WRONG, RIGHT = (12, 8, 0), (12, 9, 86)
 
 
-def refuse(found: tuple[int, ...] | None) -> None:
+def refuse(version: tuple[int, ...] | None) -> None:
     """Raise NotImplementedError if this version of ptxas, None for none, must not compile a causal mask."""
-    if found is not None and WRONG <= found < RIGHT:
-        given, wanted = (".".join(map(str, numbers)) for numbers in (found, RIGHT))
+    if version is not None and WRONG <= version < RIGHT:
+        given, wanted = (".".join(map(str, numbers)) for numbers in (version, RIGHT))
         raise NotImplementedError(
             f"ptxas {given} compiles causal masks wrongly, as all do from CUDA 12.8.0 to before 12.9.1: for "
             f"prompts on mosaic_gpu it must be {wanted} or later (CUDA_ROOT names the CUDA in use). "
@@ -30,6 +30,6 @@ def version() -> tuple[int, ...] | None:
             output = subprocess.run([command, "--version"], capture_output=True, text=True, timeout=20).stdout
         except (OSError, subprocess.TimeoutExpired):
             continue
-        if found := re.search(r"V(\d+)\.(\d+)\.(\d+)", output):
-            return tuple(map(int, found.groups()))
+        if match := re.search(r"V(\d+)\.(\d+)\.(\d+)", output):
+            return tuple(map(int, match.groups()))
     return None

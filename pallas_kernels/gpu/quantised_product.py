@@ -115,8 +115,8 @@ class Problem(Primitives):
     @property
     def in_runs(self) -> tuple[Any, ...]:
         """The transforms of codes and of rows in shared memory."""
-        found: tuple[Any, ...] = common.tiled(self.run)
-        return found
+        transforms: tuple[Any, ...] = common.tiled(self.run)
+        return transforms
 
 
 class Operands(NamedTuple):
@@ -261,8 +261,10 @@ def _numbers(p: Problem, halfwords: Any, run: jax.Array) -> jax.Array:
         return _float(lax.shift_left(bits, jnp.full_like(bits, (8 - place * 8).astype(bits.dtype))))
 
     def plane(bits: int, start: int = 0) -> jax.Array:
-        its, place = _halfwords(p, halfwords, run, bits, start)
-        return lax.shift_right_logical(its, jnp.full_like(its, (place * bits).astype(its.dtype)))
+        bits_of_run, place = _halfwords(p, halfwords, run, bits, start)
+        return lax.shift_right_logical(
+            bits_of_run, jnp.full_like(bits_of_run, (place * bits).astype(bits_of_run.dtype))
+        )
 
     if p.bits == 8:  # signed: less 128 or 256, which is what the eighth bit makes of 128
         bits = plane(8)
@@ -283,8 +285,8 @@ def _halfwords(
     """
     runs = jnp.int32(16 // bits)
     part, place = lax.div(run, runs), lax.rem(run, runs)
-    its = pl.ds(start + part * p.run if start else part * p.run, p.run)
-    return plgpu.load(halfwords.at[:, its], layout=WGMMA, optimized=False), place
+    columns = pl.ds(start + part * p.run if start else part * p.run, p.run)
+    return plgpu.load(halfwords.at[:, columns], layout=WGMMA, optimized=False), place
 
 
 def _float(bits: jax.Array) -> jax.Array:

@@ -48,9 +48,9 @@ def config_for(arrays: Arrays, options: Options, query_len: int = 1) -> TuningCo
     _, block_size, num_kv_heads, head_dim = sizes_of(arrays, options)
     cache_dtype, num_queries = arrays.k_cache.dtype, arrays.q.shape[1] // num_kv_heads * query_len
     key = (jax.devices()[0].device_kind, head_dim, block_size, cache_dtype.name, num_queries)
-    found = MEASURED.get(key)
-    if found is not None:
-        return found
+    config = MEASURED.get(key)
+    if config is not None:
+        return config
     extras = options.alibi_slopes, options.sinks, options.sliding_window
     has_extras = any(each is not None for each in extras)
     is_scaled = options.token_scales is not None

@@ -35,13 +35,13 @@ def any_in_warp(rows: jax.Array, *, is_interpreted: bool) -> jax.Array:
         from jax._src.lib.mlir import ir
         from jax._src.lib.mlir.dialects import arith, llvm, vector
 
-        its = values.registers.flat
+        registers = values.registers.flat
         if isinstance(values.registers.item(0).type, ir.VectorType):
-            its = [vector.extract(register, [], [0]) for register in its]
-        any_of_thread = functools.reduce(arith.ori, its)
+            registers = [vector.extract(register, [], [0]) for register in registers]
+        any_of_thread = functools.reduce(arith.ori, registers)
         word = any_of_thread.type
         voted = llvm.inline_asm(word, [any_of_thread], VOTE, "=r,r", has_side_effects=True)
         return mgpu.FragmentedArray.splat(voted, (), is_signed=True)
 
-    found: jax.Array = vote(values) > 0
-    return found
+    any_there: jax.Array = vote(values) > 0
+    return any_there

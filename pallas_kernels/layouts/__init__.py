@@ -82,7 +82,7 @@ RENAMED = {"Place": Location, "Part": BlockSlice}
 
 
 def __getattr__(name: str) -> Any:
-    """Return what a name of an earlier release stands for, with a warning."""
+    """Return the layout that replaces a name of an earlier release, with a warning."""
     if name not in RENAMED:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     new = RENAMED[name]
@@ -96,21 +96,21 @@ def named(layout: str | Layout) -> Layout:
     Raises: ValueError if there is none.
     """
     rule = f"must be {', '.join(LAYOUTS)}, a Layout, or 'package.module:Name'"
-    found: Any = layout
+    value: Any = layout
     if isinstance(layout, str):
-        found = LAYOUTS.get(layout)
+        value = LAYOUTS.get(layout)
         if outside.is_path(layout):
             try:
-                found = outside.imported(layout)
+                value = outside.imported(layout)
             except ValueError as error:
                 raise ValueError(f"kv_layout={layout!r} {rule}: {error}") from error
-    if isinstance(found, type) and issubclass(found, Layout):
-        found = found()
-    if not isinstance(found, Layout):
+    if isinstance(value, type) and issubclass(value, Layout):
+        value = value()
+    if not isinstance(value, Layout):
         raise ValueError(f"kv_layout={layout!r} {rule}")
-    if why := outside.why_not_version(found, CONTRACTS):
+    if why := outside.why_not_version(value, CONTRACTS):
         raise ValueError(f"kv_layout={str(layout)!r} cannot be used: {why}")
-    return found
+    return value
 
 
 def choose(

@@ -48,19 +48,19 @@ class Location(NamedTuple):
         """Return the elements from one "block", "token" and "head" to the next, and from the array's start to
         the "first".
         """
-        found = {"block": 0, "token": 0, "head": 0, "first": 0}
+        strides = {"block": 0, "token": 0, "head": 0, "first": 0}
         for i, axis in enumerate(self.axes):
             elements = math.prod(shape[i + 1 :])
             if isinstance(axis, str):
-                found[axis] = elements
+                strides[axis] = elements
             else:
-                found["first"] += axis * elements
-        return found
+                strides["first"] += axis * elements
+        return strides
 
     def sizes(self, shape: tuple[int, ...]) -> Sizes:
         """Return the sizes of the pool that an array of this shape holds."""
-        found = {axis: size for axis, size in zip(self.axes, shape, strict=False) if isinstance(axis, str)}
-        return Sizes(found["block"], found.get("token", 1), found["head"], shape[-1])
+        size_of = {axis: size for axis, size in zip(self.axes, shape, strict=False) if isinstance(axis, str)}
+        return Sizes(size_of["block"], size_of.get("token", 1), size_of["head"], shape[-1])
 
 
 class View(NamedTuple):

@@ -54,8 +54,8 @@ class Dense(Layout):
 
 def shape(axes: Axes, sizes: Sizes) -> tuple[int, ...]:
     """Return the shape of an array with these axes."""
-    found = dict(zip(("block", "token", "head", "dim", KV), (*sizes, 2), strict=True))
-    return tuple(found[axis] for axis in axes)
+    size_of = dict(zip(("block", "token", "head", "dim", KV), (*sizes, 2), strict=True))
+    return tuple(size_of[axis] for axis in axes)
 
 
 def put(
@@ -70,15 +70,15 @@ def put(
 
     new: [num_tokens, num_kv_heads] each, with head_dim last if the arrays have that axis.
     """
-    found = {name: arrays[name] for name in names}
+    written = {name: arrays[name] for name in names}
     block, offset = jnp.divmod(slots, block_size)
     for which, (name, x) in enumerate(zip(names, new, strict=True)):
-        array, x = found[name], x.astype(found[name].dtype)
+        array, x = written[name], x.astype(written[name].dtype)
         if axes[:3] == ("block", "token", "head"):
-            found[name] = array.reshape(-1, *array.shape[2:]).at[slots].set(x).reshape(array.shape)
+            written[name] = array.reshape(-1, *array.shape[2:]).at[slots].set(x).reshape(array.shape)
         else:
-            found[name] = _scatter(array, x, block, offset, axes=axes, which=which)
-    return found
+            written[name] = _scatter(array, x, block, offset, axes=axes, which=which)
+    return written
 
 
 def _scatter(

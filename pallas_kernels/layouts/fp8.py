@@ -62,14 +62,14 @@ class Fp8(Layout):
     def given(self, num_kv_heads: int, device: int = 0, num_devices: int = 1) -> dict[str, np.ndarray]:
         if not self.in_arrays:
             return {}
-        found = {}
+        scales = {}
         for name, scale in self._given:
-            its = scale
-            if isinstance(its, tuple):
-                first = device * len(its) // num_devices
-                its = its[first : first + num_kv_heads]
-            found[name] = np.broadcast_to(np.asarray(its, np.float32), (num_kv_heads,))
-        return found
+            values = scale
+            if isinstance(values, tuple):
+                first = device * len(values) // num_devices
+                values = values[first : first + num_kv_heads]
+            scales[name] = np.broadcast_to(np.asarray(values, np.float32), (num_kv_heads,))
+        return scales
 
     def on_several(self) -> "Fp8":
         is_by_head = any(isinstance(scale, tuple) for _, scale in self._given)
@@ -107,10 +107,10 @@ class Fp8(Layout):
     def read(
         self, arrays: Arrays, sizes: Sizes, block_ids: jax.Array, dtype: jnp.dtype
     ) -> tuple[jax.Array, jax.Array]:
-        found = self.base.read(arrays, sizes, block_ids, self._stored_dtype)
+        stored = self.base.read(arrays, sizes, block_ids, self._stored_dtype)
         k, v = (
             (lax.bitcast_convert_type(x, self.dtype).astype(jnp.float32) * scale[:, None]).astype(dtype)
-            for x, scale in zip(found, self.scales(arrays, sizes), strict=True)
+            for x, scale in zip(stored, self.scales(arrays, sizes), strict=True)
         )
         return k, v
 

@@ -4,6 +4,8 @@ from pallas_kernels.layouts.dense import Dense
 
 
 class HeadMajor(Dense):
-    """A head's tokens side by side: what a program that computes one head reads lies in one piece."""
+    """Layout with all tokens of a head side by side, so that a program that computes one head reads one
+    piece.
+    """
 
     axes = ("block", "head", "token", "dim")

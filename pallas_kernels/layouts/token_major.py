@@ -6,8 +6,8 @@ from pallas_kernels.layouts.latent import Latent
 
 
 class TokenMajor(Dense):
-    """A token's heads side by side, token after token: what projections give, and what a prompt is written
-    in.
+    """Layout with all heads of a token side by side, token after token, in the order in which projections
+    give them.
     """
 
     axes = ("block", "token", "head", "dim")

@@ -103,7 +103,7 @@ def tiled_paged_attention(
         given = (q, k, v, *at, k_scales, v_scales)
     first, stride = (jnp.int32(0), 1) if pool.blocks is None else (pool.blocks.first, pool.blocks.stride)
     rows = jnp.zeros(0, jnp.int32) if table_rows is None else table_rows
-    biases = [jnp.zeros(0, jnp.float32) if its is None else its for its in (alibi_slopes, sinks)]
+    biases = [jnp.zeros(0, jnp.float32) if bias is None else bias for bias in (alibi_slopes, sinks)]
     bounds = {"window": np.int64(window or UNBOUNDED), "chunk": np.int64(chunk or UNBOUNDED)}
     numbers = {"scale": np.float32(scale), "soft_cap": np.float32(soft_cap or 0)}
     options = {**numbers, "block_stride": np.int64(stride), **bounds}
@@ -145,17 +145,17 @@ def packed_operands(pool: Pool) -> tuple[list[jax.Array], list[int]]:
     """
     view = pool.layout.packed_view()
     assert view is not None
-    found = [getattr(view, name) for name in view._fields if name != "group"]
-    arrays = [pool.arrays[place.array] for place in found]
+    locations = [getattr(view, name) for name in view._fields if name != "group"]
+    arrays = [pool.arrays[place.array] for place in locations]
     strides = {
         name: place.strides(array.shape)
-        for name, place, array in zip(view._fields[1:], found, arrays, strict=True)
+        for name, place, array in zip(view._fields[1:], locations, arrays, strict=True)
     }
-    assert all(its["first"] == 0 for its in strides.values()), "each has an array of its own"
+    assert all(stride["first"] == 0 for stride in strides.values()), "each has an array of its own"
     assert strides["new_group"]["block"] == 1
     places = [pool.sizes.num_kv_heads, pool.sizes.block_size]
     for pair in (("k", "v"), ("k_scale", "k_zero"), ("k_new", "k_new"), ("v_scale", "v_zero")):
-        its, others = (strides[name] for name in pair)
-        assert its == others, "K and V, scales and zeros lie alike"
-        places += [its[axis] for axis in ("block", "token", "head")]
+        strides_of_first, strides_of_second = (strides[name] for name in pair)
+        assert strides_of_first == strides_of_second, "K and V, scales and zeros lie alike"
+        places += [strides_of_first[axis] for axis in ("block", "token", "head")]
     return arrays, places

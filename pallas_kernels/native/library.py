@@ -247,8 +247,8 @@ def _open(file: Path, source: str) -> Any:
 
 def find_compiler() -> str | None:
     """Find the C++ compiler: `CXX`, else the first of c++, g++ and clang++; None if there is none."""
-    found = (shutil.which(name) for name in ("c++", "g++", "clang++"))
-    return os.environ.get("CXX") or next(filter(None, found), None)
+    compilers = (shutil.which(name) for name in ("c++", "g++", "clang++"))
+    return os.environ.get("CXX") or next(filter(None, compilers), None)
 
 
 def compile_command(target: Target, compiler: str) -> list[str]:

@@ -174,9 +174,13 @@ def tiled_paged_attention(
         why = f"it has no {', '.join(lacking)}" if lacking else native.why_not(q.dtype) or not_native_layout
         if why:
             raise NotImplementedError(f"'native' attention does not serve this call: {why}. Use 'xla'.")
-        arrays = (q, pool, block_tables, query_starts, seq_lens, batch.table_rows)
         return native.tiled_paged_attention(
-            *arrays,
+            q,
+            pool,
+            block_tables,
+            query_starts,
+            seq_lens,
+            batch.table_rows,
             scale=scale,
             window=checked.sliding_window,
             chunk=checked.attention_chunk,
@@ -287,9 +291,9 @@ def ragged_paged_attention(
     if max_query_len is not None and max_query_len < 1:
         raise ValueError(f"{max_query_len=} must be at least 1")
     num_tokens, num_seqs = q.shape[0], seq_lens.shape[0]
-    most = min(max_query_len or num_tokens, num_tokens)
-    tile_len = max(1, min(most, ragged.TILE_LEN))
-    count = ragged.num_tiles(num_tokens, num_seqs, most, tile_len)
+    max_len = min(max_query_len or num_tokens, num_tokens)
+    tile_len = max(1, min(max_len, ragged.TILE_LEN))
+    count = ragged.num_tiles(num_tokens, num_seqs, max_len, tile_len)
     several, results = ragged.tiles(seq_lens, cu_query_lens, num_tokens, count, tile_len)
 
     def attend(tiles: ragged.Tiles, tile_len: int) -> jax.Array:

@@ -98,8 +98,9 @@ def _filled_in(
         if packed.get(name) is not None:
             packed[name] = jnp.asarray(packed[name], jnp.float32)
             check_shape(name, packed[name], (num_q_heads,))
-    scales = (packed.get("k_scale"), packed.get("v_scale"))
-    packed["k_scale"], packed["v_scale"] = check_scales(*scales, cache_dtype, cache.num_kv_heads)
+    packed["k_scale"], packed["v_scale"] = check_scales(
+        packed.get("k_scale"), packed.get("v_scale"), cache_dtype, cache.num_kv_heads
+    )
     options = Options(**packed)
     window, chunk = options.sliding_window, options.attention_chunk
     soft_cap, sparse = options.soft_cap, options.block_sparse
@@ -134,8 +135,8 @@ def pool_of(k_cache: Any, v_cache: Any, kv_layout: str | Layout) -> Pool:
     check_shape("v_cache", v_cache, k_cache.shape)
     if v_cache.dtype != k_cache.dtype:
         raise ValueError(f"{v_cache.dtype=} must be k_cache's {k_cache.dtype}")
-    found = dict(zip(kv_layout.axes, k_cache.shape, strict=True))
-    return Pool({"k": k_cache, "v": v_cache}, kv_layout, Sizes(*(found[axis] for axis in AXES)))
+    size_of = dict(zip(kv_layout.axes, k_cache.shape, strict=True))
+    return Pool({"k": k_cache, "v": v_cache}, kv_layout, Sizes(*(size_of[axis] for axis in AXES)))
 
 
 def check_new(pool: Pool, k: jax.Array, v: jax.Array, slot_mapping: jax.Array) -> None:

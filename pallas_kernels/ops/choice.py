@@ -16,12 +16,16 @@ ProductImplementation = Literal["mosaic_gpu", "native", "xla"]
 
 
 def default_implementation() -> Implementation:
-    """Return what None stands for: "mosaic_gpu" if the default device is a target of kernels, else "xla"."""
+    """Return the implementation for None: "mosaic_gpu" if the default device is a target of kernels, else
+    "xla".
+    """
     return "xla" if targets.target_of(jax.devices()[0]) is None else "mosaic_gpu"
 
 
 def default_tiled_implementation(dtype: jnp.dtype, tile_len: int) -> TiledImplementation:
-    """Return what None stands for in `tiled_paged_attention`: a kernel of this device if one serves."""
+    """Return the implementation that `tiled_paged_attention` takes for None: a kernel of this device if one
+    serves.
+    """
     if native.serves(dtype):
         return "native"
     return default_implementation() if tile_len <= TILE_LENS[-1] else "xla"

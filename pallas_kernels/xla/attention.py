@@ -90,8 +90,8 @@ def _attend(arrays: Batch, first_token: jax.Array | int, end_token: jax.Array, o
         is_needed = jnp.any(seen, axis=(1, 2, 4))
         entry = jnp.minimum(column, block_tables.shape[1] - 1)
         in_step = first_block.shape[0] == 1  # all rows read the same columns
-        found = block_tables[:, entry[0]] if in_step else jnp.take_along_axis(block_tables, entry, axis=1)
-        block_ids = jnp.where(is_needed, found, 0)
+        entries = block_tables[:, entry[0]] if in_step else jnp.take_along_axis(block_tables, entry, axis=1)
+        block_ids = jnp.where(is_needed, entries, 0)
         k, v = pool.read(block_ids, jnp.dtype("float32"))
         s = jnp.einsum("skgd,snbkd->skgnb", queries, k, precision=lax.Precision.HIGHEST)
         if options.soft_cap is not None:

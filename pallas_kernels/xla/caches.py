@@ -44,7 +44,7 @@ def copy_blocks(caches: Sequence[jax.Array], pairs: jax.Array) -> list[jax.Array
 
 
 def _final_copies(pairs: jax.Array, num_blocks: int) -> tuple[jax.Array, jax.Array]:
-    """Return pairs that, copied all at once, do what `pairs` do one after the other.
+    """Return pairs of blocks that, copied all at once, have the effect of `pairs` copied one after the other.
 
     Several pairs may have one target; they then have one source too. Pairs out of range become (0, 0).
     """

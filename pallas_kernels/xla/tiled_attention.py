@@ -42,8 +42,8 @@ def tiled_paged_attention(
     # not einsums: a CPU product of that size costs more than its arithmetic.)
     merges_heads = num_kv_heads > 1 and tile_len * num_q_heads <= MERGE_HEADS_BELOW
     if merges_heads:
-        own = jnp.eye(num_kv_heads, dtype=bool)[:, None, :, None]
-        q = jnp.where(own, q[..., None, :], 0).reshape(num_tiles, tile_len, 1, num_q_heads, -1)
+        own_head = jnp.eye(num_kv_heads, dtype=bool)[:, None, :, None]
+        q = jnp.where(own_head, q[..., None, :], 0).reshape(num_tiles, tile_len, 1, num_q_heads, -1)
     out = _attend_by_kv_head(q, pool, block_tables, query_starts, seq_lens, options)
     if merges_heads:
         out = out.reshape(num_tiles, tile_len, num_kv_heads, group, num_kv_heads, head_dim)
@@ -66,9 +66,12 @@ def _attend_by_kv_head(
     block_size = pool.sizes.block_size
     blocks_per_chunk = min(max(CHUNK_TOKENS // block_size, 1), block_tables.shape[1])
     chunk_len = blocks_per_chunk * block_size
-    bounds, kind = (options.sliding_window, options.attention_chunk), options.layer_kind
+    kind = options.layer_kind
     # What each tile's first query sees first, behind the tokens that every query sees.
-    begin = first_seen(query_starts, *bounds) if kind is None else kind.first_read(query_starts)
+    if kind is None:
+        begin = first_seen(query_starts, options.sliding_window, options.attention_chunk)
+    else:
+        begin = kind.first_read(query_starts)
     first_tokens = 0 if kind is None else kind.first_tokens
     blocks, first_chunk, num_chunks = _blocks_seen(
         block_tables, begin, first_tokens, seq_lens, block_size, blocks_per_chunk
@@ -85,7 +88,7 @@ def _attend_by_kv_head(
         jnp.repeat(jnp.repeat(x, group, axis=1), num_kv_heads, axis=0)[:, :, None]
         for x in (q_position, bound)
     )
-    q_begin = first_seen(q_position, *bounds)
+    q_begin = first_seen(q_position, options.sliding_window, options.attention_chunk)
 
     def of_rows(per_head: Float[Array, " num_q_heads"]) -> Float[Array, "batch rows"]:
         by_head = per_head.reshape(1, num_kv_heads, 1, group)

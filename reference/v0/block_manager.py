@@ -229,7 +229,7 @@ class BlockSpaceManager:
         return _once_each([block for seq in seqs for block in self.block_tables[seq.seq_id]])
 
     def _move(self, tables: dict[int, BlockTable], target: BlockAllocator) -> dict[int, int]:
-        """Replace each block of these tables by one of the other device; sharing stays as it is.
+        """Replace each block of these tables by one of the other device; shared blocks stay shared.
 
         Returns: source to target block numbers. Raises: ValueError when the target's blocks do not suffice.
         """

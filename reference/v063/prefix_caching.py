@@ -124,7 +124,9 @@ class PrefixCachingBlockAllocator(NaiveBlockAllocator):
         return block_id in self.evictor.table
 
     def num_full_blocks_touched(self, blocks: list[Block]) -> int:
-        """Return how many free ids the full blocks would take: those not found, and those in the evictor."""
+        """Return the number of free ids that the full blocks would take: blocks not cached, and blocks in the
+        evictor.
+        """
         num_touched = 0
         for block in blocks:
             if block.is_full:
@@ -160,9 +162,11 @@ class ComputedBlocksTracker:
 
     def computed_ids(self, seq_id: int, block_ids: list[int]) -> list[int]:
         """Return the computed ids of a sequence whose ids are `block_ids`, at least one."""
-        found, has_gap = self._found.get(seq_id, ([], False))
-        candidates = block_ids[len(found) : -1]
+        computed, has_gap = self._found.get(seq_id, ([], False))
+        candidates = block_ids[len(computed) : -1]
         if candidates and not has_gap:
-            found = found + [block_id for block_id in candidates if self.allocator.is_computed(block_id)]
-            self._found[seq_id] = (found, len(found) < len(block_ids) - 1)
-        return found
+            computed = computed + [
+                block_id for block_id in candidates if self.allocator.is_computed(block_id)
+            ]
+            self._found[seq_id] = (computed, len(computed) < len(block_ids) - 1)
+        return computed

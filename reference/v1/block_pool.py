@@ -247,7 +247,7 @@ class BlockPool:
                 self.metrics_collector.on_block_accessed(block)
 
     def free_blocks(self, ordered_blocks: Iterable[KVCacheBlock]) -> None:
-        """Drop one reference to each of these blocks; those without any enter the queue.
+        """Drop one reference to each of these blocks; blocks without a reference enter the queue.
 
         ordered_blocks: the one to evict first comes first.
         """

@@ -296,7 +296,7 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
                     candidate = min(candidate, full_length[first])
                     continue
                 drop = group.use_eagle and first not in has_dropped
-                hits, found = get_manager_class(group.spec).find_longest_cache_hit(
+                hits, hit_length = get_manager_class(group.spec).find_longest_cache_hit(
                     block_hashes,
                     min(candidate + group.spec.block_size, len(block_hashes) * self.hash_block_size)
                     if drop
@@ -309,14 +309,14 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
                 )
                 if drop:
                     has_dropped.add(first)
-                elif found < candidate:
+                elif hit_length < candidate:
                     has_dropped.clear()
-                candidate = found
-                longest = max(longest, found)
+                candidate = hit_length
+                longest = max(longest, hit_length)
                 for group_id, blocks in zip(group.group_ids, hits, strict=True):
                     tables[group_id] = blocks
                 if isinstance(group.spec, FullAttentionSpec):
-                    full_length[first] = found
+                    full_length[first] = hit_length
             if candidate >= length:
                 break
             length = candidate

@@ -222,7 +222,7 @@ def sha256(value: Any) -> bytes:
 
 
 def generate_block_hash_extra_keys(request: Request, start_token_idx: int) -> tuple[Any, ...] | None:
-    """Return what tells a block apart besides its tokens: the LoRA's name, and in the first block the salt.
+    """Return the parts of a block's key besides its tokens: the LoRA's name, and in the first block the salt.
 
     The chain of hashes carries the salt on to all later blocks.
     """

@@ -67,8 +67,8 @@ class SlidingWindowManager(SingleTypeKVCacheManager):
 
         hits = [blocks for blocks in cached[start:num_hit_blocks] if blocks is not None]
         nulls = [block_pool.null_block] * min(start, num_hit_blocks)
-        found = tuple(nulls + [blocks[i] for blocks in hits] for i in range(len(kv_cache_group_ids)))
-        return found, num_hit_blocks * block_size
+        hits_by_group = tuple(nulls + [blocks[i] for blocks in hits] for i in range(len(kv_cache_group_ids)))
+        return hits_by_group, num_hit_blocks * block_size
 
     @classmethod
     def reachable_block_mask(
@@ -149,14 +149,14 @@ class ChunkedLocalAttentionManager(SingleTypeKVCacheManager):
         assert alignment_tokens in (None, block_size), f"{alignment_tokens=} must be {block_size=}"
         hashes = resolve_block_hashes(block_hashes, block_pool.hash_block_size, block_size)
         start = max_length // chunk_size * chunk_size // block_size
-        found: Hits = tuple([block_pool.null_block] * start for _ in kv_cache_group_ids)
+        hits_by_group: Hits = tuple([block_pool.null_block] * start for _ in kv_cache_group_ids)
         for block_hash in hashes[start : max_length // block_size]:
             cached_blocks = block_pool.get_cached_block(block_hash, kv_cache_group_ids)
             if cached_blocks is None:
                 break
-            for blocks, block in zip(found, cached_blocks, strict=True):
+            for blocks, block in zip(hits_by_group, cached_blocks, strict=True):
                 blocks.append(block)
-        return found, len(found[0]) * block_size
+        return hits_by_group, len(hits_by_group[0]) * block_size
 
     def get_num_common_prefix_blocks(self, running_request_id: str) -> int:
         return 0  # the first blocks are null blocks, which nobody reads

@@ -62,7 +62,7 @@ class AttentionSpec:
         return cdiv(max_model_len, self.block_size)
 
     def is_uniform_with(self, specs: Sequence["AttentionSpec"]) -> bool:
-        """Return whether one block table serves this layer and all of these: the same tokens stay."""
+        """Return whether one block table serves this layer and all of these, because the same tokens stay."""
         raise NotImplementedError
 
     @classmethod
@@ -100,7 +100,7 @@ class FullAttentionSpec(AttentionSpec):
 
     @classmethod
     def merge(cls, specs: Sequence[Any]) -> Any:
-        """Return the spec of a group of such layers; those with one window join those without any."""
+        """Return the spec of a group of these layers; layers without a window join layers with one."""
         windows = {s.sliding_window for s in specs if isinstance(s, FullAttentionSpec)} - {None}
         chunks = {s.attention_chunk_size for s in specs if isinstance(s, FullAttentionSpec)} - {None}
         if len(windows) + len(chunks) > 1:
@@ -163,7 +163,7 @@ class SlidingWindowSpec(AttentionSpec):
 
 @dataclass(frozen=True)
 class ChunkedLocalAttentionSpec(AttentionSpec):
-    """The cache of one layer in which a token attends to itself and those before it in its chunk.
+    """Cache spec of one layer whose tokens attend to themselves and earlier tokens of their chunk.
 
     Token p is in chunk p // attention_chunk_size.
     """
@@ -246,6 +246,6 @@ class KVCacheConfig:
 
 
 def scheduling_spec(group: KVCacheGroupSpec) -> AttentionSpec:
-    """Return what a group's manager goes by: the spec of its layers, or of the first of several kinds."""
+    """Return the spec that a group's manager follows: the layers' spec, or the first of several kinds."""
     spec = group.kv_cache_spec
     return spec.first_spec if isinstance(spec, UniformTypeKVCacheSpecs) else spec

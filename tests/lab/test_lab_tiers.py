@@ -24,7 +24,7 @@ def plain(trace, stores, first):
         symbols = cut.symbols[start : start + int(cut.num_findable[r])].tolist()
         all_keys = [(None, None, None, (symbol,)) for symbol in symbols]
         wanted, here = all_keys[: int(cut.num_lookup[r])], int(on_device[r])
-        num_found = oracle.found(stores, wanted)
+        num_found = oracle.num_cached(stores, wanted)
         promoted = oracle.promote(stores, wanted[:num_found], here) if len(stores) > 1 else set()
         values = [stores[0].get(key) for key in reversed(wanted)][::-1]
         end = next((i for i in range(here, len(wanted)) if values[i] is None), len(wanted))

@@ -144,7 +144,7 @@ class Events(Service):
 
 
 def label_of(request: Request) -> Label:
-    """Return what a request's number for its salt stands for."""
+    """Return the label of a request's blocks: its adapter's id and name, and its cache salt."""
     adapter = None if request.adapter is None else request.adapter.request
     name = (None, None) if adapter is None else (adapter.lora_int_id, adapter.lora_name)
     return Label(request.cache_salt, *name)

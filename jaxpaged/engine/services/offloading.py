@@ -165,7 +165,7 @@ class Offloading(Service):
         wanted = self._keys(request, request.prompt_token_ids[:-1])  # one is left to compute
         for counts in self.tiers.counts.values():
             counts.num_queries += len(wanted)
-        wanted = wanted[: self.tiers.found(wanted)]
+        wanted = wanted[: self.tiers.num_cached(wanted)]
         self._note_found(request, wanted)
         if not self._has_cache or not self.tiers.below_only(wanted):
             return False

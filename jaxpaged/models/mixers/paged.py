@@ -149,7 +149,7 @@ def advance(
     tables: Int[Array, "num_tiles max_blocks"],
     batch: PassBatch,
 ) -> tuple[Float[Array, "num_tokens num_heads v_dim"], dict[str, Array]]:
-    """Compute a pass's tokens by `ops.states.advance`, which says what they are.
+    """Advance the states of one layer by a pass's tokens; see `ops.states.advance`.
 
     arrays: those of a layer, by name, perhaps beside others. Returns outputs, and the arrays of the state.
     """

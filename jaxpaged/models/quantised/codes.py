@@ -358,7 +358,7 @@ def _panel_width(implementation: ProductImplementation) -> int:
 
 
 def wide(kind: CodeFormat, rows: CodedRows, in_features: int) -> np.ndarray:
-    """Return the numbers themselves, float32 [outputs, inputs]."""
+    """Return the dequantised weight, float32 [outputs, inputs]."""
     codes, scales = rows.codes, rows.scales.astype(np.float32)
     if kind.is_float:
         codes = codes.view(FLOAT8 if kind.bits == 8 else FLOAT4)

@@ -56,10 +56,10 @@ def make(args: argparse.Namespace, llm: Any, num_prompts: int, seed: int) -> lis
     if args.dataset_name == "prefix_repetition":
         return _prefix_repetition(args, words, num_prompts)
     path, rng = Path(args.dataset_path), random.Random(seed)
-    found = (
+    candidates = (
         _sharegpt(args, path, llm, rng) if args.dataset_name == "sharegpt" else _custom(args, path, llm, rng)
     )
-    samples = [sample for sample, _ in zip(found, range(num_prompts), strict=False)]
+    samples = [sample for sample, _ in zip(candidates, range(num_prompts), strict=False)]
     check("--dataset-path", str(path), "a file with at least one request that can be used", bool(samples))
     if len(samples) < num_prompts and not args.no_oversample:
         samples += rng.choices(samples, k=num_prompts - len(samples))
@@ -153,7 +153,7 @@ def _custom(args: argparse.Namespace, path: Path, llm: Any, rng: random.Random) 
 
 
 def path_text(path: Path) -> str:
-    """Return what a file of UTF-8 has. Raises `InputError`."""
+    """Return the text of a UTF-8 file. Raises `InputError`."""
     try:
         return path.read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:

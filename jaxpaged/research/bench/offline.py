@@ -32,8 +32,13 @@ MOST_DUMMY_ID = 10_000  # prompts are drawn from the ids below, as vLLM's are
 def latency(args: argparse.Namespace, engine_options: Mapping[str, Any]) -> None:
     """Time one batch again and again, and tell the mean and percentiles."""
     llm = LLM(args.model, **engine_options)
-    most, needed = llm.engine.door.max_model_len, args.input_len + args.output_len
-    check("max_model_len", most, f"at least {needed}, input_len and output_len", needed <= most)
+    max_model_len, needed = llm.engine.door.max_model_len, args.input_len + args.output_len
+    check(
+        "max_model_len",
+        max_model_len,
+        f"at least {needed}, input_len and output_len",
+        needed <= max_model_len,
+    )
     vocab_size = min(MOST_DUMMY_ID, llm.engine.door.model_config.vocab_size)
     words = Words(llm.tokenizer, vocab_size, args.seed)
     prompts = [TokensPrompt(prompt_token_ids=words.draw(args.input_len)) for _ in range(args.batch_size)]
@@ -68,10 +73,10 @@ def latency(args: argparse.Namespace, engine_options: Mapping[str, Any]) -> None
 def throughput(args: argparse.Namespace, engine_options: Mapping[str, Any]) -> None:
     """Time all requests asked at once, and tell requests and tokens a second."""
     llm = LLM(args.model, **engine_options)
-    most = llm.engine.door.max_model_len
+    max_model_len = llm.engine.door.max_model_len
     samples = datasets.make(args, llm, args.num_prompts, args.seed)
     warmups = datasets.make(args, llm, args.num_warmups, args.seed + 1) if args.num_warmups else []
-    datasets.check_lengths([*samples, *warmups], most)
+    datasets.check_lengths([*samples, *warmups], max_model_len)
     # Nothing may be left to compile when time counts.
     llm.generate([TokensPrompt(prompt_token_ids=[0])], _params(args, 1), use_tqdm=False)
     if warmups:
@@ -137,9 +142,9 @@ def _adapters(args: argparse.Namespace, llm: LLM, count: int) -> list[LoRAReques
     """Return each request's adapter: as many different ones as run together, all from the same directory."""
     if args.lora_path is None:
         return [None] * count
-    most, rng = llm.config.max_loras, random.Random(args.seed)
+    max_loras, rng = llm.config.max_loras, random.Random(args.seed)
     is_random = args.lora_assignment == "random"
-    ids = [1 + (rng.randrange(most) if is_random else i % most) for i in range(count)]
+    ids = [1 + (rng.randrange(max_loras) if is_random else i % max_loras) for i in range(count)]
     return [LoRARequest(str(i), i, args.lora_path) for i in ids]
 
 

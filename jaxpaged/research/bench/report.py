@@ -72,8 +72,10 @@ def percentiles_ms(values: Sequence[float]) -> dict[str, float] | None:
     """Return the mean and the percentiles, in ms, of values in seconds; None without values."""
     if not values:
         return None
-    found = np.percentile(values, PERCENTILES)
-    named = {f"p{p}": round(1000 * float(value), 3) for p, value in zip(PERCENTILES, found, strict=True)}
+    percentiles = np.percentile(values, PERCENTILES)
+    named = {
+        f"p{p}": round(1000 * float(value), 3) for p, value in zip(PERCENTILES, percentiles, strict=True)
+    }
     return {"mean": round(1000 * float(np.mean(values)), 3)} | named
 
 

@@ -57,8 +57,8 @@ def _trace(args: argparse.Namespace, count: int) -> list[BenchRequest]:
 
 
 def _tokens(rng: np.random.Generator, args: argparse.Namespace, count: int) -> list[int]:
-    least, most = args.token_range
-    tokens: list[int] = rng.integers(least, most + 1, count).tolist()
+    low, high = args.token_range
+    tokens: list[int] = rng.integers(low, high + 1, count).tolist()
     return tokens
 
 

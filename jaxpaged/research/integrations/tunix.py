@@ -56,18 +56,22 @@ class JaxpagedRollout(base_rollout.BaseRollout):
         """
         ids = [self._encoded(prompt) for prompt in prompts]
         params = [self._sampling(rollout_config, i, kwargs) for i in range(len(ids))]
-        answers = [its.outputs[0] for its in self._llm.generate(ids, params, use_tqdm=False)]
+        answers = [output.outputs[0] for output in self._llm.generate(ids, params, use_tqdm=False)]
         logprobs = None
         if rollout_config.return_logprobs:
             logprobs = [
                 np.array(
-                    [told[token].logprob for told, token in zip(a.logprobs or (), a.token_ids, strict=True)]
+                    [
+                        logprobs[token].logprob
+                        for logprobs, token in zip(a.logprobs or (), a.token_ids, strict=True)
+                    ]
                 ).astype(np.float32)
                 for a in answers
             ]
         return base_rollout.RolloutOutput(
             text=[
-                a.text if its.detokenize else self._decoded(a) for a, its in zip(answers, params, strict=True)
+                a.text if params_of.detokenize else self._decoded(a)
+                for a, params_of in zip(answers, params, strict=True)
             ],
             logits=None,
             tokens=[np.array(answer.token_ids, np.int32) for answer in answers],
@@ -81,7 +85,7 @@ class JaxpagedRollout(base_rollout.BaseRollout):
         Prompts are padded on the left, completions on the right; padding has 0.
         """
         prompts, completions = np.asarray(prompt_tokens), np.asarray(completion_tokens)
-        pad, found = self.pad_id(), np.zeros(completions.shape, np.float32)
+        pad, logprobs = self.pad_id(), np.zeros(completions.shape, np.float32)
         ends = [_num_before_padding(row, pad) for row in completions]
         if pad == self.eos_id():  # one of them may be an answer's last token
             ends = [min(end + 1, completions.shape[1]) for end in ends]
@@ -92,8 +96,8 @@ class JaxpagedRollout(base_rollout.BaseRollout):
             asked, [completions[row, : ends[row]].tolist() for row in rows], use_tqdm=False
         )
         for row, score in zip(rows, scores, strict=True):
-            found[row, : ends[row]] = score.logprobs
-        return jnp.asarray(found)
+            logprobs[row, : ends[row]] = score.logprobs
+        return jnp.asarray(logprobs)
 
     def update_params(self, params: Any, filter_types: tuple[Any, ...] | None = None) -> None:
         """Put the actor's new parameters into the engine: all, or those of the filter's types."""
@@ -110,9 +114,9 @@ class JaxpagedRollout(base_rollout.BaseRollout):
 
     def _sampling(self, config: Any, index: int, more: dict[str, Any]) -> SamplingParams:
         """Return a prompt's sampling parameters. Raises `InputError`."""
-        own = self._llm.config
+        engine_config = self._llm.config
         for name in PARALLEL:
-            asked, has = getattr(config, name, -1), getattr(own, name)
+            asked, has = getattr(config, name, -1), getattr(engine_config, name)
             check(f"rollout_config.{name}", asked, f"-1, or the engine's {has}", asked in (-1, has))
         tells = config.return_logprobs
         params = SamplingParams(
@@ -131,7 +135,7 @@ class JaxpagedRollout(base_rollout.BaseRollout):
         )
         check("n", params.n, "1: Tunix repeats its prompts", params.n == 1)
         plain = (params.temperature, params.top_p, params.top_k, params.min_p) == (1, 1, 0, 0)
-        mode = own.logprobs_mode
+        mode = engine_config.logprobs_mode
         rule = "'processed_logprobs' for log-probabilities of a rollout" + (
             ", or 'raw_logprobs'" if plain else ""
         )
@@ -158,8 +162,8 @@ class JaxpagedRollout(base_rollout.BaseRollout):
         if length is None or length < longest:
             length = 1 << (longest - 1).bit_length()
         padded = np.full((len(ids), length), self.pad_id(), np.int32)
-        for row, its in zip(padded, ids, strict=True):
-            row[length - len(its) :] = its
+        for row, prompt_ids in zip(padded, ids, strict=True):
+            row[length - len(prompt_ids) :] = prompt_ids
         return padded
 
 

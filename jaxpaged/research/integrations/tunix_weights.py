@@ -84,15 +84,17 @@ def _merged(name: str, weight: np.ndarray, a: np.ndarray, b: np.ndarray, alpha: 
 
 
 def _in_hugging_face(said: str, array: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield the name and the array of one of Tunix's weights; of all experts in one, those of each."""
+    """Yield Hugging Face names and arrays for one weight of Tunix; a stack of experts is split into single
+    ones.
+    """
     if said in WHOLE:
         yield WHOLE[said], array.T if said == "lm_head.w" else array
         return
-    found = re.fullmatch(r"layers\.(\d+)\.(.+)", said)
-    number, rest = found.groups() if found else ("", "")
+    match = re.fullmatch(r"layers\.(\d+)\.(.+)", said)
+    number, rest = match.groups() if match else ("", "")
     if rest in EXPERTS:
-        for expert, its in enumerate(array):
-            yield f"model.layers.{number}.{EXPERTS[rest].format(expert)}", its.T
+        for expert, weight in enumerate(array):
+            yield f"model.layers.{number}.{EXPERTS[rest].format(expert)}", weight.T
     elif rest in IN_LAYER:
         yield f"model.layers.{number}.{IN_LAYER[rest]}", _reshaped(rest, array)
     else:

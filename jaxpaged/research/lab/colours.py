@@ -14,7 +14,7 @@ PALETTE = (
 
 
 def colours(policies: Iterable[str] = ()) -> dict[str, str]:
-    """Return a colour for each built-in policy, always the same one, and for each other of these."""
+    """Return a colour for each built-in policy, the same in every report, and for each further policy."""
     known = [name for name in eviction.EVICTION_POLICIES if name != BELADY.name]
     others = [name for name in dict.fromkeys(policies) if name not in (*known, BELADY.name)]
     order = enumerate([*known, *others])

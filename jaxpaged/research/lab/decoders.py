@@ -65,7 +65,7 @@ class Decoder:
 
     @property
     def has_groups(self) -> bool:
-        """Whether some layers give back what others keep."""
+        """Whether layers differ in the tokens that they keep."""
         return len(set(self.specs)) > 1
 
     def grouping(self, *, one_table: bool = False) -> Grouping:
@@ -76,7 +76,7 @@ class Decoder:
 
 
 def blocks_in(num_tokens: int, block_size: int, decoder: Decoder, grouping: Grouping) -> int:
-    """Return how many blocks there are in the memory that one table would need for so many tokens.
+    """Return the number of blocks in the memory that one block table would need for `num_tokens` tokens.
 
     A block has room for the layers of the widest group.
     """
@@ -171,7 +171,9 @@ def with_kinds(decoder: Decoder, kinds: Any) -> Decoder:
     """Return the decoder with kinds of layers from outside (`jaxpaged.contracts`)."""
     specs = decoder.specs or (FULL,) * decoder.num_layers
     each = kinds.each(len(specs), tuple(spec == FULL for spec in specs))
-    return replace(decoder, specs=tuple(own or spec for own, spec in zip(each, specs, strict=True)))
+    return replace(
+        decoder, specs=tuple(given_spec or spec for given_spec, spec in zip(each, specs, strict=True))
+    )
 
 
 def tokens_read(spec: CacheSpec, end: jax.Array) -> jax.Array:

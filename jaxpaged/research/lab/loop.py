@@ -74,9 +74,15 @@ def create(
     """
     pool, status = limited_pool(num_usable, policy, num_blocks, 1)
     first_blocks = tuple(kind.first_tokens for kind in kinds)
-    sizes = max(len(kinds), 1), first_blocks if any(first_blocks) else ()
     return Cache(
-        block_table.create(pool, num_rows, max_blocks, 1, *sizes),
+        block_table.create(
+            pool,
+            num_rows,
+            max_blocks,
+            block_size=1,
+            num_groups=max(len(kinds), 1),
+            first_blocks=first_blocks if any(first_blocks) else (),
+        ),
         jnp.int32(0),
         jnp.zeros(num_blocks, jnp.int32),
         jnp.zeros(LIFETIMES, jnp.int32),
@@ -99,8 +105,8 @@ def most_held[T: (np.ndarray, Array)](num_blocks: T, kinds: Sequence[CacheSpec],
     """Return how many blocks a prompt of so many holds at most at any time, in all groups."""
     total = num_blocks * 0
     for kind in kinds:
-        most = kind.most_kept(step_blocks)
-        total += num_blocks if most is None else (num_blocks).clip(max=most + kind.first_tokens)
+        max_kept = kind.most_kept(step_blocks)
+        total += num_blocks if max_kept is None else (num_blocks).clip(max=max_kept + kind.first_tokens)
     return total
 
 

@@ -116,12 +116,12 @@ def write(
     `command`: the command line that made the results.
     """
     reuse = questions.reuse(trace)
-    found = numbers(trace, results, reuse, serving, command)
-    page = _page(trace, results, reuse, serving, found)
+    figures = numbers(trace, results, reuse, serving, command)
+    page = _page(trace, results, reuse, serving, figures)
     path = Path(folder)
     try:
         path.mkdir(parents=True, exist_ok=True)
-        (path / "report.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        (path / "report.json").write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
         (path / "report.html").write_text(page, encoding="utf-8")
     except OSError as error:
         raise InputError(f"out={folder!r} cannot be written: {error}") from error
@@ -133,10 +133,10 @@ def _page(
     results: Sequence[Result],
     reuse: Reuse | None,
     serving: Serving | None,
-    found: dict[str, Any],
+    contents: dict[str, Any],
 ) -> str:
     figures = Figures([result.combination for result in results])
-    about, made = found["trace"], found["made"]
+    about, made = contents["trace"], contents["made"]
     when = datetime.datetime.fromisoformat(made["time"]).strftime("%Y-%m-%d %H:%M UTC")
     versions = ", ".join(f"{name} {version}" for name, version in made["versions"].items())
     command = f"<br><code>{html.escape(made['command'])}</code>" if made["command"] else ""
@@ -149,7 +149,10 @@ def _page(
         "<h2>Hit rate by cache size</h2>",
         _wide(partial(figures.hit_rates, results=results), "hit rate by cache size"),
         _pivot(
-            figures, [(its.combination, its.hit_rate) for its in results], "{:.4f}".format, marks_most=True
+            figures,
+            [(result.combination, result.hit_rate) for result in results],
+            "{:.4f}".format,
+            marks_most=True,
         ),
         '<p class="note">Dotted: no limit. Bold: the best policy of an engine at this size.</p>',
         "<h2>How long blocks live</h2>",
@@ -162,13 +165,13 @@ def _page(
         ),
         "<h2>Waste inside blocks</h2>",
         "<p>Places without a token in the blocks of finished requests, prompt and answer.</p>",
-        _wide(partial(report_figures.waste, lines=found["waste"]), "waste by block size"),
+        _wide(partial(report_figures.waste, lines=contents["waste"]), "waste by block size"),
     ]
     if reuse is not None and len(reuse.tokens):
         in_time = partial(report_figures.reuse_seconds, seconds=reuse.seconds, trace_s=about["seconds"])
         parts += [
             "<h2>Reuse distances</h2>",
-            f"<p>{found['reuse']['share_asked_again']:.1%} of the blocks asked for were asked for before. "
+            f"<p>{contents['reuse']['share_asked_again']:.1%} of the blocks asked for were asked for before. "
             "How many tokens of distinct blocks were asked for in between, and how much time has passed.</p>",
             _small(
                 [
@@ -194,7 +197,9 @@ def _serving(figures: Figures, serving: Serving) -> list[str]:
     percentile = " / ".join(f"p{p}" for p in MIDDLE_AND_WORST)
 
     def times(name: str, scale: float) -> str:
-        return _pivot(figures, [(its.combination, its.line()[name]) for its in caches], _times(scale))
+        return _pivot(
+            figures, [(served.combination, served.line()[name]) for served in caches], _times(scale)
+        )
 
     return [
         "<h2>Served in the time of a GPU</h2>",
@@ -219,17 +224,21 @@ def _serving(figures: Figures, serving: Serving) -> list[str]:
         f"<h3>Time between tokens, ms ({percentile})</h3>",
         times("tpot_s", 1000),
         "<h3>Preemptions</h3>",
-        _pivot(figures, [(its.combination, its.line()["num_preemptions"]) for its in caches], "{:,}".format),
+        _pivot(
+            figures,
+            [(served.combination, served.line()["num_preemptions"]) for served in caches],
+            "{:,}".format,
+        ),
         _wide(partial(figures.preemptions, caches=caches), "preemptions by cache size"),
         "<h3>Requests refused, and most blocks held</h3>",
-        _pivot(figures, [(its.combination, its.line()) for its in caches], _room),
+        _pivot(figures, [(served.combination, served.line()) for served in caches], _room),
         "<h3>Memory over time</h3>",
         "<p>From dark to light: blocks that requests hold, free ones whose content can still be found, and "
         "free ones without. The black line is how many requests wait.</p>",
         _small(
-            (partial(figures.memory, served=its), f"memory over time, {figures.name(its.combination)}")
-            for its in caches
-            if its.memory
+            (partial(figures.memory, served=served), f"memory over time, {figures.name(served.combination)}")
+            for served in caches
+            if served.memory
         ),
     ]
 
@@ -271,10 +280,10 @@ def _pivot[T](
     lines = []
     for size, line in by_size.items():
         of_engines = [value for (policy, _), value in line.items() if policy != BELADY.name]
-        most: Any = max(of_engines, default=None) if marks_most else None  # type: ignore[type-var]
+        best: Any = max(of_engines, default=None) if marks_most else None  # type: ignore[type-var]
         shown = {column: html.escape(show(value)) for column, value in line.items()}
         for column, value in line.items():
-            if most is not None and value == most and column[0] != BELADY.name:
+            if best is not None and value == best and column[0] != BELADY.name:
                 shown[column] = f"<b>{shown[column]}</b>"
         lines.append(f"<td>{size}</td>" + "".join(f"<td>{shown.get(column, '')}</td>" for column in columns))
     body = "".join(f"<tr>{line}</tr>" for line in lines)

@@ -93,7 +93,7 @@ class Figures:
                 group = groups.setdefault((each.label, each.block_size), [])
                 group.append((each.cache_tokens, value, each))
         for group in groups.values():
-            sizes, values, (each, *_) = zip(*sorted(group, key=lambda its: its[0]), strict=True)
+            sizes, values, (each, *_) = zip(*sorted(group, key=lambda point: point[0]), strict=True)
             style: Any = {"color": self.colours[each.policy], "linestyle": self._line[each.block_size]}
             marker = "s" if each.one_table else "o"
             axis.plot(sizes, values, marker=marker, label=self.name(each), markersize=3.5, **style)
@@ -116,26 +116,34 @@ class Figures:
     def waits(self, axis: Axes, caches: Sequence[Served], percentile: int) -> None:
         """Draw a percentile of the time to start by cache size."""
         cells = [
-            (its.combination, np.percentile(its.queue_s, percentile)) for its in caches if len(its.queue_s)
+            (served.combination, np.percentile(served.queue_s, percentile))
+            for served in caches
+            if len(served.queue_s)
         ]
         self.by_size(axis, cells)
         axis.set(title=f"p{percentile}", ylabel="from arrival to start")
         axis.set_yscale("symlog", linthresh=0.01)
         axis.set_ylim(bottom=0)
-        most = max((value for _, value in cells), default=0.0)
+        max_seconds = max((value for _, value in cells), default=0.0)
         ticks(
-            axis.yaxis, [0.0, *(s for s in MARKS_S if 0.01 <= s <= 1.5 * most)], lambda s: MARKS_S.get(s, "0")
+            axis.yaxis,
+            [0.0, *(s for s in MARKS_S if 0.01 <= s <= 1.5 * max_seconds)],
+            lambda s: MARKS_S.get(s, "0"),
         )
 
     def preemptions(self, axis: Axes, caches: Sequence[Served]) -> None:
         """Draw how many preemptions there were by cache size."""
-        cells = [(its.combination, its.counters[Counter.NUM_PREEMPTIONS]) for its in caches]
+        cells = [(served.combination, served.counters[Counter.NUM_PREEMPTIONS]) for served in caches]
         self.by_size(axis, cells)
         axis.set_ylabel("preemptions")
         axis.set_yscale("symlog", linthresh=1)
-        most = max((value for _, value in cells), default=0)
-        axis.set_ylim(0, max(1.5, 1.3 * most))
-        ticks(axis.yaxis, [0, *(n for n in (10**i for i in range(10)) if n <= max(1, 1.3 * most))], plain)
+        max_preemptions = max((value for _, value in cells), default=0)
+        axis.set_ylim(0, max(1.5, 1.3 * max_preemptions))
+        ticks(
+            axis.yaxis,
+            [0, *(n for n in (10**i for i in range(10)) if n <= max(1, 1.3 * max_preemptions))],
+            plain,
+        )
 
     def lifetimes(self, axis: Axes, results: Sequence[Result], seconds: float) -> None:
         """Draw, of one policy, the share of evicted blocks that were there for less than each time."""

@@ -141,7 +141,7 @@ class BlockTrace:
         return self.decoder.grouping(one_table=combination.one_table)
 
     def kinds(self, combination: Combination) -> tuple[CacheSpec, ...]:
-        """Return what each group reads, in blocks; empty if all layers read everything."""
+        """Return the cache spec of each group of layers, in blocks; empty if all layers read everything."""
         specs = self.grouping(combination).specs
         return () if specs == (FULL,) else tuple(InBlocks(spec, self.blocks.block_size) for spec in specs)
 
@@ -190,13 +190,22 @@ class BlockTrace:
             raise InputError("policy='belady' must be of one block table, for layers that read everything")
         held = self.holds(combination)
         for requests, count in self.calls(held, num_waiting=NUM_WAITING if asks else 0):
-            arguments = cache, self.symbols, next_use, requests
             if kinds:
                 name = combination.policy, "kinds"
-                options = {"kinds": kinds, "step_blocks": self.step_blocks}
-                cache, hit = self.programs.call(name, loop.replay, *arguments, **options)
+                cache, hit = self.programs.call(
+                    name,
+                    loop.replay,
+                    cache,
+                    self.symbols,
+                    next_use,
+                    requests,
+                    kinds=kinds,
+                    step_blocks=self.step_blocks,
+                )
             else:
-                cache, hit = self.programs.call(combination.policy, loop.replay, *arguments)
+                cache, hit = self.programs.call(
+                    combination.policy, loop.replay, cache, self.symbols, next_use, requests
+                )
             hits.append(np.asarray(hit)[:count])
             progress(count)
         raise_if_error(Status(int(cache.status)))

@@ -43,9 +43,9 @@ class _Prompt:
         return fork
 
 
-def _length(rng: random.Random, median: float, spread: float, most: int) -> int:
+def _length(rng: random.Random, median: float, spread: float, max_length: int) -> int:
     """Draw a length: log-normal, at least 1."""
-    return max(1, min(most, round(median * rng.lognormvariate(0, spread))))
+    return max(1, min(max_length, round(median * rng.lognormvariate(0, spread))))
 
 
 def _zipf(rng: random.Random, num: int) -> int:
@@ -133,17 +133,17 @@ def agents(num_requests: int = 1000, seed: int = 0, *, sessions_a_second: float 
         kinds.append(kind)
     notes = [rng.randint(1000, 4000) for _ in range(12)]
 
-    def calls(prompt: _Prompt, start: _Prompt, most: int | None) -> Iterator[tuple[float, Request]]:
+    def calls(prompt: _Prompt, start: _Prompt, max_calls: int | None) -> Iterator[tuple[float, Request]]:
         for number in itertools.count(1):
             answer = _length(rng, 150, 0.7, 2000)
             yield min(60.0, 2 + rng.expovariate(1 / 8)), _request(prompt, answer)
-            if number == most or (most is None and rng.random() < 1 / 15):
+            if number == max_calls or (max_calls is None and rng.random() < 1 / 15):
                 return
             prompt.add(answer + _length(rng, 600, 1.0, 8000))
             if len(prompt) > 32000:
                 prompt = start.forked()
                 prompt.add(800)
-            if most is None and rng.random() < 0.1:
+            if max_calls is None and rng.random() < 0.1:
                 yield from helped(prompt, start)
 
     def helped(prompt: _Prompt, start: _Prompt) -> Iterator[tuple[float, Request]]:

@@ -65,27 +65,31 @@ def hit_rates(
 
 
 def gains(rows: Iterable[Mapping[str, Any]], over: str = "lru", bound: str = "belady") -> Table:
-    """Return the rows of `hit_rates` with what each policy gains over another in the same cache.
+    """Return the rows of `hit_rates` with the gain of each policy over the policy `over` in the same cache.
 
     `gain` is the difference of hit rates; `of_bound` is the gain's share of what the bound gains, None where
     the bound gains nothing or is not in the table. Rows without a row of `over` are refused (`InputError`).
     """
-    found: Table = [dict(row) for row in rows]
-    rates = {(row["policy"], row["block_size"], row["cache_tokens"]): row["hit_rate"] for row in found}
-    for row in found:
+    rows_with_gains: Table = [dict(row) for row in rows]
+    rates = {
+        (row["policy"], row["block_size"], row["cache_tokens"]): row["hit_rate"] for row in rows_with_gains
+    }
+    for row in rows_with_gains:
         cache = row["block_size"], row["cache_tokens"]
         if (over, *cache) not in rates:
             raise InputError(f"over={over!r} must be a policy of the table, for each block and cache size")
-        base, most = rates[over, *cache], rates.get((bound, *cache))
+        base, bound_rate = rates[over, *cache], rates.get((bound, *cache))
         row["gain"] = row["hit_rate"] - base
-        row["of_bound"] = row["gain"] / (most - base) if most is not None and most > base else None
-    return found
+        row["of_bound"] = (
+            row["gain"] / (bound_rate - base) if bound_rate is not None and bound_rate > base else None
+        )
+    return rows_with_gains
 
 
 def block_sizes(
     trace: Trace, sizes: Sequence[int], cache_tokens: int | None, policy: str = "lru", **options: Any
 ) -> Table:
-    """Return a row for each block size: the hit rate in a cache of one size, and what blocks waste.
+    """Return one row for each block size: the hit rate in a cache of one size, and the wasted share of slots.
 
     `waste` is the share of slots, in the blocks of finished requests, that hold no token; `blocks_a_request`
     is the mean length of a block table. `options` are those of `hit_rates`.
@@ -136,8 +140,8 @@ def layouts(
             raise InputError(f"cache_bytes={cache_bytes:g} must be at least a block, {num_bytes} bytes")
         rows.append({"layout": name, "bytes_a_token": num_bytes / size, "cache_tokens": num_blocks * size})
     tokens = [row["cache_tokens"] for row in rows]
-    found = hit_rates(trace, [policy], tokens, [size], **options)
-    return [row | line for row, line in zip(rows, found, strict=True)]
+    rates = hit_rates(trace, [policy], tokens, [size], **options)
+    return [row | line for row, line in zip(rows, rates, strict=True)]
 
 
 def to_csv(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -13,7 +13,7 @@ def side_by_side[Item, Found](function: Callable[[Item], Found], items: Iterable
 
 
 class Programs:
-    """Calls programs so that of several threads that want the same one only one compiles it."""
+    """Cache of compiled programs in which one of several threads compiles a program and the others wait."""
 
     def __init__(self) -> None:
         self._compiling = threading.Lock()

@@ -45,7 +45,7 @@ class TierResult:
     def line(self) -> dict[str, Any]:
         """Return the result as a JSON object."""
         return {
-            "tiers": {name: UNBOUNDED if its is None else its for name, its in self.tokens.items()},
+            "tiers": {name: UNBOUNDED if size is None else size for name, size in self.tokens.items()},
             "hit_tokens": dict(self.hit_tokens),
             "hit_rate": sum(self.hit_tokens.values()) / self.input_tokens,
             "input_tokens": self.input_tokens,
@@ -92,7 +92,7 @@ def replay(
     combination = Combination(policy, block_size, sizes[DEVICE])
     [device] = sweep.sweep(trace, [combination], warmup=warmup, decoder=decoder)
     cut = blocks(trace, block_size, partial=False)
-    capacities = {name: WITHOUT_END if its is None else its for name, its in sizes.items()}
+    capacities = {name: WITHOUT_END if size is None else size for name, size in sizes.items()}
     below = HostStore(capacities[DISK]) if DISK in sizes else None
     stack = Tiers(HostStore(capacities[HOST]), below, DISK)
     first = trace.num_requests - device.num_counted
@@ -129,7 +129,7 @@ def _hits(cut: Blocks, on_device: Sequence[int] | np.ndarray, stack: Tiers) -> t
         symbols = cut.symbols[start : start + int(cut.num_findable[r])].tolist()
         keys = [made.setdefault(each, _key(each)) for each in symbols]
         wanted, here = keys[: int(cut.num_lookup[r])], int(on_device[r])
-        num_found = stack.found(wanted)
+        num_found = stack.num_cached(wanted)
         job = Promotion([key for key in stack.below_only(wanted[:num_found]) if key in wanted[here:]], np.inf)
         if job.keys:
             stack.read(job)
@@ -148,8 +148,8 @@ def _hits(cut: Blocks, on_device: Sequence[int] | np.ndarray, stack: Tiers) -> t
 
 def _key(symbol: int) -> BlockKey:
     """Return a key for a block that is known by a number."""
-    told = symbol.to_bytes(8, "little")
-    return BlockKey(b"", b"", told, told)
+    number = symbol.to_bytes(8, "little")
+    return BlockKey(b"", b"", number, number)
 
 
 def _compute_seconds(

@@ -46,13 +46,13 @@ class Trace:
 
     def first(self, num_requests: int) -> "Trace":
         """Return a trace of the first requests, `num_requests` or all."""
-        own = slice(min(num_requests, self.num_requests))
-        content = None if self.content is None else self.content[: self.content_starts[own.stop]]
+        kept = slice(min(num_requests, self.num_requests))
+        content = None if self.content is None else self.content[: self.content_starts[kept.stop]]
         return replace(
             self,
-            arrival_s=self.arrival_s[own],
-            input_lens=self.input_lens[own],
-            output_lens=self.output_lens[own],
+            arrival_s=self.arrival_s[kept],
+            input_lens=self.input_lens[kept],
+            output_lens=self.output_lens[kept],
             content=content,
         )
 
@@ -235,10 +235,11 @@ def blocks(trace: Trace, block_size: int, *, partial: bool = False) -> Blocks:
     As the engine has it, full blocks can be found, and of each prompt at least one token is computed; with
     `partial` also the last, partly filled one, and all of a prompt: as simulators count that know only ids.
     """
-    own = trace.block_size
-    if trace.content is not None and own % block_size and block_size % own:
+    trace_block_size = trace.block_size
+    if trace.content is not None and trace_block_size % block_size and block_size % trace_block_size:
         raise InputError(
-            f"block_size={block_size} must divide the trace's own {own} tokens, or be a multiple of them"
+            f"block_size={block_size} must divide the trace's own {trace_block_size} tokens, "
+            "or be a multiple of them"
         )
     lens = trace.input_lens
     num_held = cdiv(lens, block_size)
@@ -254,9 +255,9 @@ def blocks(trace: Trace, block_size: int, *, partial: bool = False) -> Blocks:
         place = np.arange(total) - np.repeat(starts, num_findable)
         # The block's last token names it: in which content block it is, and where in that.
         end = np.minimum((place + 1) * block_size, np.repeat(lens, num_findable)) - 1
-        ids = trace.content[np.repeat(trace.content_starts[:-1], num_findable) + end // own]
-        per_id = max(1, own // block_size)
-        symbols = ids * per_id + end % own // block_size if per_id > 1 else ids
+        ids = trace.content[np.repeat(trace.content_starts[:-1], num_findable) + end // trace_block_size]
+        per_id = max(1, trace_block_size // block_size)
+        symbols = ids * per_id + end % trace_block_size // block_size if per_id > 1 else ids
         symbols = _dense(symbols, int(trace.content.max()) * per_id + per_id)
         num_distinct = int(symbols.max(initial=-1)) + 1
     return Blocks(

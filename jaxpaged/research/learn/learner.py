@@ -81,7 +81,7 @@ class Learner:
         return jax.tree.map(jnp.asarray, arrays)
 
     def _program(self, adapted: bool) -> Program:
-        """Return what the programs are compiled for, with room for an adapter or without."""
+        """Return the static arguments of the programs, with room for an adapter or without."""
         if adapted not in self._programs:
             self._programs[adapted] = self._made(adapted)
         return self._programs[adapted]
@@ -96,8 +96,8 @@ class Learner:
         if adapted:
             for each in (model, twin):
                 lora.make_room(each, self._names, 1, setup.config.max_lora_rank)
-            found = nnx.to_flat_state(nnx.state(twin, AdapterParam))
-            places = {path[-2]: path for path, _ in found}
+            adapter_params = nnx.to_flat_state(nnx.state(twin, AdapterParam))
+            places = {path[-2]: path for path, _ in adapter_params}
             for role, room in lora.rooms(setup.whole, self._names).items():
                 module = "up" if role == "gate_up" else role
                 roles.append((role, places[module], room.widths))

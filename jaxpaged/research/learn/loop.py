@@ -67,12 +67,12 @@ def log_probs(
     order = jnp.argsort(~used, stable=True)
     rows, starts, used = rows[order], starts[order], used[order]
     ends = jnp.where(used, jnp.minimum(starts + PREFILL_TILE, lengths[rows]), 0)
-    found = jnp.zeros((number.shape[0], PREFILL_TILE), jnp.float32)
+    logprobs = jnp.zeros((number.shape[0], PREFILL_TILE), jnp.float32)
 
     type Carry = tuple[KVCache, Float[Array, "num_tiles tile_len"]]
 
     def one_pass(i: Int[Array, ""], carry: Carry) -> Carry:
-        cache, found = carry
+        cache, logprobs = carry
         row, start, end = (lax.dynamic_slice_in_dim(x, i * width, width) for x in (rows, starts, ends))
         positions = start[:, None] + jnp.arange(PREFILL_TILE, dtype=jnp.int32)
         is_token = positions < end[:, None]
@@ -95,17 +95,17 @@ def log_probs(
         hidden = flat.reshape(*positions.shape, -1)
 
         def score_tile(
-            k: Int[Array, ""], found: Float[Array, "num_tiles tile_len"]
+            k: Int[Array, ""], logprobs: Float[Array, "num_tiles tile_len"]
         ) -> Float[Array, "num_tiles tile_len"]:
             behind = tokens.at[row[k], positions[k] + 1].get(mode="clip")
             nothing = jnp.zeros(PREFILL_TILE, jnp.int32)
-            its = score(model.logits(hidden[k]), behind, nothing).logprob
-            return found.at[i * width + k].set(jnp.where(positions[k] + 1 < lengths[row[k]], its, 0))
+            logprob = score(model.logits(hidden[k]), behind, nothing).logprob
+            return logprobs.at[i * width + k].set(jnp.where(positions[k] + 1 < lengths[row[k]], logprob, 0))
 
-        return cache, lax.fori_loop(0, jnp.sum(end > 0), score_tile, found)
+        return cache, lax.fori_loop(0, jnp.sum(end > 0), score_tile, logprobs)
 
-    _, found = lax.fori_loop(0, cdiv(jnp.sum(used), width), one_pass, (cache, found))
-    placed = jnp.zeros_like(found).at[order].set(found)
+    _, logprobs = lax.fori_loop(0, cdiv(jnp.sum(used), width), one_pass, (cache, logprobs))
+    placed = jnp.zeros_like(logprobs).at[order].set(logprobs)
     return placed[: batch * per_row].reshape(batch, -1)[:, : length - 1]
 
 

@@ -42,29 +42,31 @@ def twin(config: ModelConfig, load_as: LoadAs) -> Decoder:
 
 def weights_of(params: nnx.State, shapes: nnx.State) -> nnx.State:
     """Return the plain decoder's weights, of these shapes, made of an engine's."""
-    own: dict[Path, Any] = {path: its.get_value() for path, its in nnx.to_flat_state(params)}
+    engine_weights: dict[Path, Any] = {
+        path: variable.get_value() for path, variable in nnx.to_flat_state(params)
+    }
     made = []
     for path, variable in nnx.to_flat_state(shapes):
         like = variable.get_value()
-        made.append((path, variable.replace(_unpacked(_found(own, path, like), like))))
+        made.append((path, variable.replace(_unpacked(_found(engine_weights, path, like), like))))
     return nnx.from_flat_state(made)
 
 
-def _found(own: Mapping[Path, Any], path: Path, like: Any) -> Any:
+def _found(engine_weights: Mapping[Path, Any], path: Path, like: Any) -> Any:
     """Return a weight of the plain decoder as the engine has it: alone, or in a stack of all layers."""
-    if path in own:
-        its = own[path]
+    if path in engine_weights:
+        weight = engine_weights[path]
         # A layer's experts, where those of all layers are in one stack.
-        return its[: like.shape[0]] if "linears" in path and path[-1] == "all" else its
-    if path[:-1] in own:
-        return own[path[:-1]][path[-1]]
+        return weight[: like.shape[0]] if "linears" in path and path[-1] == "all" else weight
+    if path[:-1] in engine_weights:
+        return engine_weights[path[:-1]][path[-1]]
     place = path.index("linears") + 1
     count, first = like.shape[0], path[place] * like.shape[0]
-    return own[(*path[:place], 0, *path[place + 1 :])][first : first + count]
+    return engine_weights[(*path[:place], 0, *path[place + 1 :])][first : first + count]
 
 
 def _unpacked(array: Array, like: Any) -> Array:
-    """Return a product's weight [*, in_features, out_features] of what `native.pack` made of it."""
+    """Return a product's weight [*, in_features, out_features] from the packed form of `native.pack`."""
     if array.ndim == len(like.shape):
         return array
     *lead, num_panels, num_steps, width, values = array.shape
@@ -112,8 +114,8 @@ def log_probs(
 
 def tables_of(batch: int, blocks: int, width: int) -> Int[Array, "batch width"]:
     """Return block tables of so many sequences, each with blocks of its own behind the null block."""
-    own = 1 + jnp.arange(batch * blocks, dtype=jnp.int32).reshape(batch, blocks)
-    return jnp.pad(own, ((0, 0), (0, width - blocks)))
+    tables = 1 + jnp.arange(batch * blocks, dtype=jnp.int32).reshape(batch, blocks)
+    return jnp.pad(tables, ((0, 0), (0, width - blocks)))
 
 
 def attend(
@@ -150,12 +152,12 @@ def attend(
     if (first := first_seen(query, sliding_window, attention_chunk)) is not None:
         seen &= key >= first
     scores = jnp.where(seen, scores, HIDDEN_SCORE)
-    most = jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True))
+    row_max = jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True))
     if sinks is not None:
-        most = jnp.maximum(most, jax.lax.stop_gradient(sinks)[:, None, None])
-    powers = jnp.where(seen, jnp.exp(scores - most), 0)
+        row_max = jnp.maximum(row_max, jax.lax.stop_gradient(sinks)[:, None, None])
+    powers = jnp.where(seen, jnp.exp(scores - row_max), 0)
     total = jnp.sum(powers, axis=-1, keepdims=True)
     if sinks is not None:
-        total = total + jnp.exp(sinks[:, None, None] - most)
+        total = total + jnp.exp(sinks[:, None, None] - row_max)
     shares = powers / jnp.where(total == 0, 1, total)  # a row beyond its sequence sees nothing
     return jnp.einsum("bhqk,bkhd->bqhd", shares, v).astype(q.dtype)

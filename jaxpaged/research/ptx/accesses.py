@@ -25,7 +25,7 @@ def space_of(one: Instruction) -> str:
 
 
 def compile_parameter(machine: "Machine", one: Instruction) -> "Step":
-    """Return what ld.param does."""
+    """Return the step of ld.param."""
     name, _, offset = one.operands[1].strip("[]").partition("+")
     number = machine.program.parameters.index(name)
     value = machine.arguments[number]
@@ -37,7 +37,7 @@ def compile_parameter(machine: "Machine", one: Instruction) -> "Step":
 
 
 def compile_load(machine: "Machine", one: Instruction) -> "Step":
-    """Return what a load does; of the generic space, by each lane's address."""
+    """Return the step of a load; in the generic space each lane's address decides the memory."""
     space = space_of(one)
     if space == "param":
         return compile_parameter(machine, one)
@@ -80,7 +80,7 @@ def _is_global(addresses: Array) -> Array:
 
 
 def compile_store(machine: "Machine", one: Instruction) -> "Step":
-    """Return what a store does."""
+    """Return the step of a store."""
     space, kind = space_of(one), one.parts[-1]
     width = np.dtype(TYPES[kind]).itemsize
     gets = [machine.operands.value(name, kind) for name in names_of(one.operands[1])]
@@ -128,7 +128,7 @@ def write_shared(machine: "Machine", warp: "Warp", at: Array, data: Array, lanes
 
 
 def compile_fence(machine: "Machine", one: Instruction) -> "Step":
-    """Return what a fence does.
+    """Return the step of a fence.
 
     A fence of the GPU's scope, and an atomic after it, release what the warp knows. What atomics before it
     have read, it acquires. A proxy fence lets writes reach the asynchronous proxy.
@@ -207,7 +207,7 @@ def atomic_access(
 
 
 def compile_atomic(machine: "Machine", one: Instruction) -> "Step":
-    """Return what atom and red do to global memory, lane by lane."""
+    """Return the step of atom and red on global memory, lane by lane."""
     parts, kind = one.parts, one.parts[-1]
     operands = list(one.operands) if parts[0] == "atom" else ["_", *one.operands]
     functions: dict[str, Any] = {

@@ -27,7 +27,7 @@ LOGIC: dict[str, Function] = {"and": np.logical_and, "or": np.logical_or, "xor":
 
 
 def compile_function(machine: "Machine", one: Instruction) -> "Step":
-    """Return what an instruction does that computes each lane's number from the lane's own numbers."""
+    """Return the step of an instruction that computes each lane's result from the lane's own operands."""
     function, kinds, result = _function(one)
     put = machine.operands.setter(one.operands[0])
     gets = [machine.operands.value(a, kind) for a, kind in zip(one.operands[1:], kinds, strict=True)]
@@ -200,7 +200,7 @@ def _shift(name: str) -> Function:
 
 
 def _permuted(a: Array, b: Array, selector: Array) -> Array:
-    """Choose 4 bytes of 8, each as it is or as its sign."""
+    """Choose 4 of 8 bytes, each copied, or replaced by its sign."""
     both = np.stack([np.ascontiguousarray(x).view(np.uint8).reshape(32, 4) for x in (a, b)], 1).reshape(32, 8)
     result = np.zeros((32, 4), np.uint8)
     for n in range(4):
@@ -264,7 +264,9 @@ def _leading_zeros(x: Array) -> Array:
 
 
 def compile_comparison(machine: "Machine", one: Instruction) -> "Step":
-    """Return what setp does: a comparison, with another predicate if there is one, and its opposite."""
+    """Return the step of setp: a comparison, combined with another predicate if there is one, and its
+    negation.
+    """
     parts, kind = one.parts, one.parts[-1]
     names = one.operands[0].split("|")
     puts = [machine.operands.setter(name) for name in names]
@@ -305,7 +307,7 @@ def compile_comparison(machine: "Machine", one: Instruction) -> "Step":
 
 
 def compile_move(machine: "Machine", one: Instruction) -> "Step":
-    """Return what mov and cvta do, also to and from vectors of parts of a register."""
+    """Return the step of mov and cvta, also to and from vectors of parts of a register."""
     operands, kind, source, target = machine.operands, one.parts[-1], one.operands[1], one.operands[0]
     if source in machine.program.parameters:
         put = operands.setter(target)
@@ -338,7 +340,7 @@ def compile_move(machine: "Machine", one: Instruction) -> "Step":
 
 
 def compile_exchange(machine: "Machine", one: Instruction) -> "Step":
-    """Return what shfl.sync does. A lane must be there to be read."""
+    """Return the step of shfl.sync; a lane that is read must take part. A lane must be there to be read."""
     names, mode = one.operands[0].split("|"), one.parts[2]
     puts = [machine.operands.setter(name) for name in names]
     a, b, clamp = (
@@ -370,7 +372,7 @@ def compile_exchange(machine: "Machine", one: Instruction) -> "Step":
 
 
 def compile_vote(machine: "Machine", one: Instruction) -> "Step":
-    """Return what vote.sync, redux.sync and activemask do."""
+    """Return the step of vote.sync, redux.sync and activemask."""
     kind, put = one.parts[0], machine.operands.setter(one.operands[0])
     mode = one.parts[2] if len(one.parts) > 2 else ""
     operand = one.operands[1].lstrip("!") if len(one.operands) > 1 else "0"
@@ -400,7 +402,7 @@ def compile_vote(machine: "Machine", one: Instruction) -> "Step":
 
 
 def compile_election(machine: "Machine", one: Instruction) -> "Step":
-    """Return what elect.sync does: one lane is chosen, the same each time; which one is open."""
+    """Return the step of elect.sync: one open lane is chosen, always the same."""
     number, chosen = (machine.operands.setter(name) for name in one.operands[0].split("|"))
 
     def step(warp: "Warp", lanes: Array, here: Array) -> None:

@@ -68,7 +68,7 @@ class MemoryBarrier:
 
 
 def compile_named(machine: "Machine", one: Instruction) -> "Step":
-    """Return what bar.sync, bar.arrive and bar.warp.sync do."""
+    """Return the step of bar.sync, bar.arrive and bar.warp.sync."""
     if one.operation in ("bar.warp.sync",):
         return _warp_barrier(machine, one)
     kind = next((part for part in one.parts if part in ("sync", "arrive")), None)
@@ -113,7 +113,7 @@ def _warp_barrier(machine: "Machine", one: Instruction) -> "Step":
 
 
 def compile_memory(machine: "Machine", one: Instruction) -> "Step":
-    """Return what an mbarrier instruction does."""
+    """Return the step of an mbarrier instruction."""
     kind = one.parts[1]
     made = {"init": _init, "inval": _invalidate, "arrive": _arrive, "expect_tx": _expect}
     made |= {"test_wait": _test, "try_wait": _test}

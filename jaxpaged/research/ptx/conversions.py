@@ -19,7 +19,7 @@ TO_INTEGER = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
 
 
 def compile_conversion(machine: "Machine", one: Instruction) -> "Step":
-    """Return what a cvt does."""
+    """Return the step of a cvt."""
     target, source = one.parts[-2:]
     put = machine.operands.setter(one.operands[0])
     if "satfinite" in one.parts and target not in EIGHT_BITS:

@@ -41,7 +41,7 @@ class Arrival:
 
 
 def compile_copy(machine: "Machine", one: Instruction) -> "Step":
-    """Return what a cp.async instruction does that is not of the bulk kind."""
+    """Return the step of a cp.async instruction that is not of the bulk kind."""
     if "mbarrier" in one.parts:
         return _arrival(machine, one)
     if one.parts[2] == "commit_group":

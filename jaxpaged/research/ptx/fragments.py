@@ -39,7 +39,9 @@ def _numbers(register: Array, kind: str) -> Array:
 
 
 def accumulator(matrix: Array, number: int) -> Array:
-    """Return what the lanes hold in a register of a product, [16, n]: pairs of columns, and 8 rows below."""
+    """Return the values of the lanes in one register of a product, [16, n]: pairs of columns, and 8 rows
+    below.
+    """
     row, column = GROUP + 8 * (number // 2 % 2), 8 * (number // 4) + 2 * MEMBER + number % 2
     held: Array = matrix[row, column]
     return held

@@ -30,7 +30,7 @@ LARGEST_CELL = 16
 
 
 def compile_step(machine: "Machine", one: Instruction) -> "Step":
-    """Return what an instruction does. Raises Fault if it is not known, with its name."""
+    """Return the step of an instruction. Raises Fault if it is not known, with its name."""
     try:
         return _compile(machine, one)
     except (KeyError, ValueError, IndexError) as error:
@@ -63,7 +63,7 @@ def _branch(machine: "Machine", one: Instruction) -> "Step":
         ways = [(at + 1, rest), (target, lanes.copy())]
         if machine.rng.integers(2):
             ways.reverse()
-        warp.groups += [Group(meeting, first, its) for first, its in ways if first != meeting]
+        warp.groups += [Group(meeting, first, lanes_there) for first, lanes_there in ways if first != meeting]
 
     return step
 

@@ -62,7 +62,7 @@ class Launch:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """Result of a run: the largest share that an error is of what is allowed there, races and counts."""
+    """Result of a run: the largest error as a share of the allowed one, races, and counts."""
 
     share: float
     error: float

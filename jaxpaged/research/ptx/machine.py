@@ -159,7 +159,7 @@ class Machine:
         return np.frombuffer(self.rng.bytes(size * bits // 8), UNSIGNED[bits // 8]).copy()
 
     def no_knowledge(self) -> Array:
-        """Return what an agent knows that has met nobody."""
+        """Return the vector clock of an agent that has met no other."""
         return np.zeros(len(self.clocks.known), np.int32)
 
     def check_shared(

@@ -26,7 +26,7 @@ def need_whole_warp(lanes: Array, one: Instruction) -> None:
 
 
 def compile_load(machine: "Machine", one: Instruction) -> "Step":
-    """Return what ldmatrix does: 8 rows of 16 bytes for each register, at the addresses of 8 lanes."""
+    """Return the step of ldmatrix: 8 rows of 16 bytes for each register, at the addresses of 8 lanes."""
     _check_tiles(one)
     puts = [machine.operands.setter(name) for name in names_of(one.operands[0])]
     address, is_transposed = machine.operands.address(one.operands[1]), "trans" in one.parts
@@ -47,7 +47,7 @@ def compile_load(machine: "Machine", one: Instruction) -> "Step":
 
 
 def compile_store(machine: "Machine", one: Instruction) -> "Step":
-    """Return what stmatrix does, the reverse of ldmatrix."""
+    """Return the step of stmatrix, the reverse of ldmatrix."""
     _check_tiles(one)
     address, is_transposed = machine.operands.address(one.operands[0]), "trans" in one.parts
     gets = [machine.operands.value(name, "b32") for name in names_of(one.operands[1])]
@@ -71,7 +71,7 @@ def _check_tiles(one: Instruction) -> None:
 
 
 def compile_product(machine: "Machine", one: Instruction) -> "Step":
-    """Return what mma.sync.m16n8 does: sums in float64, rounded once an instruction; exact for integers."""
+    """Return the step of mma.sync.m16n8: sums in float64, rounded once an instruction; exact for integers."""
     shape = re.search(r"m16n8k(\d+)", one.operation)
     kinds = one.parts[-4:]
     result, left, right, added = kinds

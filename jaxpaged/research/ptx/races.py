@@ -16,7 +16,7 @@ NUM_KINDS = 5
 
 
 class Clocks:
-    """Vector clocks: what each agent knows of each other."""
+    """Vector clocks: for each agent the time up to which it knows the actions of each other agent."""
 
     def __init__(self, num_agents: int) -> None:
         self.known = np.eye(num_agents, dtype=np.int32)
@@ -31,7 +31,7 @@ class Clocks:
         self.learn(agent, self.known[starter])
 
     def release(self, agent: int) -> Array:
-        """Return what an agent knows now; what it does later is not in it."""
+        """Return the agent's vector clock, and advance the agent's own time."""
         snapshot: Array = self.known[agent].copy()
         self.known[agent, agent] += 1
         return snapshot
@@ -43,7 +43,8 @@ class Clocks:
 
 
 class Shadow:
-    """Record of who wrote and who read each cell of a memory, and when; what is not ordered is reported.
+    """Record of the last writer and readers of each memory cell, with their times; unordered accesses are
+    reported.
 
     A cell is so many bytes that every access takes whole cells. `first` is the number of the first agent that
     can reach this memory.
@@ -143,7 +144,7 @@ class Shadow:
         self._check_writer(agent, cells, "a use of a barrier, not ordered after its initialisation")
 
     def fence(self, agent: int) -> None:
-        """Let what an agent wrote, and all writes that it knows of, reach the asynchronous proxy."""
+        """Make the writes that an agent knows of visible to the asynchronous proxy."""
         [at] = np.nonzero(self.is_unfenced)
         who = self.writer[at]
         is_known = (who < 0) | (self.stamp[at] <= self._clocks.known[agent, who])

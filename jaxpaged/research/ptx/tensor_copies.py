@@ -42,7 +42,7 @@ class Store:
 
 
 def compile_bulk(machine: "Machine", one: Instruction) -> "Step":
-    """Return what a cp.async.bulk instruction does."""
+    """Return the step of a cp.async.bulk instruction."""
     kind = one.parts[3]
     if kind == "commit_group":
         return lambda warp, lanes, here: _commit(machine, warp)

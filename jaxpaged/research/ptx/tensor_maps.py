@@ -39,12 +39,12 @@ class TensorMap:
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of a box."""
+        """Return the size of a box in bytes."""
         return int(np.prod(self.box)) * self.element
 
     def lines(self, start: list[int], shared: int) -> Iterator[tuple[Array, Array, Array]]:
-        """Yield, for each line of a box: where its bytes lie in shared memory, their addresses in the array,
-        and which of them are inside of it.
+        """Yield for each line of a box the positions of its bytes in shared memory, their addresses in the
+        array, and whether each is inside of the array.
         """
         width = self.box[-1] * self.element
         columns = start[-1] + np.arange(self.box[-1])

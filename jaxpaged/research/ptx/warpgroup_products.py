@@ -44,7 +44,7 @@ class Product:
 
 
 def compile_warpgroup(machine: "Machine", one: Instruction) -> "Step":
-    """Return what a wgmma instruction does."""
+    """Return the step of a wgmma instruction."""
     kind = one.parts[1]
     if kind == "fence":
         return _fence

@@ -50,7 +50,7 @@ class Dump:
     step_config: StepConfig
     vocab_size: int
     events: tuple[Event, ...]  # events of one moment are in the order of arrival
-    answers: dict[int, list[int]]  # tokens known of requests' answers, from their first, by arrival
+    answers: dict[int, list[int]]  # by arrival number: the known first tokens of each answer
     made_with: dict[str, str]  # versions
 
 
@@ -180,13 +180,13 @@ def _words_of(config: StepConfig) -> dict[str, Any]:
 
 def _step_config(words: Mapping[str, Any], given: Outsiders) -> StepConfig:
     """Return the configuration that a file's words mean, with the parts that the user has named."""
-    own: dict[str, Any] = {"attention": words["attention"], "sampler": None}
-    own["grouping"] = Grouping.of_words(words["grouping"])
-    if own["attention"] not in get_args(TiledImplementation):
-        own["attention"] = "xla" if given.attention is None else _anew(attentions.named(given.attention))
+    replaced: dict[str, Any] = {"attention": words["attention"], "sampler": None}
+    replaced["grouping"] = Grouping.of_words(words["grouping"])
+    if replaced["attention"] not in get_args(TiledImplementation):
+        replaced["attention"] = "xla" if given.attention is None else _anew(attentions.named(given.attention))
     if words.get("sampler") is not None and given.sampler is not None:
-        own["sampler"] = _anew(samplers.named(given.sampler))
-    return StepConfig(**{**words, **own})
+        replaced["sampler"] = _anew(samplers.named(given.sampler))
+    return StepConfig(**{**words, **replaced})
 
 
 def _anew[P: (Attention, Sampler, Policy)](part: P) -> P:
@@ -287,8 +287,8 @@ def _lines(requests: Rows, tokens: np.ndarray) -> Iterator[Rows]:
     if len(tokens) != sum(requests.num_tokens):
         raise ValueError(f"request_tokens has {len(tokens)} tokens, not {sum(requests.num_tokens)}")
     lines = (jax.tree.map(lambda array, i=i: array[i : i + 1], requests) for i in range(len(requests.phase)))
-    for line, its in zip(lines, np.split(tokens, np.cumsum(requests.num_tokens)[:-1]), strict=True):
-        yield replace(line, token_ids=its[None])
+    for line, token_ids in zip(lines, np.split(tokens, np.cumsum(requests.num_tokens)[:-1]), strict=True):
+        yield replace(line, token_ids=token_ids[None])
 
 
 def _new_state(

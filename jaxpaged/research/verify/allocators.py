@@ -133,7 +133,7 @@ def verify_allocator(
         lines = random.failing(of_size, size, max_examples=count, steps=steps, seed=seed + number)
         if lines is None:
             continue
-        found = time.monotonic()
+        found_s = time.monotonic()
         lines = random.short(of_size, size, lines, shrink_seconds)
         found_there = random.failure(of_size, lines)  # none of what happens by chance
         history = _recorded(of_size, lines)
@@ -145,8 +145,8 @@ def verify_allocator(
             history=tuple((verb, tuple(args)) for verb, args in lines),
             saved=None if save is None or history is None else history.save(Path(save)),
             name=name,
-            seconds=found - start,
-            seconds_to_shrink=time.monotonic() - found,
+            seconds=found_s - start,
+            seconds_to_shrink=time.monotonic() - found_s,
         )
     return AllocatorReport(kind, histories, steps, seconds=time.monotonic() - start)
 
@@ -212,7 +212,7 @@ def replay(path: Path | str, theirs: Any = None) -> Iterator[str]:
 
 
 def _made(made_with: dict[str, Any], theirs: Any) -> History:
-    """Return an empty history of what a file says, with `theirs` where it is of somebody's allocator."""
+    """Return an empty history from a file's description, with `theirs` if it is of a user's allocator."""
     kind, block_size = made_with.get("as"), made_with.get("block_size")
     size = checked_int("block_size", block_size, "from 1 to 64", 1, 64)
     if kind is None:  # our own functions

@@ -48,7 +48,7 @@ OF_MANAGERS = {
 OF_POOLS = (OF_MANAGERS - {"can_allocate"}) | {
     "truncate", "window", "admit", "commit", "touch", "evict", "reset_cache",
 }  # fmt: skip
-# A manager stops half way where it refuses.
+# A refused call may leave a manager half changed, so these verbs are tried on a copy of the oracle.
 MAY_BE_REFUSED = {"append", "admit", "swap_out", "swap_in", "reset_cache"}
 
 
@@ -60,9 +60,9 @@ class ClassLockstep(History):
         super().__init__(made_with, f"{generation}-{path.rpartition(':')[2]}", save=False)
         self.block_size, self.generation = block_size, generation
         face, name = GENERATIONS[generation]
-        sizes = block_size, NUM_BLOCKS, NUM_BLOCKS, MAX_BLOCKS
-        self.oracle: Any = face(*sizes)
-        self.theirs: Any = face(*sizes, **{name: functools.partial(self._made, theirs, NEEDED[name])})
+        of_sizes = functools.partial(face, block_size, NUM_BLOCKS, NUM_BLOCKS, MAX_BLOCKS)
+        self.oracle: Any = of_sizes()
+        self.theirs: Any = of_sizes(**{name: functools.partial(self._made, theirs, NEEDED[name])})
         self.compare("the start")
 
     def _made(self, theirs: Callable[..., Any], needed: tuple[str, ...], *sizes: Any) -> Any:
@@ -145,8 +145,8 @@ class ClassLockstep(History):
             if got:
                 raise Disagreement(f"{freed} there must be one, {type(error).__name__} in vLLM") from error
             return
-        if told := hints.difference(got, want):
-            raise Disagreement(f"{freed} {told}")
+        if difference := hints.difference(got, want):
+            raise Disagreement(f"{freed} {difference}")
 
     def free_host(self, rows: list[int]) -> bool:
         return self._each(
@@ -246,8 +246,8 @@ class ClassLockstep(History):
             raise Disagreement(f"{verb} is done, and must be refused: {refused.status.name}") from None
         got = self._theirs(verb, lambda: do(self.theirs))
         sides = [answer if isinstance(answer, dict) else {"the answer": answer} for answer in (got, want)]
-        if told := hints.difference(*sides):
-            raise Disagreement(f"{verb}: {told}")
+        if difference := hints.difference(*sides):
+            raise Disagreement(f"{verb}: {difference}")
         self.oracle = oracle
         return True
 
@@ -264,8 +264,8 @@ class ClassLockstep(History):
         """Compare everything that the generation's class shows of itself."""
         want = self._seen(self.oracle)
         got = self._theirs(f"what is seen after {verb}", lambda: self._seen(self.theirs))
-        if told := hints.difference(got, want):
-            raise Disagreement(f"after {verb}, {told}")
+        if difference := hints.difference(got, want):
+            raise Disagreement(f"after {verb}, {difference}")
 
     def _seen(self, face: Any) -> dict[str, Any]:
         seen: dict[str, Any] = {}
@@ -281,5 +281,5 @@ class ClassLockstep(History):
                     f"the number of holders of block {{}}{where}", face.ref_counts(on_host)
                 )
                 seen |= dict(list(counts.items())[1:])
-            seen |= face.found()
+            seen |= face.blocks_by_content()
         return seen

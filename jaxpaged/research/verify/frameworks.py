@@ -31,12 +31,12 @@ def named(path: str, *, may_be_module: bool = False) -> Any:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        found = importlib.import_module(module_name)
+        value = importlib.import_module(module_name)
         for part in filter(None, name.split(".")):
-            found = getattr(found, part)
+            value = getattr(value, part)
     except Exception as error:  # whatever importing somebody's module raises
         raise InputError(f"{path!r} cannot be imported: {hints.raised(error)}") from error
-    return found
+    return value
 
 
 def path_of(something: Any) -> str:

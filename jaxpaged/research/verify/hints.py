@@ -16,14 +16,14 @@ def difference(got: Mapping[str, Any], want: Mapping[str, Any]) -> str | None:
     A value that one side lacks is told as "nothing".
     """
     for what in dict.fromkeys([*want, *got]):
-        found, right = got.get(what, NOTHING), want.get(what, NOTHING)
-        if found != right:
-            return f"{what} is {_plain(found)} and must be {_plain(right)}"
+        got_value, want_value = got.get(what, NOTHING), want.get(what, NOTHING)
+        if got_value != want_value:
+            return f"{what} is {_plain(got_value)} and must be {_plain(want_value)}"
     return None
 
 
 def entries(what: str, values: Iterable[Any]) -> dict[str, Any]:
-    """Return the values of a list, each under what it is: `what` with its index in the place of {}."""
+    """Return the values of a list by their names: `what` with {} replaced by the index."""
     return {what.format(index): value for index, value in enumerate(values)}
 
 

@@ -31,7 +31,7 @@ def having(verb: str) -> Callable[..., Any]:
 def machine(make: Callable[[], History], block_size: int) -> type[RuleBasedStateMachine]:
     """Return a state machine whose rules are the verbs of the history that `make` starts."""
     room = MAX_BLOCKS * block_size
-    # A token, a block, a prompt; now and then more than a row has room for.
+    # Lengths of appends: none, one token, up to a block, up to a row's room, or one more than that.
     lengths = st.one_of(
         st.just(0), st.just(1), st.integers(0, block_size), st.integers(0, room), st.just(room + 1)
     )
@@ -264,9 +264,9 @@ def short(make: Callable[[], History], block_size: int, lines: list[Line], secon
         for seed in itertools.islice(seeds, SHORTER):
             if len(lines) < 2 or time.monotonic() > until:
                 return lines
-            found = failing(make, block_size, max_examples=25, steps=len(lines) - 1, seed=seed)
-            if found is not None:
-                lines = found
+            shorter = failing(make, block_size, max_examples=25, steps=len(lines) - 1, seed=seed)
+            if shorter is not None:
+                lines = shorter
                 break
         else:
             return lines

@@ -84,7 +84,7 @@ FIELDS = {"group_size"} | {
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """An operation: its cases, and what a function is given of each.
+    """An operation of kernels: its test cases, and the arguments of a function for each case.
 
     results: indices of the arguments that a function may write in place of returning an answer.
     """
@@ -144,14 +144,14 @@ def _stale_hint(function: Callable[..., Any], op: str, case: KernelCase, terms: 
 
 def worst_error(function: Callable[..., Any], op: str, case: KernelCase, terms: Terms) -> float:
     """Return the worst error of one case, as `check` does, whose errors are without hints."""
-    found = compare(function, op, case, terms)
-    for number, each in enumerate(found):
+    comparisons = compare(function, op, case, terms)
+    for number, each in enumerate(comparisons):
         ratio, at = each.worst
         if not ratio <= 1:
             within = f" within {each.allowed[at]:.2g}" if np.isfinite(ratio) else ""
             values = f"is {each.got[at]:.6g} and must be {each.want[at]:.6g}{within}"
             raise WrongResult(f"{case}: {case.place(number, at)} {values}")
-    return max((each.worst[0] for each in found), default=0.0)
+    return max((each.worst[0] for each in comparisons), default=0.0)
 
 
 def compare(function: Callable[..., Any], op: str, case: KernelCase, terms: Terms) -> list[Compared]:

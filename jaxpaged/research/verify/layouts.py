@@ -83,20 +83,20 @@ class LayoutReport:
 
 def cases_of(layout: Layout) -> list[Case]:
     """Return the cases that a layout has blocks for: two block sizes for each dtype."""
-    found = []
+    cases = []
     for head_dim, dtype in ((16, "float32"), (64, "bfloat16")):
         fit = (size for size in BLOCK_SIZES if layout.why_not(size, head_dim, jnp.dtype(dtype)) is None)
         heads = (2, 1) if layout.why_not_heads(2) is None else (1, 1)
         for block_size, num_heads in zip(itertools.islice(fit, 2), heads, strict=False):
-            found.append(Case(block_size, num_heads, head_dim, dtype))
-    return found
+            cases.append(Case(block_size, num_heads, head_dim, dtype))
+    return cases
 
 
 def verify_layout(layout: Layout, *, name: str | None = None) -> LayoutReport:
     """Check a layout over its cases; each broken rule is one sentence."""
     passed, broken, errors = [], [], [0.0]
-    found = cases_of(layout)
-    for case in found:
+    cases = cases_of(layout)
+    for case in cases:
         try:
             errors.append(check(layout, case))
         except Broken as error:
@@ -106,10 +106,10 @@ def verify_layout(layout: Layout, *, name: str | None = None) -> LayoutReport:
         else:
             passed.append(str(case))
     bits = float("nan")
-    if found:
-        block = found[0].sizes[1:]
+    if cases:
+        block = cases[0].sizes[1:]
         try:
-            bits = 8 * layout.block_bytes(*block, jnp.dtype(found[0].dtype)) / (2 * np.prod(block))
+            bits = 8 * layout.block_bytes(*block, jnp.dtype(cases[0].dtype)) / (2 * np.prod(block))
         except Exception as error:  # as above; `check` has told it
             broken = broken or [str(error)]
     return LayoutReport(
@@ -164,14 +164,14 @@ def history(sizes: Sizes, dtype: jnp.dtype) -> list[tuple[np.ndarray, np.ndarray
     """
     rng = np.random.default_rng(0)
     blocks = 1 + rng.permutation(sizes.num_blocks - 1)
-    own = [
-        (its[:, None] * sizes.block_size + np.arange(sizes.block_size)).reshape(-1)
-        for its in np.array_split(blocks, 2)
+    slots_of_sequence = [
+        (block_ids[:, None] * sizes.block_size + np.arange(sizes.block_size)).reshape(-1)
+        for block_ids in np.array_split(blocks, 2)
     ]
-    whole = len(own[0]) * 2 // 3
-    places = [own[0][i : min(i + TOKENS_A_CALL, whole)] for i in range(0, whole, TOKENS_A_CALL)]
-    places.append(own[1][:3])
-    for a, b in zip(own[1][3:20], own[0][whole : whole + 17], strict=False):
+    whole = len(slots_of_sequence[0]) * 2 // 3
+    places = [slots_of_sequence[0][i : min(i + TOKENS_A_CALL, whole)] for i in range(0, whole, TOKENS_A_CALL)]
+    places.append(slots_of_sequence[1][:3])
+    for a, b in zip(slots_of_sequence[1][3:20], slots_of_sequence[0][whole : whole + 17], strict=False):
         places.append(np.array([a, b]))
     channel = 1 + np.arange(sizes.head_dim) % 5
 
@@ -191,9 +191,11 @@ def padded(k: np.ndarray, v: np.ndarray, slots: np.ndarray) -> tuple[np.ndarray,
 def slice_of_three(layout: Layout, sizes: Sizes, dtype: jnp.dtype) -> Pool:
     """Return the last of three layers whose blocks lie side by side, in arrays of NaN where they have it."""
     pool = layouts.create(layout, *sizes._replace(num_blocks=3 * sizes.num_blocks), dtype)
-    own = layout.arrays(*pool.sizes, dtype)
+    layer_arrays = layout.arrays(*pool.sizes, dtype)
     arrays = {
-        name: jnp.full_like(x, jnp.nan) if name in own and jnp.issubdtype(x.dtype, jnp.floating) else x
+        name: jnp.full_like(x, jnp.nan)
+        if name in layer_arrays and jnp.issubdtype(x.dtype, jnp.floating)
+        else x
         for name, x in pool.arrays.items()
     }
     blocks = BlockSlice(jnp.int32(2), stride=3, num_blocks=sizes.num_blocks)
@@ -232,10 +234,10 @@ def _check_arrays(layout: Layout, sizes: Sizes, dtype: jnp.dtype) -> None:
                 f"array {name!r} of shape {spec.shape} must begin with num_blocks={sizes.num_blocks}"
             )
         num_bytes += int(np.prod(spec.shape)) * jnp.dtype(spec.dtype).itemsize
-    told = layout.block_bytes(*sizes[1:], dtype)
-    if told * sizes.num_blocks != num_bytes:
+    block_bytes = layout.block_bytes(*sizes[1:], dtype)
+    if block_bytes * sizes.num_blocks != num_bytes:
         raise Broken(
-            f"block_bytes says {told} and must be {num_bytes / sizes.num_blocks:g}, as arrays has it"
+            f"block_bytes says {block_bytes} and must be {num_bytes / sizes.num_blocks:g}, as arrays has it"
         )
 
 
@@ -303,7 +305,7 @@ def _check_numbers(layout: Layout, pool: Pool, expected: dict[int, tuple[np.ndar
 
 
 def _check_copies(layout: Layout, pool: Pool, expected: dict[int, tuple[np.ndarray, np.ndarray]]) -> None:
-    """Check that a block's lines are all of it: a copy of them reads the same."""
+    """Check that a copy of all lines of a block reads as the block does."""
     shared = layout.shared(pool.sizes.num_kv_heads)
     source = next(iter(expected)) // pool.sizes.block_size
     target = 1 + source % (pool.num_blocks - 1)

@@ -103,9 +103,9 @@ class Lockstep(History):
         return f"{np.asarray(seen.block_tables).tolist()} {np.asarray(seen.seq_lens).tolist()}"
 
     def _expect(self, status: Any, expected: Status, verb: str) -> bool:
-        found = Status(int(status))
-        if found != expected:
-            raise Disagreement(f"{verb}: the status is {found.name} and must be {expected.name}")
+        actual = Status(int(status))
+        if actual != expected:
+            raise Disagreement(f"{verb}: the status is {actual.name} and must be {expected.name}")
         return expected == Status.OK
 
     def _on_oracle(self, do: Callable[[Any], Any]) -> tuple[Status, Any]:
@@ -138,8 +138,12 @@ class Lockstep(History):
         info = jax.device_get(info)
         for row in range(MAX_SEQS):
             pair = (int(info.copy_sources[row]), int(info.copy_destinations[row]))
-            sides = ([pair] if any(pair) else [], pairs.get(row) or [])
-            self._alike(f"append: copy {{}} for row {row}", *sides, tell=hints.copies)
+            self._alike(
+                f"append: copy {{}} for row {row}",
+                got=[pair] if any(pair) else [],
+                want=pairs.get(row) or [],
+                tell=hints.copies,
+            )
         return True
 
     def fork(self, sources: list[int], destinations: list[int]) -> bool:
@@ -235,8 +239,8 @@ class Lockstep(History):
         if not self._expect(info.status, expected, verb):
             return False
         info = jax.device_get(info)
-        found = [(int(a), int(b)) for a, b in zip(info.sources, info.destinations, strict=True) if a]
-        self._alike(f"{verb}: copy {{}}", found, pairs, tell=hints.copies)
+        copies = [(int(a), int(b)) for a, b in zip(info.sources, info.destinations, strict=True) if a]
+        self._alike(f"{verb}: copy {{}}", copies, pairs, tell=hints.copies)
         return True
 
     def _compare_can_swap_in(self, rows: list[int]) -> None:
@@ -244,16 +248,16 @@ class Lockstep(History):
         each row.
         """
         count = len({block for row in rows for block in self.oracle.table(row)}) + len(rows)
-        found = self.subject.can_allocate(self.device, count, self.oracle.watermark_blocks)
-        if (int(found) == AllocStatus.OK) != self.oracle.can_swap_in(rows):
-            raise Disagreement(f"can_allocate({count}) is {found}, but can_swap_in differs")
+        alloc_status = self.subject.can_allocate(self.device, count, self.oracle.watermark_blocks)
+        if (int(alloc_status) == AllocStatus.OK) != self.oracle.can_swap_in(rows):
+            raise Disagreement(f"can_allocate({count}) is {alloc_status}, but can_swap_in differs")
 
     def can_allocate(self, num_tokens: int) -> bool:
         count = cdiv(num_tokens, self.block_size)
-        found = self.subject.can_allocate(self.device, count, self.oracle.watermark_blocks)
-        if int(found) != self.oracle.can_allocate(num_tokens):
+        alloc_status = self.subject.can_allocate(self.device, count, self.oracle.watermark_blocks)
+        if int(alloc_status) != self.oracle.can_allocate(num_tokens):
             right = self.oracle.can_allocate(num_tokens).name
-            raise Disagreement(f"can_allocate for {num_tokens} tokens is {found} and must be {right}")
+            raise Disagreement(f"can_allocate for {num_tokens} tokens is {alloc_status} and must be {right}")
         return True
 
     def reset(self) -> bool:
@@ -276,9 +280,9 @@ class Lockstep(History):
         line[: len(tokens)] = tokens
         hit = self.verbs["lookup"](self.device, line, np.int32(len(tokens)), np.int32(salt))
         num_hits = int(hit.chain.num_blocks)
-        found, want = hit.block_ids[:num_hits].tolist(), self.oracle.hits(tokens, salt)
-        found += hit.block_ids[num_hits:][hit.block_ids[num_hits:] != 0].tolist()
-        self._alike("lookup: hit {}", found, want)
+        hits, want = hit.block_ids[:num_hits].tolist(), self.oracle.hits(tokens, salt)
+        hits += hit.block_ids[num_hits:][hit.block_ids[num_hits:] != 0].tolist()
+        self._alike("lookup: hit {}", hits, want)
         if row in self.oracle.tokens:
             self.device, info = self._adopt(row, hit)
             return self._expect(info.status, Status.ROW_IN_USE, "adopt")
@@ -369,16 +373,16 @@ class Lockstep(History):
                     raise Disagreement(
                         f"row {row} has {seen.seq_lens[row]} tokens and must have {num_tokens}"
                     )
-                found = seen.block_tables[row][: cdiv(num_tokens, self.block_size)].tolist()
+                block_ids = seen.block_tables[row][: cdiv(num_tokens, self.block_size)].tolist()
                 want = self.oracle.table(row) if here else []
-                self._alike(f"entry {{}} of row {row}'s block table", found, want)
+                self._alike(f"entry {{}} of row {row}'s block table", block_ids, want)
 
     def _alike(self, what: str, got: list[Any], want: list[Any], tell: Any = hints.entries) -> None:
-        """Raise `Disagreement` with the first difference of two lists, if there is one; {} in `what` is its
-        index.
+        """Raise `Disagreement` with the first difference of two lists, if they differ; {} in `what` stands
+        for the index.
         """
-        if got != want and (told := hints.difference(tell(what, got), tell(what, want))):
-            raise Disagreement(told)
+        if got != want and (difference := hints.difference(tell(what, got), tell(what, want))):
+            raise Disagreement(difference)
 
     def _compare_pool(self, seen: Seen, on_host: bool) -> None:
         num_blocks = NUM_HOST_BLOCKS if on_host else NUM_BLOCKS
@@ -387,8 +391,8 @@ class Lockstep(History):
         if seen.free is not None:
             self._alike(f"entry {{}} of the free queue{where}", list(seen.free), free)
         if seen.ref_count is not None:
-            found, want = np.asarray(seen.ref_count).tolist(), self.oracle.ref_counts(on_host)
-            self._alike(f"the number of holders of block {{}}{where}", found, want)
+            ref_counts, want = np.asarray(seen.ref_count).tolist(), self.oracle.ref_counts(on_host)
+            self._alike(f"the number of holders of block {{}}{where}", ref_counts, want)
         num_used = num_blocks - 1 - len(free)
         if seen.usage is not None and not np.isclose(seen.usage, num_used / (num_blocks - 1)):
             raise Disagreement(f"usage is {seen.usage}, with {num_used} blocks in use")

@@ -87,8 +87,12 @@ class OneByOne:
 
     def _first(self, kind: int) -> int:
         """Return the first free block of a kind in rank; 0 if there is none."""
-        own = [block for block in self.free_blocks if self.kind[block] == kind]
-        return min(own, key=lambda block: (self.rank[block, 0] - self.floor, self.rank[block, 1]), default=0)
+        blocks_of_kind = [block for block in self.free_blocks if self.kind[block] == kind]
+        return min(
+            blocks_of_kind,
+            key=lambda block: (self.rank[block, 0] - self.floor, self.rank[block, 1]),
+            default=0,
+        )
 
     def take(self) -> int:
         """Take the first block that is not spared."""
@@ -240,10 +244,10 @@ def _differs(
         if status := int(cache.status):
             return f"{where} ends with status {status}, and must with 0"
         got = np.asarray(cache.tables.block_tables)[row][: len(prompt)] - offset
-        for place, (its, right) in enumerate(zip(got.tolist(), plain.rows[-1], strict=True)):
-            if its != right:
+        for place, (block, right) in enumerate(zip(got.tolist(), plain.rows[-1], strict=True)):
+            if block != right:
                 what = "finds" if place < want else "takes"
-                return f"{where} {what} block {its} for its symbol {place}, and must take block {right}"
+                return f"{where} {what} block {block} for its symbol {place}, and must take block {right}"
         if int(hits[0]) != want:
             return f"{where} hits {int(hits[0])} blocks, and must hit {want}"
     return None

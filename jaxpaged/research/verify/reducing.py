@@ -60,8 +60,8 @@ def _to_fixpoint(
     fails: Callable[[list[Line]], bool],
 ) -> list[Line]:
     """Take the first simpler history that fails, again and again."""
-    while (found := next(filter(fails, simpler(lines)), None)) is not None:
-        lines = found
+    while (failing := next(filter(fails, simpler(lines)), None)) is not None:
+        lines = failing
     return lines
 
 

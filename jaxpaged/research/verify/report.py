@@ -17,9 +17,7 @@ from jaxpaged.research.verify.kernels import NotServed, Terms, WrongResult, case
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """Outcome of one case: its worst error in units of what is allowed, or why it was not served or is
-    wrong.
-    """
+    """Outcome of one case: its worst error in units of the allowed error, or the reason why it failed."""
 
     case: KernelCase
     worst: float | None = None
@@ -59,7 +57,7 @@ class Report:
 
     @property
     def worst(self) -> float:
-        """The largest error of those that passed, in units of what is allowed."""
+        """Largest error of the cases that passed, in units of the allowed error."""
         return max((o.worst for o in self.passed if o.worst is not None), default=0.0)
 
     def __str__(self) -> str:

@@ -77,9 +77,9 @@ def simplifications(case: KernelCase, timid: bool) -> Any:
     from hypothesis import strategies as st
 
     # A field keeps its value in most draws, so that faults which need several values together are met soon.
-    def values(own: Any, simpler: tuple[Any, ...]) -> Any:
-        simpler = tuple(v for v in simpler[: _place(own, simpler)] if _is_less(v, own))
-        return st.sampled_from([*simpler, *[own] * (1 + 2 * len(simpler))]) if simpler else st.just(own)
+    def values(value: Any, simpler: tuple[Any, ...]) -> Any:
+        simpler = tuple(v for v in simpler[: _place(value, simpler)] if _is_less(v, value))
+        return st.sampled_from([*simpler, *[value] * (1 + 2 * len(simpler))]) if simpler else st.just(value)
 
     tuples = [f.name for f in dataclasses.fields(case) if _is_list(getattr(case, f.name))]
     others = {
@@ -110,17 +110,17 @@ def _is_list(value: Any) -> bool:
     return type(value) is tuple  # and no BlockSparse
 
 
-def _is_less(value: Any, own: Any) -> bool:
+def _is_less(value: Any, value_of_case: Any) -> bool:
     """Return whether a value is simpler: smaller, if a number, and other than the case's own."""
-    both = isinstance(value, (int, float)) and isinstance(own, (int, float))
-    return value < own if both and not isinstance(own, bool) else value != own
+    both = isinstance(value, (int, float)) and isinstance(value_of_case, (int, float))
+    return value < value_of_case if both and not isinstance(value_of_case, bool) else value != value_of_case
 
 
-def _place(own: Any, simpler: tuple[Any, ...]) -> int:
+def _place(value_of_case: Any, simpler: tuple[Any, ...]) -> int:
     """Return the index of the case's own value among the simple ones; their end if it is not among them."""
-    if own is None:
+    if value_of_case is None:
         return 0
-    return simpler.index(own) if own in simpler else len(simpler)
+    return simpler.index(value_of_case) if value_of_case in simpler else len(simpler)
 
 
 def _entry(draw: Any, st: Any, entry: Any, timid: bool) -> Any:
@@ -151,7 +151,7 @@ def snippet(path: str, op: str, case: KernelCase, terms: Terms) -> str:
 def save(
     folder: Path, path: str, function: Callable[..., Any], op: str, case: KernelCase, terms: Terms
 ) -> Path:
-    """Write what the function is given, what it answers, and the right answer, to an .npz file.
+    """Write a function's arguments, its answer and the right answer to an .npz file.
 
     Arrays of types that NumPy's files do not know (bfloat16, 8-bit floats) are written as their bits; the
     entry `types` says of which type each array is, `case` which case it is.
@@ -185,8 +185,10 @@ def save(
 def _answers(function: Callable[..., Any], op: str, case: KernelCase, terms: Terms) -> dict[str, np.ndarray]:
     """Return the expected arrays and the function's, unless they cannot be compared."""
     with contextlib.suppress(Exception):  # the function's error is in the report
-        found = kernels.compare(function, op, case, terms)
+        comparisons = kernels.compare(function, op, case, terms)
         return {
-            f"{what}_{i}": getattr(each, what) for i, each in enumerate(found) for what in ("got", "want")
+            f"{what}_{i}": getattr(each, what)
+            for i, each in enumerate(comparisons)
+            for what in ("got", "want")
         }
     return {}

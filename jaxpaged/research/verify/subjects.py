@@ -186,8 +186,10 @@ class Theirs:
         for name in ("create", "observe"):
             if not callable(getattr(functions, name, None)):
                 raise Unusable(f"the allocator has no function {name}")
-        found = {name: getattr(functions, name, None) for name in VERBS}
-        self.verbs = {name: self._caught(name, verb) for name, verb in found.items() if callable(verb)}
+        functions_of_verbs = {name: getattr(functions, name, None) for name in VERBS}
+        self.verbs = {
+            name: self._caught(name, verb) for name, verb in functions_of_verbs.items() if callable(verb)
+        }
         if hasattr(functions, "can_allocate"):
             self.can_allocate = functions.can_allocate
 
@@ -205,7 +207,7 @@ class Theirs:
         getattr(self.functions, "check", lambda state: None)(state)
 
     def create(self, num_blocks: int) -> Any:
-        sizes = num_blocks, MAX_SEQS, MAX_BLOCKS, self.block_size
+        sizes = (num_blocks, MAX_SEQS, MAX_BLOCKS, self.block_size)
         try:
             return self.functions.create(*sizes)
         except Exception as error:  # whatever a user's functions raise

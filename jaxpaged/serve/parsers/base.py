@@ -104,9 +104,9 @@ class Source:
         """
         parts: list[str] = []
         while True:
-            found = marks.search(self._text, self._at)
-            if found:
-                end = found.start()
+            match = marks.search(self._text, self._at)
+            if match:
+                end = match.start()
             else:
                 end = len(self._text)
                 end -= 0 if self.is_whole else marks.num_open(self._text, self._at)
@@ -116,9 +116,9 @@ class Source:
                     parts.append(text)
                 else:
                     yield give(text)
-            if found:
-                self._take(found.end())
-                return "".join(parts), found[0]
+            if match:
+                self._take(match.end())
+                return "".join(parts), match[0]
             if self.is_whole:
                 return "".join(parts), ""
             yield None
@@ -136,9 +136,9 @@ class Source:
         """Read characters as long as they match. `pattern` must be a class of characters with a star."""
         parts: list[str] = []
         while True:
-            found = pattern.match(self._text, self._at)
-            if found and found.end() > self._at:
-                parts.append(self._take(found.end()))
+            match = pattern.match(self._text, self._at)
+            if match and match.end() > self._at:
+                parts.append(self._take(match.end()))
             if self._at < len(self._text) or self.is_whole:
                 return "".join(parts)
             yield None
@@ -187,8 +187,8 @@ class Source:
             yield None
 
 
-def without_end[T](reads: Reads[T], give: Give, chars: str, most: int | None = None) -> Reads[T]:
-    """Give the text that `reads` gives, but for these characters at its end, at most so many of them."""
+def without_end[T](reads: Reads[T], give: Give, chars: str, max_chars: int | None = None) -> Reads[T]:
+    """Give the text that `reads` gives, without up to `max_chars` characters of `chars` at its end."""
     held: list[str] = []
     while True:
         try:
@@ -205,10 +205,10 @@ def without_end[T](reads: Reads[T], give: Give, chars: str, most: int | None = N
             yield give("".join([*held, kept]))
             held.clear()
         held.append(fragment.text[len(kept) :])
-        if most is not None and sum(map(len, held)) > most:
+        if max_chars is not None and sum(map(len, held)) > max_chars:
             text = "".join(held)
-            yield give(text[:-most])
-            held[:] = [text[-most:]]
+            yield give(text[:-max_chars])
+            held[:] = [text[-max_chars:]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -265,12 +265,12 @@ class Parser:
         raise NotImplementedError
 
     def feed(self, text: str) -> list[Fragment]:
-        """Return what these characters complete."""
+        """Return the fragments that these characters complete."""
         self._source.add(text)
         return self._fragments()
 
     def finish(self) -> list[Fragment]:
-        """Return what is left at the answer's end."""
+        """Return the fragments that are left at the answer's end."""
         self._source.is_whole = True
         return self._fragments()
 
@@ -285,11 +285,11 @@ class Chain:
         self._reasoning, self._calls = reasoning, calls
 
     def feed(self, text: str) -> list[Fragment]:
-        """Return what these characters complete."""
+        """Return the fragments that these characters complete."""
         return self._through(self._reasoning.feed(text))
 
     def finish(self) -> list[Fragment]:
-        """Return what is left at the answer's end."""
+        """Return the fragments that are left at the answer's end."""
         return merged([*self._through(self._reasoning.finish()), *self._calls.finish()])
 
     def _through(self, fragments: Sequence[Fragment]) -> list[Fragment]:
@@ -306,11 +306,11 @@ class NoCalls:
         self._parser = parser
 
     def feed(self, text: str) -> list[Fragment]:
-        """Return what these characters complete."""
+        """Return the fragments that these characters complete."""
         return self._as_text(self._parser.feed(text))
 
     def finish(self) -> list[Fragment]:
-        """Return what is left at the answer's end."""
+        """Return the fragments that are left at the answer's end."""
         return self._as_text(self._parser.finish())
 
     @staticmethod
@@ -322,7 +322,7 @@ class NoCalls:
 
 
 def merged(fragments: Any) -> list[Fragment]:
-    """Return fragments with neighbours of one kind as one; those that begin calls stay by themselves."""
+    """Return the fragments with neighbours of one kind joined; fragments that begin calls are not joined."""
     made: list[Fragment] = []
     for kind, group in itertools.groupby(fragments, key=type):
         if kind is Begin:

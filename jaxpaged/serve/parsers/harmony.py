@@ -43,7 +43,7 @@ class Harmony(Parser):
     signs = (CHANNEL, MESSAGE)
 
     def read(self, source: Source) -> Reads[None]:
-        """Yield what the messages have, in their order; two of one kind with a line feed between."""
+        """Yield the contents of the messages in their order; a line feed separates two of one kind."""
         names = {(tool.get("function") or {}).get("name") for tool in self.tools}
         given: set[Give] = set()
         mark = ""

@@ -29,10 +29,10 @@ class JsonScanner:
             if self._is_escaped:
                 self._is_escaped, at = False, at + 1
                 continue
-            found = (_IN_STRING if self._in_string else _BESIDE_STRINGS).search(text, at)
-            if found is None:
+            match = (_IN_STRING if self._in_string else _BESIDE_STRINGS).search(text, at)
+            if match is None:
                 return len(text), False
-            char, at = found[0], found.end()
+            char, at = match[0], match.end()
             if self._in_string:
                 self._is_escaped = char == "\\"
                 self._in_string = self._is_escaped
@@ -43,7 +43,7 @@ class JsonScanner:
             elif char in "}]":
                 self._depth -= 1
             else:
-                return found.start(), True
+                return match.start(), True
             if self._depth <= 0 and not self._in_string:
                 self.is_complete = True
                 return at, True

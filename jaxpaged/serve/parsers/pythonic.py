@@ -28,10 +28,10 @@ class _ListEnd:
             if self._is_escaped:
                 self._is_escaped, at = False, at + 1
                 continue
-            found = _NEXT.search(text, at)
-            if found is None:
+            match = _NEXT.search(text, at)
+            if match is None:
                 return len(text), False
-            char, at = found[0], found.end()
+            char, at = match[0], match.end()
             if char == "\\":
                 self._is_escaped = True
             elif self._quote:

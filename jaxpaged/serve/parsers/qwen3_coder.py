@@ -94,7 +94,7 @@ class Qwen3Coder(Parser):
             if types.is_text(function, key):
                 yield Arguments('"')
                 value = source.until(AT_VALUE_END, Arguments)
-                _, mark = yield from without_end(value, as_string, "\n", most=1)
+                _, mark = yield from without_end(value, as_string, "\n", max_chars=1)
                 yield Arguments('"' if mark else "")
             else:
                 text, mark = yield from source.until(AT_VALUE_END)

@@ -15,10 +15,10 @@ class ReadsAnswers(Protocol):
     """Reader of one answer as its text comes."""
 
     def feed(self, text: str) -> list[Fragment]:
-        """Return what these characters complete."""
+        """Return the fragments that these characters complete."""
 
     def finish(self) -> list[Fragment]:
-        """Return what is left at the answer's end."""
+        """Return the fragments that are left at the answer's end."""
 
 
 def tool_parser[P: type[Parser]](*names: str) -> Callable[[P], P]:
@@ -53,7 +53,7 @@ def answer_parser(
     begun: str = "",
     is_end: Callable[[int], bool] | None = None,
 ) -> ReadsAnswers | None:
-    """Return what reads an answer by these two parsers; None where there is neither.
+    """Return the parser of an answer, made of a parser of calls and one of reasoning; None if both are None.
 
     A form that is read for both by one class is read once. is_end: what the parser of reasoning asks of marks
     of its end, as `Parser` says.
@@ -70,7 +70,7 @@ def answer_parser(
 
 def detected(table: Mapping[str, type[Parser]], template: str) -> str | None:
     """Return the name of the parser whose signs a chat template has all; of several, the one with most."""
-    found = [
+    parsers = [
         name for name, each in table.items() if each.signs and all(sign in template for sign in each.signs)
     ]
-    return max(found, key=lambda name: len(table[name].signs), default=None)
+    return max(parsers, key=lambda name: len(table[name].signs), default=None)

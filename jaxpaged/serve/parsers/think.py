@@ -55,7 +55,7 @@ class Qwen3(Parser):
         yield from source.rest(Text)
 
     def until_end(self, source: Source) -> Reads[str]:
-        """Give the reasoning, and return the mark that ends it, "" at the answer's end."""
+        """Give the reasoning's text, and return the mark that ends it, "" at the answer's end."""
         at_end = Marks(END, *self.other_ends)
         for num in itertools.count(1):
             _, mark = yield from source.until(at_end, Reasoning)

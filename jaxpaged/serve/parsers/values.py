@@ -44,16 +44,16 @@ class ParameterTypes:
 
     def _types(self, function: str, parameter: str) -> set[str]:
         whole = self._schemas.get(function, {})
-        found = set[str]()
+        types = set[str]()
         for part in _for_same_value(whole, whole, 0):
             properties = part.get("properties")
             if isinstance(properties, Mapping) and parameter in properties:
-                found |= _types_of(properties[parameter], whole, 0)
-        return found
+                types |= _types_of(properties[parameter], whole, 0)
+        return types
 
 
 def _for_same_value(schema: object, whole: Mapping[str, Any], depth: int) -> Iterator[Mapping[str, Any]]:
-    """Yield a schema, and those that it refers to or combines for the same value."""
+    """Yield a schema, and the schemas that it refers to or combines for the same value."""
     if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
         return
     yield schema
@@ -84,24 +84,24 @@ def _types_of(schema: object, whole: Mapping[str, Any], depth: int) -> set[str]:
     if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
         return set()
     types = schema.get("type")
-    found = {each for each in ([types] if isinstance(types, str) else types or ()) if isinstance(each, str)}
+    names = {each for each in ([types] if isinstance(types, str) else types or ()) if isinstance(each, str)}
     for name in ("anyOf", "oneOf", "allOf"):
         several = schema.get(name)
         for each in several if isinstance(several, list) else ():
-            found |= _types_of(each, whole, depth + 1)
+            names |= _types_of(each, whole, depth + 1)
     if "$ref" in schema:
-        found |= _types_of(_target(schema["$ref"], whole), whole, depth + 1)
-    if not found:
+        names |= _types_of(_target(schema["$ref"], whole), whole, depth + 1)
+    if not names:
         values = schema.get("enum")
         for value in values if isinstance(values, list) else ():
-            found |= _types_of_value(value)
+            names |= _types_of_value(value)
         if "const" in schema:
-            found |= _types_of_value(schema["const"])
+            names |= _types_of_value(schema["const"])
         if "properties" in schema:
-            found.add("object")
+            names.add("object")
         if "items" in schema:
-            found.add("array")
-    return found
+            names.add("array")
+    return names
 
 
 def _types_of_value(value: object) -> set[str]:

@@ -53,8 +53,8 @@ def default_partitioning(num_kv_heads: int, num_columns: int) -> Partitioning:
 
     A row's partial results take at most 8 KiB for each number of head_dim: 1 MiB at 128, whatever its length.
     """
-    most = PARTIAL_COLUMNS // (num_kv_heads * num_columns)
-    return Partitioning(MIN_PARTITION, max(8, min(MAX_PARTITIONS, most)))
+    max_partitions = PARTIAL_COLUMNS // (num_kv_heads * num_columns)
+    return Partitioning(MIN_PARTITION, max(8, min(MAX_PARTITIONS, max_partitions)))
 
 
 def serves(query_len: int, group_size: int, head_dim: int) -> bool:

@@ -250,8 +250,8 @@ def normalised(p: Problem, state: Softmax, extras: Extras, kv_head: jax.Array) -
         return _per_head_values(p, extras.sinks, kv_head, 64).max(axis=0) * LOG2E
 
     def scale() -> jax.Array:
-        found: jax.Array = extras.v_scale[kv_head]
-        return found
+        v_scale: jax.Array = extras.v_scale[kv_head]
+        return v_scale
 
     factor = factor_of_output(
         state, None if extras.sinks is None else sinks, None if extras.v_scale is None else scale

@@ -38,7 +38,7 @@ from pallas_kernels.support import Arrays, Options
 
 def _kernel(
     gmem: Any,  # `Arrays`, as refs, q as [num_tiles, tile_len, num_q_heads, head_dim]
-    positions_gmem: Any,  # [num_tiles] of the tiles' first queries
+    positions_gmem: Any,  # [num_tiles] positions of the tiles' first queries
     extras: common.Extras,
     work: PartitionList | None,  # None: an item is a tile
     counters: Any,  # [num_tiles * num_chunks * num_kv_heads * num_warpgroups, 1] int32, zeros; or None
@@ -109,13 +109,14 @@ def _kernel(
             first_head = (chunk * p.num_warpgroups + number) * p.warpgroup_heads  # index in the group
             row, keys = tile_and_keys()
             softmax.load_queries(p, gmem.q.at[row], kv_head, first_head, scratch, number)
-            heads = kv_head, kv_head * p.group_size + first_head
-            state = softmax.consume(p, keys, extras, *heads, scratch, number)
+            state = softmax.consume(
+                p, keys, extras, kv_head, kv_head * p.group_size + first_head, scratch, number
+            )
 
             # The tile is read again where it is needed, because registers are short above.
             def write(pieces: Iterable[tuple[int, Softmax]]) -> None:
-                place = out_gmem.at[tile()], kv_head, first_head
-                softmax.store_output(p, pieces, extras, *place, scratch, number)
+                out = out_gmem.at[tile()]
+                softmax.store_output(p, pieces, extras, out, kv_head, first_head, scratch, number)
 
             def computed_pieces() -> Iterator[tuple[int, Softmax]]:
                 return softmax.pieces(p, state, scratch, number)
@@ -203,13 +204,13 @@ def partial_bytes(
 
     capacity: the most tokens of a sequence.
     """
-    most = program.MAX_WARPGROUPS * program.rows_of(program.multiply_of(targets.compiled_for(), head_dim))
-    num_chunks = -(-group_size * tile_len // most)
+    max_rows = program.MAX_WARPGROUPS * program.rows_of(program.multiply_of(targets.compiled_for(), head_dim))
+    num_chunks = -(-group_size * tile_len // max_rows)
     num_programs = num_kv_heads * num_chunks
     count = partitions.partitioning_of(num_programs).bound(capacity)
     if count == 1:
         return 0
-    rows = num_programs * most
+    rows = num_programs * max_rows
     return min(partitions.bytes_of(num_tiles * count, rows, head_dim), partitions.PARTIAL_BYTES)
 
 

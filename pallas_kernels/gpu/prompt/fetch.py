@@ -85,10 +85,11 @@ def widen(p: Problem, keys: KeyRange, gmem: Any, extras: Extras, row: jax.Array,
                 p.waiter(p.num_stages, i, is_refill=True)(free.at[slot])
 
             p.waiter(p.num_raw_stages, i)(source_full.at[raw_slot])
-            new_tokens: tuple[Any, ...] = ()
-            if p.packed is not None:
-                new_tokens = scratch.k_new, newest - (keys.first + i) * (p.tile_kv // int4_cache.GROUP)
-            widen_slot(p, raw, raw_slot, array, target.at[slot], *new_tokens)
+            if p.packed is None:
+                widen_slot(p, raw, raw_slot, array, target.at[slot])
+            else:
+                place = newest - (keys.first + i) * (p.tile_kv // int4_cache.GROUP)
+                widen_slot(p, raw, raw_slot, array, target.at[slot], scratch.k_new, place)
             p.commit_smem()
             p.barrier_arrive(full.at[slot])
             p.barrier_arrive(source_free.at[raw_slot])

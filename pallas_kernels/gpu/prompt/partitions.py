@@ -44,8 +44,8 @@ def partitioning_of(num_programs: int, *, is_interpreted: bool = False) -> Parti
     In Pallas' interpreter tiles have one partition, unless a test asks for more. It runs one program after
     the other, and reports a race when one reads another's result.
     """
-    most = max(MIN_PARTITIONS, min(MAX_PARTITIONS, PROGRAMS // num_programs))
-    return Partitioning(MIN_TOKENS, 1 if is_interpreted else most)
+    max_count = max(MIN_PARTITIONS, min(MAX_PARTITIONS, PROGRAMS // num_programs))
+    return Partitioning(MIN_TOKENS, 1 if is_interpreted else max_count)
 
 
 def max_partitions(p: Problem, capacity: int, partitioning: Partitioning) -> int:

@@ -76,13 +76,15 @@ def start(p: Problem, keys: KeyRange, scratch: Scratch) -> None:
 def scores(p: Problem, tensors: Tensors, slot: jax.Array) -> jax.Array:
     """Load a tile's scores, once they are there."""
     plgpu.barrier_wait(tensors.scored.at[slot])
-    found: jax.Array = plgpu.async_load_tmem(tensors.scores(slot), layout=p.layout)
+    scores: jax.Array = plgpu.async_load_tmem(tensors.scores(slot), layout=p.layout)
     plgpu.wait_load_tmem()  # before weights are written there
-    return found
+    return scores
 
 
 def maximum(old: jax.Array, largest: jax.Array) -> jax.Array:
-    """Return what a row's weights are relative to: its old maximum, unless its largest logit exceeds that."""
+    """Return the number that a row's weights are relative to: its old maximum, or its largest logit if that
+    exceeds the maximum by more than `SLACK`.
+    """
     return jnp.where(largest > old + SLACK, largest, old)
 
 
@@ -118,12 +120,12 @@ def hand_over(
 
 def finish(p: Problem, tensors: Tensors, keys: KeyRange, consumer: jax.Array) -> None:
     """Wait until all has been added to a consumer's sums; zero them if there were no keys."""
-    its = tensors.sums_of(consumer, p.head_dim)
+    accumulator = tensors.sums_of(consumer, p.head_dim)
 
     @pl.when(keys.num_tiles == 0)
     def _no_keys() -> None:
-        zeros = filled(its.shape, 0.0, p.layout)
-        plgpu.async_store_tmem(its, zeros)
+        zeros = filled(accumulator.shape, 0.0, p.layout)
+        plgpu.async_store_tmem(accumulator, zeros)
         plgpu.commit_tmem()
 
     pl.when(keys.num_tiles > 0)(lambda: plgpu.barrier_wait(tensors.added.at[consumer]))
@@ -131,7 +133,7 @@ def finish(p: Problem, tensors: Tensors, keys: KeyRange, consumer: jax.Array) ->
 
 def sums(p: Problem, tensors: Tensors, consumer: jax.Array) -> Iterator[tuple[int, jax.Array]]:
     """Load a consumer's sums, with the first column of each piece."""
-    its = tensors.sums_of(consumer, p.head_dim)
+    accumulator = tensors.sums_of(consumer, p.head_dim)
     for first in range(0, p.head_dim, WRITTEN_AT_A_TIME):
-        piece = its.at[:, pl.ds(first, min(WRITTEN_AT_A_TIME, p.head_dim - first))]
+        piece = accumulator.at[:, pl.ds(first, min(WRITTEN_AT_A_TIME, p.head_dim - first))]
         yield first, plgpu.async_load_tmem(piece, layout=p.layout)

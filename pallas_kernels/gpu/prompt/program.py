@@ -126,8 +126,8 @@ class Problem(AttentionProblem):
 
     def tiled(self, width: int) -> tuple[Any, ...]:
         """Return the transforms of operands in shared memory, of rows of this width."""
-        found: tuple[Any, ...] = common.tiled(width, MMA_COLUMNS if self.multiply == "mma.sync" else 64)
-        return found
+        transforms: tuple[Any, ...] = common.tiled(width, MMA_COLUMNS if self.multiply == "mma.sync" else 64)
+        return transforms
 
     @property
     def num_chunks(self) -> int:
@@ -216,8 +216,10 @@ def scratch_types(p: Problem) -> Scratch:
     tiles = rows(p.num_stages, p.tile_kv, p.head_dim, p.line)
     types = functools.partial(ring_types, p, by_array=True)
     readers = 1 if p.has_tensor_memory else p.num_warpgroups
-    read: dict[str, Any] = {"readers": readers, "by_tensor_core": p.has_tensor_memory}
-    ring = types(tiles, p.num_stages, writers=p.copies_per_tile, **read)
+    tiles_type = functools.partial(
+        types, tiles, p.num_stages, readers=readers, by_tensor_core=p.has_tensor_memory
+    )
+    ring = tiles_type(writers=p.copies_per_tile)
     raw = wide = k_new = tensors = None
     num_copies = p.copies_per_tile + p.scale_copies + p.packed_copies
     if p.widens_itself:
@@ -227,13 +229,14 @@ def scratch_types(p: Problem) -> Scratch:
     elif p.is_quantised:
         in_memory = plgpu.SMEM((p.num_raw_stages, p.tile_kv, p.line), p.cache_dtype)
         raw = types(in_memory, p.num_raw_stages, writers=num_copies, readers=1)
-        ring = types(tiles, p.num_stages, writers=1, of_copies=False, **read)
+        ring = tiles_type(writers=1, of_copies=False)
         ring = ring._replace(scales=(None, None), packed=None)  # they are factors of what is widened
     if p.packed is not None:
         k_new = plgpu.SMEM((int4_cache.GROUP, p.head_dim), p.new_dtype)
     if p.has_tensor_memory:
-        sizes = p.num_warpgroups, p.tile_kv, p.head_dim, p.dtype
-        tensors = tensor_memory.types(*sizes, is_interpreted=p.is_interpreted)
+        tensors = tensor_memory.types(
+            p.num_warpgroups, p.tile_kv, p.head_dim, p.dtype, is_interpreted=p.is_interpreted
+        )
     return Scratch(
         q=rows(p.num_warpgroups, p.warpgroup_rows, p.head_dim, p.line),
         ring=ring,

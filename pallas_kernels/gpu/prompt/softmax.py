@@ -82,7 +82,9 @@ def consume(
         plgpu.barrier_wait(scratch.turn)
 
     def meet(i: jax.Array) -> None:
-        """Wait for each other, at a tile at the edge: after those before them, those behind have numbers."""
+        """Synchronise the warpgroups of a tile at the edge, so that the later ones see the numbers of the
+        earlier ones.
+        """
         p.barrier_arrive(scratch.turn)
         past = jnp.where(i < keys.full_from, 0, keys.full_to - keys.full_from)
         p.waiter(1, i, -past)(scratch.turn)
@@ -192,7 +194,7 @@ def consume(
 def pieces(
     p: Problem, state: Softmax, scratch: Scratch, warpgroup: jax.Array
 ) -> Iterator[tuple[int, Softmax]]:
-    """Yield what `consume` computed: pieces of columns, each with its first."""
+    """Yield the softmax of `consume` in pieces of columns, each with the index of its first column."""
     if scratch.tensors is None:
         yield 0, state
         return

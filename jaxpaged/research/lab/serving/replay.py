@@ -76,10 +76,10 @@ class Served:
         later = np.where(self.output_lens > 1, self.output_lens - 1, np.nan)
         return self._counted((self.moments_s[FINISHED] - self.moments_s[FIRST_TOKEN]) / later)
 
-    def over_time(self, most: int) -> list[Memory]:
-        """Return the memory's use at up to `most` moments at equal distances."""
+    def over_time(self, max_moments: int) -> list[Memory]:
+        """Return the memory's use at up to `max_moments` moments at equal distances."""
         times = np.array([each.time_s for each in self.memory])
-        at = np.linspace(times[0], times[-1], most) if len(times) else times
+        at = np.linspace(times[0], times[-1], max_moments) if len(times) else times
         return [self.memory[i] for i in np.unique(np.searchsorted(times, at, side="right") - 1)]
 
     def _counted(self, values: np.ndarray) -> np.ndarray:
@@ -274,7 +274,7 @@ NOBODY = -1
 
 
 class _Log:
-    """Log of what the host has seen of an engine; `arrival_s` is of the requests that it takes."""
+    """Log of an engine's reports on the host; `arrival_s`: arrival times of the requests that it takes."""
 
     def __init__(self, num_usable: int, arrival_s: np.ndarray, num_requests: int, num_rows: int) -> None:
         self.num_usable, self.arrival_s = num_usable, arrival_s
@@ -287,7 +287,7 @@ class _Log:
         self.num_finished = 0
 
     def note(self, report: Any) -> int:
-        """Read what the device tells of its last steps; how many requests have finished in them."""
+        """Read the report of the last steps, and return the number of requests that finished in them."""
         raise_if_error(int(report.status))
         rows = np.flatnonzero(self.in_row != NOBODY)
         requests = self.in_row[rows]

@@ -49,7 +49,7 @@ class WriteCase(ExactCase):
 
     @property
     def is_sound(self) -> bool:
-        """Each slot at most once, and none of the null block's."""
+        """Whether each slot occurs at most once, and no slot is of the null block."""
         inside = [slot for slot in self.slots if 0 <= slot < self.num_blocks * self.block_size]
         return (
             len(self.slots) > 0

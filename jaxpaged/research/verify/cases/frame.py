@@ -31,7 +31,7 @@ TINY = float(np.finfo(np.float64).tiny)
 
 
 class WrongResult(AssertionError):
-    """The answer is not right; the message names the case, where, what it is and what it must be."""
+    """Error for a wrong answer: the message names the case, the position, the value and the right value."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Compared:
 
     @property
     def worst(self) -> tuple[float, tuple[int, ...]]:
-        """The largest error in units of what is allowed there, and where."""
+        """Largest error in units of the allowed error, and its index."""
         if not self.error.size:
             return 0.0, ()
         ratio = self.error / self.allowed
@@ -89,13 +89,13 @@ class KernelCase:
     @property
     def features(self) -> set[str]:
         """Names of what the case asks of a function beside sizes and types, of `FEATURES`."""
-        found = {name for name in FLAGS if getattr(self, name, None)}
+        names = {name for name in FLAGS if getattr(self, name, None)}
         derived = {
             "quantised": self.is_quantised,
             "head_major": getattr(self, "kv_layout", "token_major") == "head_major",
             "empty_rows": 0 in self.row_sizes,
         }
-        return found | {name for name, is_so in derived.items() if is_so}
+        return names | {name for name, is_so in derived.items() if is_so}
 
     def arguments(self, stale: str = "nan", padding: str = "invalid") -> tuple[list[Any], dict[str, Any]]:
         """Return the operation's arrays in order, and its options by keyword.
@@ -244,8 +244,8 @@ def with_magnitudes(
 def shaped(got: tuple[np.ndarray, ...], *want: np.ndarray) -> tuple[np.ndarray, ...]:
     """Return the answer's arrays in float64; raise `WrongResult` unless their shapes are right."""
     if [a.shape for a in got] != [a.shape for a in want]:
-        found, right = (", ".join(str(a.shape) for a in each) for each in (got, want))
-        raise WrongResult(f"the answer has shape {found or 'nothing'} and must have {right}")
+        got_shapes, want_shapes = (", ".join(str(a.shape) for a in each) for each in (got, want))
+        raise WrongResult(f"the answer has shape {got_shapes or 'nothing'} and must have {want_shapes}")
     return tuple(a.astype(np.float64) for a in got)
 
 

@@ -45,7 +45,7 @@ class RaggedCase(frame.AttentionCase):
         return {"scale": self.head_dim**-0.5} | super().options
 
     def arguments(self, stale: str = "nan", padding: str = "invalid") -> tuple[list[Any], dict[str, Any]]:
-        """Return what `inputs` does, and options."""
+        """Return the arrays of `inputs`, and the options."""
         return [*inputs(self, stale, padding)], self.options
 
     def answer(self) -> tuple[np.ndarray, np.ndarray]:

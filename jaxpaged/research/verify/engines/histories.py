@@ -27,10 +27,10 @@ class Request:
     def __str__(self) -> str:
         prompt = " + ".join(f"{name}[:{length}]" for name, length in self.parts)
         more = {"salt": self.salt, "adapter": self.adapter, "leaves after": self.abort_after}
-        told = [f"{name} {value!r}" for name, value in more.items() if value is not None]
-        told += [f"n {self.n}"] * (self.n > 1) + ["prompt_logprobs"] * self.prompt_logprobs
-        told += [f"{name}={value!r}" for name, value in self.options.items()]
-        return ", ".join([prompt, f"max_tokens {self.max_tokens}", *told])
+        words = [f"{name} {value!r}" for name, value in more.items() if value is not None]
+        words += [f"n {self.n}"] * (self.n > 1) + ["prompt_logprobs"] * self.prompt_logprobs
+        words += [f"{name}={value!r}" for name, value in self.options.items()]
+        return ", ".join([prompt, f"max_tokens {self.max_tokens}", *words])
 
 
 UPDATE: tuple[Request, ...] = ()  # a round without requests: the next version of the weights is loaded
@@ -51,7 +51,7 @@ def stream(token_ids: Sequence[Token], world: str, name: str, length: int) -> li
 
 @dataclass
 class Family:
-    """Kind of histories: its name, what an adapter must serve, and how to make one."""
+    """Kind of histories: its name, the properties that an adapter needs, and a function that makes one."""
 
     name: str
     needs: tuple[str, ...]
@@ -271,16 +271,16 @@ def smaller(history: History) -> Iterator[History]:
     names = dict.fromkeys(name for each in history for request in each for name, _ in request.parts)
     for name in names:
         longest = max(n for each in history for r in each for of, n in r.parts if of == name)
-        for most in sorted({1, longest // 2, longest - 1} - {0, longest}):
-            yield tuple(tuple(_cut(request, name, most) for request in each) for each in history)
+        for max_length in sorted({1, longest // 2, longest - 1} - {0, longest}):
+            yield tuple(tuple(_cut(request, name, max_length) for request in each) for each in history)
     for at, each in enumerate(history):
         for i, request in enumerate(each):
             for simpler in _simpler(request):
                 yield (*history[:at], (*each[:i], simpler, *each[i + 1 :]), *history[at + 1 :])
 
 
-def _cut(request: Request, name: str, most: int) -> Request:
-    parts = tuple((of, min(length, most) if of == name else length) for of, length in request.parts)
+def _cut(request: Request, name: str, max_length: int) -> Request:
+    parts = tuple((of, min(length, max_length) if of == name else length) for of, length in request.parts)
     return replace(request, parts=parts)
 
 

@@ -36,7 +36,7 @@ class Finding:
 
 @dataclass
 class EngineReport:
-    """Results of an engine: what was checked, what was not served, and what is wrong."""
+    """Report on an engine: the properties that were checked, those not served, and the findings."""
 
     name: str
     way: str  # where cold answers come from
@@ -121,12 +121,12 @@ def verify_engine(
         report.num_histories = number
         if broken is None:
             continue
-        found = time.monotonic() - began - spent
+        found_s = time.monotonic() - began - spent
         start = time.monotonic()
         until = min(start + max(2.0, (seconds - spent) * BLOCK_SHARE / 2), began + seconds + 2.0)
         finding = _finding(adapter, history, broken, report, reference, until, world)
         report.findings.append(
-            Finding(**finding, family=family.name, seed=number - 1, seconds=round(found, 3))
+            Finding(**finding, family=family.name, seed=number - 1, seconds=round(found_s, 3))
         )
         failed.add(broken.name)
         spent += time.monotonic() - start
@@ -175,8 +175,8 @@ def _finding(
         for candidate in histories.smaller(smallest):
             if time.monotonic() > until:
                 break
-            if candidate and (found := fails(candidate)) is not None:
-                smallest, last, progress = candidate, found, True
+            if candidate and (failure := fails(candidate)) is not None:
+                smallest, last, progress = candidate, failure, True
                 break
     again = [fails(smallest) for _ in range(REPEATS)]
     return {

@@ -111,8 +111,8 @@ def _prompt(
     for name, length in request.parts:
         if name == ANSWER:
             before = Ask(tuple(tokens), length, adapter=request.adapter)
-            told = truth.of(before, version)
-            tokens += told.tokens[0][:length] if told.tokens else ()
+            true_answer = truth.of(before, version)
+            tokens += true_answer.tokens[0][:length] if true_answer.tokens else ()
         else:
             tokens += stream(adapter.token_ids, terms.world, name, length)
     return tuple(tokens)
@@ -276,16 +276,18 @@ def _counts(
             "accounting", f"{answer.num_prompt} prompt tokens are told, and {len(ask.prompt)} sent", number
         )
     room = len(ask.prompt) if is_ids else answer.num_prompt or 0
-    most = (
+    max_cached = (
         min(same, room) if is_ids else (room if same else 2)
     )  # of words: a mark at the beginning is common to all
-    if cached > most and num_together == 1:
+    if cached > max_cached and num_together == 1:
         if other >= cached or (other and not is_ids):
             what = f"{cached} tokens are found that another salt, adapter or version of the weights left"
             yield Broken("partition", f"{what}; {same} are of the same", number)
         else:
             yield Broken(
-                "accounting", f"{cached} tokens are told as cached, and at most {most} were there", number
+                "accounting",
+                f"{cached} tokens are told as cached, and at most {max_cached} were there",
+                number,
             )
     if other:
         seen.count("partition")
@@ -371,7 +373,9 @@ class Picture:
         return wrong
 
     def differs(self, ask: Ask, cached: int) -> str | None:
-        """Return how the cached tokens told differ from those that the picture gives."""
+        """Return a sentence about reported cached tokens that differ from the expected number; None if they
+        agree.
+        """
         if ask.prompt_logprobs:
             return None
         by_parent: dict[Any, list[tuple[Any, Stored]]] = {}

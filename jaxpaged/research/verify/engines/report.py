@@ -91,11 +91,11 @@ def page(report: EngineReport) -> str:
         state = "<b class=bad>failed</b>" if name in failed else "holds" if number else "not checked"
         lines.append(f"<tr><td>{name}<td>{state}<td>{number}<td>{html.escape(rule)}")
     head = [html.escape(line) for line in list(_lines(report))[:3]]
-    found = [f"<pre>{html.escape(chr(10).join(_finding(each)).strip())}</pre>" for each in report.findings]
+    findings = [f"<pre>{html.escape(chr(10).join(_finding(each)).strip())}</pre>" for each in report.findings]
     missing = [f"<li>{html.escape(f'{what}: {why}')}" for what, why in report.not_served.items()]
     return (
         f"<!doctype html><html lang=en><meta charset=utf-8><title>{html.escape(report.name)}</title>"
         f"<style>{STYLE}</style><h1>{head[0]}</h1><p>{head[1]}<p>{head[2]}"
         f"<table><tr><th>property<th>verdict<th>checks<th>rule{''.join(lines)}</table>"
-        f"{''.join(found)}<h2>Not served</h2><ul>{''.join(missing) or '<li>nothing'}</ul></html>\n"
+        f"{''.join(findings)}<h2>Not served</h2><ul>{''.join(missing) or '<li>nothing'}</ul></html>\n"
     )

@@ -84,15 +84,15 @@ class ServerAdapter:
         plain = self._one(Ask(prompt, 2))
         if plain.error:
             raise InputError(f"the server answers no completion: {plain.error}")
-        found = {"abort"} | ({"adapter"} if self.adapters else set())
+        served = {"abort"} | ({"adapter"} if self.adapters else set())
         if self._status({"cache_salt": {"no": "string"}}) >= 400:
-            found.add("salt")
+            served.add("salt")
         two = self._one(Ask(prompt, 1, n=2))
         if two.error is None and len(two.tokens) == 2:
-            found.add("n")
+            served.add("n")
         if self._one(Ask(prompt, 1, prompt_logprobs=True)).prompt_logprobs:
-            found.add("prompt_logprobs")
-        return frozenset(found)
+            served.add("prompt_logprobs")
+        return frozenset(served)
 
     def _status(self, more: Mapping[str, Any]) -> int:
         body = self._body(Ask(tuple(self.token_ids[:4]), 1)) | dict(more)
@@ -171,12 +171,12 @@ class ServerAdapter:
             reply = self._http.get("/metrics")
         except self._errors:
             return {}
-        found, kinds = {}, dict(re.findall(r"^# TYPE (\S+) (\w+)", reply.text, re.MULTILINE))
+        gauges, kinds = {}, dict(re.findall(r"^# TYPE (\S+) (\w+)", reply.text, re.MULTILINE))
         for line in reply.text.splitlines() if reply.status_code == 200 else ():
             name = re.split(r"[{ ]", line)[0]
             if kinds.get(name) == "gauge" and GAUGE.search(name) and not NO_GAUGE.search(name):
-                found[line.rpartition(" ")[0]] = float(line.rpartition(" ")[2])
-        return found
+                gauges[line.rpartition(" ")[0]] = float(line.rpartition(" ")[2])
+        return gauges
 
     def _events(self) -> list[Any]:
         """Return events until none has come for a moment."""

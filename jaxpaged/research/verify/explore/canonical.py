@@ -27,7 +27,9 @@ def live_rows(state: EngineState) -> list[int]:
 
 
 def seen(state: EngineState) -> Key:
-    """Return what the oracle has, too: phases, tokens, tables and the free queue, with blocks renamed."""
+    """Return the part of the state that the oracle has, too: phases, tokens, tables and the free queue, with
+    blocks renumbered.
+    """
     names, rows = Names({0: 0}), []
     for row, phase in enumerate(state.rows.phase.tolist()):
         if phase not in LIVE:
@@ -92,7 +94,7 @@ def _content(cache: PrefixCache, block: int, nodes: Names) -> Any:
 
 
 def _rings(cache: PrefixCache, names: Names) -> list[tuple[int, int]]:
-    """Return which block follows which among those with the same content."""
+    """Return the pairs of neighbours in the rings of blocks with the same content."""
     with_content = np.flatnonzero(cache.slot >= 0).tolist()
     links = {names.of(block): names.of(int(cache.neighbours[block, 0])) for block in with_content}
     return sorted(links.items())

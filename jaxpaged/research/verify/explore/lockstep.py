@@ -82,7 +82,7 @@ def happen(engine: Engine, world: World, event: Event) -> None:
 
 
 def seen_by(engine: Engine) -> Key:
-    """Return what `canonical.seen` returns, of the oracle."""
+    """Return the state of the oracle in the form of `canonical.seen`."""
     names = Names({0: 0})
     rows: list[tuple[int, ...]] = []
     for row in engine.rows:

@@ -86,14 +86,16 @@ def explore(world: World, *, max_states: int = 1_000_000) -> Walk:
     while level and walk.finding is None:
         following: list[tuple[int, list[np.ndarray]]] = []
         leaves_of = dict(level)
-        for event, before, leaves, told in _events(programs, level):
+        for event, before, leaves, reported in _events(programs, level):
             after = programs.state(leaves)
             wrong = None
             if event[0] == STEP:
-                wrong = _unfair(programs.state(leaves_of[before]), told)
-                for kind, array in zip(TOLD, (told[0], told[1], told[2], told[4]), strict=True):
+                wrong = _unfair(programs.state(leaves_of[before]), reported)
+                for kind, array in zip(
+                    TOLD, (reported[0], reported[1], reported[2], reported[4]), strict=True
+                ):
                     walk.met[kind] += int(np.sum(array))
-                _count_drafts(walk, programs.state(leaves_of[before]), after, told[3])
+                _count_drafts(walk, programs.state(leaves_of[before]), after, reported[3])
             name = key(after)
             number = walk.keys.get(name)
             if number is None:
@@ -151,12 +153,12 @@ def _events(programs: Programs, level: list[tuple[int, list[np.ndarray]]]) -> It
     num_rows = len(programs.world.asks)
     phase = [programs.state(leaves).rows.phase for _, leaves in level]
     for row in range(num_rows):
-        new = [each for each, its in zip(level, phase, strict=True) if its[row] == Phase.EMPTY]
+        new = [each for each, row_phases in zip(level, phase, strict=True) if row_phases[row] == Phase.EMPTY]
         yield from _batched(programs.arrive, new, (ARRIVE, row))
         if programs.world.aborts:
-            live = [each for each, its in zip(level, phase, strict=True) if its[row] in LIVE]
+            live = [each for each, row_phases in zip(level, phase, strict=True) if row_phases[row] in LIVE]
             yield from _batched(programs.abort, live, (ABORT, row))
-    works = [each for each, its in zip(level, phase, strict=True) if np.isin(its, LIVE).any()]
+    works = [each for each, row_phases in zip(level, phase, strict=True) if np.isin(row_phases, LIVE).any()]
     yield from _batched(programs.advance, works, (STEP, -1))
 
 
@@ -169,16 +171,16 @@ def _batched(
         padded = [*batch, *[batch[0]] * (BATCH - len(batch))]
         stacked = [np.stack(leaves) for leaves in zip(*(leaves for _, leaves in padded), strict=True)]
         if event[0] == STEP:
-            results, told = program(stacked)
+            results, reported = program(stacked)
         else:
-            results, told = program(stacked, np.full(BATCH, event[1], np.int32)), []
-        results, told = [np.asarray(x) for x in results], [np.asarray(x) for x in told]
+            results, reported = program(stacked, np.full(BATCH, event[1], np.int32)), []
+        results, reported = [np.asarray(x) for x in results], [np.asarray(x) for x in reported]
         for i, (number, _) in enumerate(batch):
-            yield event, number, [x[i] for x in results], [x[i] for x in told]
+            yield event, number, [x[i] for x in results], [x[i] for x in reported]
 
 
 def wrong_in(state: EngineState, answers: list[list[int]]) -> str | None:
-    """Return what does not hold in a state; None where all is right.
+    """Return a sentence about an invariant that a state breaks; None if it breaks none.
 
     Every block is free or held, as often as tables name it; what is findable was computed; the slots of
     computed tokens hold them; answers are those of the request alone.
@@ -220,14 +222,14 @@ def wrong_in(state: EngineState, answers: list[list[int]]) -> str | None:
 
 
 def _slots(state: EngineState) -> np.ndarray:
-    """Return what the slots hold: [num_blocks, block_size, 2]."""
+    """Return the content of the slots, [num_blocks, block_size, 2]."""
     cache = state.kv_cache
     return np.asarray(cache.blocks[slots_name(cache)]).reshape(cache.num_blocks, cache.block_size, 2)
 
 
-def _unfair(before: EngineState, told: list[np.ndarray]) -> str | None:
-    """Return who was treated out of turn by a step; None where nobody was."""
-    admitted, preempted = told[:2]
+def _unfair(before: EngineState, reported: list[np.ndarray]) -> str | None:
+    """Return a sentence about rows that a step treated out of turn; None if there are none."""
+    admitted, preempted = reported[:2]
     order, phase = live_rows(before), before.rows.phase
     waiting = [row for row in order if phase[row] != Phase.RUNNING]
     running = [row for row in order if phase[row] == Phase.RUNNING]
@@ -277,7 +279,7 @@ def tell(programs: Programs, path: list[Event]) -> list[str]:
     """Return a history as a story, one line for each event."""
     leaves, lines = programs.start, []
     for event in path:
-        ((_, _, leaves, told),) = _batched(_program(programs, event), [(0, leaves)], event)
+        ((_, _, leaves, reported),) = _batched(_program(programs, event), [(0, leaves)], event)
         state = programs.state(leaves)
         if event[0] != STEP:
             ask = programs.world.asks[event[1]]
@@ -286,7 +288,7 @@ def tell(programs: Programs, path: list[Event]) -> list[str]:
             )
             lines.append(f"{letter(event[1])} {event[0]}{more}")
             continue
-        kinds = zip(("admits", "preempts", "swaps out", "computes of"), told, strict=False)
+        kinds = zip(("admits", "preempts", "swaps out", "computes of"), reported, strict=False)
         did = [
             f"{kind} "
             + ", ".join(

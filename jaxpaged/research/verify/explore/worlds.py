@@ -59,7 +59,7 @@ class World:
 
     @property
     def config(self) -> StepConfig:
-        """Return what the step is compiled for."""
+        """Return the static configuration of the step."""
         lookup = Lookup(most=self.most_drafts, longest=1, shortest=1) if self.most_drafts else None
         return StepConfig(
             max_num_seqs=self.max_num_seqs, num_tiles=1, tiles_per_pass=1, attention="xla", lookup=lookup
@@ -67,7 +67,7 @@ class World:
 
     @property
     def features(self) -> Features:
-        """Return what rows have beside."""
+        """Return the optional features of rows: drafts, if the world has them."""
         return Features.on(drafts=DraftSizes(self.most_drafts)) if self.most_drafts else NO_FEATURES
 
     def state(self) -> EngineState:
@@ -184,8 +184,14 @@ class Programs:
         def advance(leaves: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
             state, decision = step(Reader(), self.state(leaves), world.config)
             plan = decision.plan.num_new_tokens
-            told = [decision.admitted, decision.preempted, decision.swapped, plan, decision.num_hit_blocks]
-            return self._part(state), told
+            reported = [
+                decision.admitted,
+                decision.preempted,
+                decision.swapped,
+                plan,
+                decision.num_hit_blocks,
+            ]
+            return self._part(state), reported
 
         self.arrive, self.abort = jax.jit(jax.vmap(arrive)), jax.jit(jax.vmap(abort))
         self.advance = jax.jit(jax.vmap(advance), compiler_options=QUICK_TO_COMPILE)

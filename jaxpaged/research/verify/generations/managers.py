@@ -26,7 +26,7 @@ WATERMARK = 0.2
 
 
 class ByName:
-    """Mixed into a group of sequences: statuses are equal by name, whoever's they are."""
+    """Mixin of a group of sequences that compares statuses by name, across packages."""
 
     def get_seqs(self, status: Any = None) -> list[Any]:
         seqs = super().get_seqs()  # type: ignore[misc]
@@ -51,7 +51,7 @@ class V0Group(ByName, V0SequenceGroup):
 class V0Seq(V0Sequence):
     @property
     def n_blocks(self) -> int:
-        """`len(logical_token_blocks)`, as it is called from 0.6 on."""
+        """Number of logical blocks, under the name of vLLM 0.6 and later."""
         return len(self.logical_token_blocks)
 
 
@@ -73,8 +73,8 @@ def _refusing() -> Iterator[None]:
 
 
 class ManagerOracle(Oracle):
-    """Oracle around a block manager: a row is a sequence, in a group of its own or with those it is swapped
-    with.
+    """Oracle around a block manager of vLLM: a row is a sequence, in a group of its own or of the rows that
+    it is swapped with.
     """
 
     manager: Any

@@ -78,7 +78,7 @@ class Labels:
             )
 
     def name_of(self, block: Any) -> BlockHash | None:
-        """Return the name of what a block holds, or None if nothing with its label was cached."""
+        """Return the name of a block's content, or None if no content with its label was cached."""
         return next((name for label, name in self.known if label == block.block_hash), None)
 
     def keep(self, names: Collection[BlockHash]) -> None:
@@ -214,8 +214,8 @@ class V1Oracle(Oracle):
             content = tuple(self.tokens[row][i * self.block_size : (i + 1) * self.block_size])
             before = dict(self.identities.names)
             name = self.identities.name(parent, content, create=True)
-            found = self.pool.get_cached_block(name, [0]) is not None
-            if blocks[i].is_null and found:
+            is_cached = self.pool.get_cached_block(name, [0]) is not None
+            if blocks[i].is_null and is_cached:
                 pass  # somebody else's block: the chain goes on through it
             elif blocks[i].is_null or (
                 blocks[i].block_hash is not None and self.labels.name_of(blocks[i]) != name
@@ -251,7 +251,7 @@ class V1Oracle(Oracle):
         del self.tokens[row], self.chains[row], self.salts[row]
 
     def free_twice(self, row: int) -> None:
-        """Do nothing: V1's rule for what is freed already is about blocks, as `over_free` has it."""
+        """Do nothing: V1's rule for a second free is about blocks, see `over_free`."""
 
     def over_free(self, row: int) -> dict[str, int]:
         """Free each block of a row once more than it is held, and return what the pool counts then.
@@ -366,22 +366,22 @@ class V1Oracle(Oracle):
     def num_free(self) -> tuple[int, int]:
         return self.pool.get_num_free_blocks(), self.host_pool.get_num_free_blocks()
 
-    def found(self) -> dict[str, int]:
-        """Return, for each content that has a name, the block that is found for it, if any.
+    def blocks_by_content(self) -> dict[str, int]:
+        """Return the ids of cached blocks by their contents' names.
 
         A content is told by its tokens, and by the number of its parent or the salt.
         """
-        found = {}
+        block_ids = {}
         for (parent, tokens), name in self.identities.names.items():
             behind = (
                 f"content {int.from_bytes(parent, 'big')}" if isinstance(parent, bytes) else f"salt {parent}"
             )
             for block in self.pool.get_cached_block(name, [0]) or ():
-                found[f"the block found for tokens {list(tokens)} after {behind}"] = block.block_id
-        return dict(sorted(found.items()))
+                block_ids[f"the block found for tokens {list(tokens)} after {behind}"] = block.block_id
+        return dict(sorted(block_ids.items()))
 
     def contents(self) -> list[list[int]]:
         """Return the blocks of each content, oldest first."""
         cached = self.pool.cached_block_hash_to_block._cache.values()
-        groups = [list(found) if isinstance(found, dict) else [found.block_id] for found in cached]
+        groups = [list(blocks) if isinstance(blocks, dict) else [blocks.block_id] for blocks in cached]
         return sorted(groups)

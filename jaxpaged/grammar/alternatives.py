@@ -1,7 +1,7 @@
-"""Ways to be valid under a JSON schema: its references, combinations, conditions and negations, worked out.
+"""Alternatives of a JSON schema: its references, combinations, conditions and negations in disjunctive form.
 
-A way is places whose keywords all hold, and none of which refers to another schema for the same value. A
-value is valid exactly if it is in one of the ways.
+An alternative is a list of places whose keywords all hold, and of which none refers to another schema for the
+same value. A value is valid exactly if it fulfils one of the alternatives.
 """
 
 import itertools
@@ -15,9 +15,9 @@ from jaxpaged.grammar import scalars, validity
 from jaxpaged.grammar.nodes import NotRegularError
 from jaxpaged.grammar.places import (
     KINDS,
+    Alternative,
     Place,
     UnmetError,
-    Way,
     branches,
     count,
     counts,
@@ -78,10 +78,10 @@ NEUTRAL = {
 }
 
 
-class Ways:
+class Alternatives:
     """A reader of one schema, that counts the places it comes to.
 
-    While it proves that something is void, ways may be more than the schema allows, never fewer.
+    During a proof that a part is void, the alternatives may allow more than the schema does, never less.
     """
 
     def __init__(self, schema: Any, levels: int | None) -> None:
@@ -89,24 +89,24 @@ class Ways:
         self.num_places, self.num_proved = 0, 0
         self.num_proving = 0  # proofs begun: what is recursive is not cut in them, and `oneOf` is `anyOf`
 
-    def of(self, places: Way) -> list[Way]:
-        """Return the ways to be valid under all of some places."""
+    def of(self, places: Alternative) -> list[Alternative]:
+        """Return the alternatives of values that are valid at all these places."""
         return self.product([self.at(place, is_alone=len(places) == 1) for place in places], places[0].path)
 
-    def at(self, place: Place, *, is_alone: bool = False) -> list[Way]:
-        """Return the ways to be valid at a place. `is_alone`: it says all that is known of the value."""
+    def at(self, place: Place, *, is_alone: bool = False) -> list[Alternative]:
+        """Return the alternatives of a place. `is_alone`: no other place says anything of the value."""
         used = self.used(place)
         if used is None:
             return [()] if place.schema else []
-        groups: list[list[Way]] = []
+        groups: list[list[Alternative]] = []
         if plain := used & PLAIN:
-            its = {key: place.schema[key] for key in place.schema if key in plain}
+            schema = {key: place.schema[key] for key in place.schema if key in plain}
             for key in CLOSING & plain:
-                if self.num_proving or (is_alone and (its[key] is True or its[key] == {})):
-                    del its[key]
-                elif its[key] is not False or not is_alone:
+                if self.num_proving or (is_alone and (schema[key] is True or schema[key] == {})):
+                    del schema[key]
+                elif schema[key] is not False or not is_alone:
                     raise not_regular(place.path, f"{key} is only followed if it is a boolean, and outermost")
-            groups.append([(place._replace(schema=its),)] if its else [()])
+            groups.append([(place._replace(schema=schema),)] if schema else [()])
         if "$ref" in used:
             target = self.target(place)
             is_alone &= not used - {"$ref"}
@@ -114,7 +114,9 @@ class Ways:
         if "allOf" in used:
             groups += map(self.at, branches(place, "allOf"))
         if "anyOf" in used:
-            groups.append([way for branch in branches(place, "anyOf") for way in self.at(branch)])
+            groups.append(
+                [alternative for branch in branches(place, "anyOf") for alternative in self.at(branch)]
+            )
         if "oneOf" in used:
             groups.append(self.one_of(place))
         if "not" in used:
@@ -140,15 +142,15 @@ class Ways:
             raise wrong(place.path, f"has the keyword {shown(key)}, which is not supported")
         return used
 
-    def product(self, groups: Iterable[list[Way]], path: str) -> list[Way]:
-        """Return the ways that are in one way of each group, less those without a common type."""
-        found: list[Way] = [()]
+    def product(self, groups: Iterable[list[Alternative]], path: str) -> list[Alternative]:
+        """Return the combinations of one alternative of each group, less those without a common type."""
+        alternatives: list[Alternative] = [()]
         for group in groups:
-            self.spend(path, len(found) * len(group) - 1)
-            found = [one + other for one in found for other in group]
-            self.spend(path, sum(map(len, found)))
-            found = [way for way in found if kinds(way)]
-        return found
+            self.spend(path, len(alternatives) * len(group) - 1)
+            alternatives = [one + other for one in alternatives for other in group]
+            self.spend(path, sum(map(len, alternatives)))
+            alternatives = [alternative for alternative in alternatives if kinds(alternative)]
+        return alternatives
 
     def spend(self, path: str, places: int) -> None:
         if self.num_proving:
@@ -163,7 +165,7 @@ class Ways:
         name = place.schema["$ref"]
         if not isinstance(name, str) or not (name == "#" or name.startswith("#/")):
             raise wrong(place.path, f"has $ref={shown(name)}, must begin with #/: nothing is fetched")
-        found, path, root = self.found(place)
+        schema, path, root = self.referenced(place)
         if path in place.here:
             raise wrong(place.path, f"has $ref={shown(name)}, which refers to itself only")
         if path in place.refs and self.levels is not None and not self.num_proving:
@@ -171,9 +173,9 @@ class Ways:
                 raise not_regular(place.path, f"{name} refers to itself", is_recursive=True)
             if place.refs.count(path) >= self.levels:
                 return None
-        return Place(found, path, (*place.refs, path), (*place.here, path), place.is_made, root)
+        return Place(schema, path, (*place.refs, path), (*place.here, path), place.is_made, root)
 
-    def found(self, place: Place) -> tuple[Any, str, str]:
+    def referenced(self, place: Place) -> tuple[Any, str, str]:
         """Return the part that a place refers to, its path, and that of the schema that it is in."""
         name, part, path, root = place.schema["$ref"], self.whole, "#", "#"
         inside = [key.replace("~1", "/").replace("~0", "~") for key in place.root.split("/")[1:]]
@@ -189,44 +191,47 @@ class Ways:
             root = path if is_root(part) else root
         return part, path, root
 
-    def one_of(self, place: Place) -> list[Way]:
-        """Return the ways of each branch, less those of each other branch that is not proved to be apart."""
-        its = branches(place, "oneOf")
+    def one_of(self, place: Place) -> list[Alternative]:
+        """Return the alternatives of each branch of oneOf, less those of branches that may overlap it."""
+        branch_places = branches(place, "oneOf")
         if self.num_proving:
-            return [way for branch in its for way in self.at(branch)]
-        rivals: list[list[Place]] = [[] for _ in its]
-        for one, other in itertools.combinations(range(len(its)), 2):
-            if not self.is_void((its[one], its[other])):
-                rivals[one].append(its[other])
-                rivals[other].append(its[one])
-        found = []
-        for branch, others in zip(its, rivals, strict=True):
-            found += self.product([self.at(branch), *map(self.against, others)], place.path)
-        return found
+            return [alternative for branch in branch_places for alternative in self.at(branch)]
+        rivals: list[list[Place]] = [[] for _ in branch_places]
+        for one, other in itertools.combinations(range(len(branch_places)), 2):
+            if not self.is_void((branch_places[one], branch_places[other])):
+                rivals[one].append(branch_places[other])
+                rivals[other].append(branch_places[one])
+        alternatives = []
+        for branch, others in zip(branch_places, rivals, strict=True):
+            alternatives += self.product([self.at(branch), *map(self.against, others)], place.path)
+        return alternatives
 
-    def conditional(self, place: Place) -> list[Way]:
-        found = []
+    def conditional(self, place: Place) -> list[Alternative]:
+        ways_of_both = []
         condition = place.beside("if")
-        for key, ways in (("then", self.at(condition)), ("else", self.against(condition))):
+        for key, alternatives in (("then", self.at(condition)), ("else", self.against(condition))):
             rest = [self.at(place.beside(key))] if key in place.schema else []
-            found += self.product([ways, *rest], place.path)
-        return found
+            ways_of_both += self.product([alternatives, *rest], place.path)
+        return ways_of_both
 
-    def dependent(self, place: Place) -> list[list[Way]]:
-        """Return the ways of each property that something depends on: without it, or with that."""
+    def dependent(self, place: Place) -> list[list[Alternative]]:
+        """Return a group for each property that others depend on: it is absent, or all it requires holds."""
         groups = []
         for key in ("dependentRequired", "dependentSchemas"):
             for name in mapping(place, key):
-                its = place.beside(key, name)
+                condition = place.beside(key, name)
                 if key == "dependentRequired":
-                    its = place.made({"required": names(place.beside(key), name)})
+                    condition = place.made({"required": names(place.beside(key), name)})
                 there = (place.made({"required": [name]}),)
                 without = (place.made({"properties": {name: False}}),)
-                groups.append([without, *((*there, *way) for way in self.at(its))])
+                groups.append([without, *((*there, *alternative) for alternative in self.at(condition))])
         return groups
 
-    def against(self, place: Place) -> list[Way]:
-        """Return the ways not to be valid at a place. Raises `NotRegularError` where none are known."""
+    def against(self, place: Place) -> list[Alternative]:
+        """Return the alternatives of values not valid at a place.
+
+        Raises `NotRegularError` where none are known.
+        """
         if not self.num_proving:
             return self.negated(place)
         try:
@@ -234,35 +239,39 @@ class Ways:
         except NotRegularError:
             return [()]
 
-    def negated(self, place: Place) -> list[Way]:
-        """Return what `against` does, outside of proofs."""
+    def negated(self, place: Place) -> list[Alternative]:
+        """Return the alternatives of the negation of a place's schema; see `against`."""
         used = self.used(place)
         if used is None:
             return [] if place.schema else [()]
-        found: list[Way] = []
+        negations: list[Alternative] = []
 
         def add(schema: dict[str, Any]) -> None:
-            found.append((place.made(schema),))
+            negations.append((place.made(schema),))
 
         for key in sorted(used):
             value = place.schema[key]
             kind = next((COUNTS[end] for end in COUNTS if key[3:] == end), None)
             if key == "$ref":
-                if isinstance(value, str) and value[:1] == "#" and self.found(place)[1] in place.refs:
+                if isinstance(value, str) and value[:1] == "#" and self.referenced(place)[1] in place.refs:
                     raise not_regular(place.path, f"a negation of {shown(value)} refers to itself")
                 target = self.target(place)
                 assert target is not None
-                found += self.against(target)
+                negations += self.against(target)
             elif key == "not":
-                found += self.at(place.beside(key)._replace(is_made=True))
+                negations += self.at(place.beside(key)._replace(is_made=True))
             elif key == "allOf":
-                found += [way for branch in branches(place, key) for way in self.against(branch)]
+                negations += [
+                    alternative for branch in branches(place, key) for alternative in self.against(branch)
+                ]
             elif key == "anyOf":
-                found += self.product([self.against(branch) for branch in branches(place, key)], place.path)
+                negations += self.product(
+                    [self.against(branch) for branch in branches(place, key)], place.path
+                )
             elif key == "type":
-                its = types(place)
-                left = [kind for kind in KINDS if kind not in its]
-                if "integer" in its:
+                allowed_types = types(place)
+                left = [kind for kind in KINDS if kind not in allowed_types]
+                if "integer" in allowed_types:
                     left.remove("number")
                     add({"type": "number", "not": {"type": "integer"}})
                 if left:
@@ -286,50 +295,54 @@ class Ways:
                 for name in names(place, key):
                     add({"type": "object", "properties": {name: False}})
             elif key == "properties":
-                for name, its in mapping(place, key).items():
-                    if its is not True:
-                        other = its if isinstance(its, bool) else {"not": its}
+                for name, subschema in mapping(place, key).items():
+                    if subschema is not True:
+                        other = subschema if isinstance(subschema, bool) else {"not": subschema}
                         add({"type": "object", "required": [name], "properties": {name: other or True}})
             elif not (key in NEUTRAL and (value is True or value == {})) and not (
                 key in ("then", "else") and "if" not in used
             ):
                 raise not_regular(place.path, f"a negation of {key} is not followed by an automaton")
-        return found
+        return negations
 
-    def is_void(self, places: Way, depth: int = 0) -> bool:
+    def is_void(self, places: Alternative, depth: int = 0) -> bool:
         """Return whether it is easy to prove that no value is valid under all of some places."""
         self.num_proving += 1
         try:
-            return all(self.is_void_way(way, depth) for way in self.of(places))
+            return all(self.is_void_way(alternative, depth) for alternative in self.of(places))
         finally:
             self.num_proving -= 1
 
-    def is_void_way(self, way: Way, depth: int) -> bool:
-        if not way:
+    def is_void_way(self, alternative: Alternative, depth: int) -> bool:
+        if not alternative:
             return False
-        if (values := self.values(way)) is not None:
+        if (values := self.values(alternative)) is not None:
             return not values
-        return all(self.is_void_kind(way, kind, depth) for kind in kinds(way))
+        return all(self.is_void_kind(alternative, kind, depth) for kind in kinds(alternative))
 
-    def is_void_kind(self, way: Way, kind: str, depth: int) -> bool:
+    def is_void_kind(self, alternative: Alternative, kind: str, depth: int) -> bool:
         try:
             if kind in ("integer", "number"):
-                scalars.bounds(way, is_integer=kind == "integer")
+                scalars.bounds(alternative, is_integer=kind == "integer")
             elif kind == "string":
-                counts(way, "minLength", "maxLength")
+                counts(alternative, "minLength", "maxLength")
             elif kind == "array":
-                counts(way, "minItems", "maxItems")
+                counts(alternative, "minItems", "maxItems")
             elif kind == "object" and depth < MAX_PROVED:
-                required = {name for place in way for name in names(place, "required")}
-                return any(self.is_void(its, depth + 1) for name in required if (its := named(way, name)))
+                required = {name for place in alternative for name in names(place, "required")}
+                return any(
+                    self.is_void(places, depth + 1)
+                    for name in required
+                    if (places := named(alternative, name))
+                )
         except UnmetError:
             return True
         return False
 
-    def values(self, way: Way) -> list[Any] | None:
-        """Return the values that are valid in a way; None if it does not list them."""
+    def values(self, alternative: Alternative) -> list[Any] | None:
+        """Return the values of an alternative that lists its values; None of any other."""
         listed = []
-        for place in way:
+        for place in alternative:
             if "enum" in place.schema and not isinstance(place.schema["enum"], list):
                 raise wrong(place.path, "has an enum that is not a list")
             listed += [place.schema["enum"]] if "enum" in place.schema else []
@@ -337,7 +350,7 @@ class Ways:
         if not listed:
             return None
         first, *others = map(distinct, listed)
-        allowed = kinds(way)
+        allowed = kinds(alternative)
         kept = [
             each
             for key, same in first.items()
@@ -346,8 +359,8 @@ class Ways:
             if any(has_kind(each, kind) for kind in allowed)
         ]
         if any(isinstance(value, float) and not math.isfinite(value) for value in kept):
-            raise wrong(way[0].path, "has a number that JSON has not")
-        for place in way:
+            raise wrong(alternative[0].path, "has a number that JSON has not")
+        for place in alternative:
             if closing := CLOSING & set(place.schema):
                 raise not_regular(place.path, f"{min(closing)} beside an enum is not followed")
             if set(place.schema) - {"enum", "const", "type"}:
@@ -357,15 +370,15 @@ class Ways:
         return kept
 
 
-def named(way: Way, name: str) -> Way:
+def named(alternative: Alternative, name: str) -> Alternative:
     """Return the places that a property's value must be valid at."""
-    found = []
-    for place in way:
-        its = [place.at("properties", name)] if name in mapping(place, "properties") else []
+    places = []
+    for place in alternative:
+        own_places = [place.at("properties", name)] if name in mapping(place, "properties") else []
         for pattern in mapping(place, "patternProperties"):
             if validity.contains_match(name, pattern, f"{place.path}/patternProperties"):
-                its.append(place.at("patternProperties", pattern))
-        if not its and "additionalProperties" in place.schema:
-            its.append(place.at("additionalProperties"))
-        found += its
-    return tuple(found)
+                own_places.append(place.at("patternProperties", pattern))
+        if not own_places and "additionalProperties" in place.schema:
+            own_places.append(place.at("additionalProperties"))
+        places += own_places
+    return tuple(places)

@@ -59,7 +59,9 @@ class Stretch:
 
 
 def stretch(past: Past, first: Int[Array, ""], num: int) -> Stretch:
-    """Return what is at places `first`, `first + 1` and so on; before the oldest token there is none."""
+    """Return `num` entries of the ring from index `first` on, counted from the oldest; an entry outside has
+    the token -1.
+    """
     index = first + jnp.arange(num, dtype=jnp.int32)
     at = (past.next - past.num_tokens + index) % past.token_ids.shape[0]
     is_there = (index >= 0) & (index < past.num_tokens)
