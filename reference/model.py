@@ -28,7 +28,9 @@ class Layer(Protocol):
     attention_chunk: (
         int | None
     )  # tokens of a chunk of the sequence: a token sees its own alone; None: no chunks
-    has_state: bool  # whether the config's mixer is in the place of attention
+    attends: bool  # whether it has attention
+    has_state: bool  # whether it has the config's mixer, beside attention or without it
+    feeds: bool  # whether it has a feed-forward part
     own: Any  # None, or a kind whose `sees(query, key)` says which positions before it a token sees
 
 
@@ -161,8 +163,8 @@ def layer(
     shared: KeysAndValues | None = None,
     routed: Routed | None = None,
 ) -> np.ndarray:
-    """Compute a layer: attention and a feed-forward block, each added to its input, in sequence or in
-    parallel.
+    """Compute a layer: attention or a mixer, or their sum, and a feed-forward block, each added to its input,
+    in sequence or in parallel; of a layer that has one of both, that one.
     """
     before, after = config.norm_place in ("before", "both"), config.norm_place in ("after", "both")
 
@@ -170,18 +172,23 @@ def layer(
         values = norm(config, weights, f"{name}.{part}_out_norm", values) if after else values
         return values * values.dtype.type(config.residual_scale)
 
-    normed = norm(config, weights, f"{name}.attention_norm", x) if before else x
-    if kind.has_state:
-        assert cache is None, "a cache of K and V has no states"
-        mixed = mixer(config, weights, name, normed)
-    elif config.latent is not None:
-        assert cache is None, "a cache of K and V has no latents"
-        mixed = latent.attention(config, weights, name, kind, normed)
-    else:
-        mixed = attention(config, weights, name, kind, normed, cache, shared)
-    attended = x + out("attention", mixed)
+    normed, attended = x, x
+    if kind.attends or kind.has_state:
+        normed = norm(config, weights, f"{name}.attention_norm", x) if before else x
+        mixed = np.zeros_like(x)
+        if kind.has_state:
+            assert cache is None, "a cache of K and V has no states"
+            mixed = mixed + mixer(config, weights, name, normed)
+        if kind.attends and config.latent is not None:
+            assert cache is None, "a cache of K and V has no latents"
+            mixed = mixed + latent.attention(config, weights, name, kind, normed)
+        elif kind.attends:
+            mixed = mixed + attention(config, weights, name, kind, normed, cache, shared)
+        attended = x + out("attention", mixed)
     if config.altup is not None:
         attended = altup.with_laurel(config, weights, name, attended, normed)
+    if not kind.feeds:
+        return attended
     given = x if config.parallel else attended
     if config.shared_norm:
         given = normed
@@ -324,6 +331,9 @@ def experts(
         read = read * x.dtype.type(x.shape[-1] ** -0.5)
         x = norm(config, weights, f"{name}.experts_norm", residual)
         factors = weights[f"{name}.expert_scale"]
+    if e.latent_size:
+        x = linear(weights, f"{name}.experts_in", x)
+        out = np.zeros_like(x)
     scores = soft_capped(linear(weights, f"{name}.router", read), e.router_soft_cap)
     correction = weights[f"{name}.correction"] if e.correction else np.zeros_like(scores[0])
     for token, its in enumerate(scores):
@@ -334,15 +344,20 @@ def experts(
             prefix = f"{name}.experts.{expert}"
             share *= e.scale * factors[expert]
             given = x[token] * x.dtype.type(share) if e.scales_input else x[token]
-            gate, up = np.split(linear(weights, f"{prefix}.gate_up", given), 2)
-            if e.glu_limit is None:
+            if not config.gated:
+                wide = activate(config, linear(weights, f"{prefix}.up", given))
+            elif e.glu_limit is None:
+                gate, up = np.split(linear(weights, f"{prefix}.gate_up", given), 2)
                 wide = activate(config, gate) * up
             else:
+                gate, up = np.split(linear(weights, f"{prefix}.gate_up", given), 2)
                 gate, up = np.minimum(gate, e.glu_limit), up.clip(-e.glu_limit, e.glu_limit)
                 wide = gate / (1 + np.exp(-1.702 * gate)) * (up + 1)
             out[token] += x.dtype.type(1 if e.scales_input else share) * linear(
                 weights, f"{prefix}.down", wide
             )
+    if e.latent_size:
+        out = linear(weights, f"{name}.experts_out", out)
     if e.shared_size:
         shared = mlp(config, weights, name, whole, "shared.")
         if e.shared_gate:

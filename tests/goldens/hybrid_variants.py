@@ -30,6 +30,15 @@ MAMBA = {
     "mamba_chunk_size": 8,
     "shared_intermediate_size": 20,
 }
+NEMOTRON = {
+    "head_dim": 8,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 6,
+    "ssm_state_size": 6,
+    "n_groups": 2,
+    "chunk_size": 8,
+    "time_step_min": 1e-12,  # transformers takes it for a limit of time steps in prompts alone
+}
 CONV = {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]}
 HYBRID: dict[str, dict[str, Any]] = {
     "qwen3_next": {**DELTA, **EXPERTS},
@@ -51,5 +60,24 @@ HYBRID: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 3,
         "attn_layer_indices": [1],
         "mamba_proj_bias": True,
+    },
+    "nemotron_h": {
+        **NEMOTRON,
+        "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention", "mlp"],
+        "use_bias": True,
+        "mlp_bias": True,
+    },
+    "nemotron_h_experts": {
+        **NEMOTRON,
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "linear_attention", "moe"],
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 1.5,
+        "moe_intermediate_size": 12,
+        "moe_shared_expert_intermediate_size": 20,
+        "moe_latent_size": 16,
+        "use_conv_bias": False,
     },
 }

@@ -59,6 +59,7 @@ from jaxpaged.models.families.near_llama import (
     SEED_OSS,
 )
 from jaxpaged.models.families.nemotron import JAIS2, NEMOTRON
+from jaxpaged.models.families.nemotron_h import NEMOTRON_H
 from jaxpaged.models.families.olmo import FLEX_OLMO, OLMO, OLMO2, OLMO3, OLMOE
 from jaxpaged.models.families.opt import OPT
 from jaxpaged.models.families.phi import PHI, PHIMOE
@@ -154,6 +155,7 @@ FAMILIES = (
     FLEX_OLMO,
     SMOLLM3,
     NEMOTRON,
+    NEMOTRON_H,
     JAIS2,
     ARCEE,
     CWM,

@@ -1,5 +1,8 @@
 """Gated delta rule: Qwen3-Next, Qwen3.5 and their descendants."""
 
+from dataclasses import dataclass
+from typing import ClassVar
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -7,14 +10,62 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jaxpaged import row_sums
+from jaxpaged.checks import check
 from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.models.attention import PassBatch
 from jaxpaged.models.feed_forward import linear
 from jaxpaged.models.mixers import paged
-from jaxpaged.models.mixers.description import GatedDelta
+from jaxpaged.models.mixers.description import Shape, check_sizes, state_arrays
 from jaxpaged.models.weights import Weights
 
 EPS = 1e-6  # of the norms of queries and keys
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatedDelta:
+    """Gated delta rule of Qwen3-Next (Yang and others 2024), behind a short convolution of q, k and v."""
+
+    name: ClassVar[str] = "gated_delta"
+    num_heads: int  # of values; each key head serves `num_heads / num_key_heads` of them
+    num_key_heads: int
+    k_dim: int
+    v_dim: int
+    kernel_size: int
+
+    def __post_init__(self) -> None:
+        """Check the sizes, which come from files. Raises `InputError`."""
+        check_sizes(self, "num_heads", "num_key_heads", "k_dim", "v_dim", "kernel_size")
+        rule = f"a multiple of the {self.num_key_heads} key heads"
+        check("model config: value heads", self.num_heads, rule, self.num_heads % self.num_key_heads == 0)
+
+    @property
+    def num_channels(self) -> int:
+        """Channels of the convolution: all of q, k and v."""
+        return 2 * self.num_key_heads * self.k_dim + self.num_heads * self.v_dim
+
+    def weights(self, hidden_size: int) -> dict[str, Shape]:
+        """Return the shapes of a layer's weights by role: `in` has q, k, v and z, `ba` has b and a."""
+        width = self.num_heads * self.v_dim
+        return {
+            "mixer.in.weight": (self.num_channels + width, hidden_size),
+            "mixer.ba.weight": (2 * self.num_heads, hidden_size),
+            "mixer.conv.weight": (self.kernel_size, self.num_channels),
+            "mixer.a_log": (self.num_heads,),
+            "mixer.dt_bias": (self.num_heads,),
+            "mixer.norm.weight": (self.v_dim,),
+            "mixer.out.weight": (hidden_size, width),
+        }
+
+    def pieces(self, role: str, count: int) -> list[int] | None:
+        """Return the outputs of q, k, v and of z, where they are two tensors."""
+        is_in = role == "mixer.in.weight" and count == len(("qkv", "z"))
+        return [self.num_channels, self.num_heads * self.v_dim] if is_in else None
+
+    def arrays(self, block_size: int, dtype: jnp.dtype) -> dict[str, tuple[Shape, jnp.dtype]]:
+        """Return the arrays of `ops.states.StateBlocks`, and the convolution's inputs in `dtype`."""
+        return state_arrays(block_size, self.num_heads, self.num_key_heads, self.k_dim, self.v_dim) | {
+            "conv": ((block_size, self.num_channels), dtype)
+        }
 
 
 class GatedDeltaMixer(nnx.Module):

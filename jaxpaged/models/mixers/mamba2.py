@@ -1,5 +1,8 @@
 """Mamba-2: Granite 4, Bamba, Nemotron-H and others."""
 
+from dataclasses import dataclass
+from typing import ClassVar
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -7,12 +10,75 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jaxpaged import row_sums
+from jaxpaged.checks import check
 from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.models.attention import PassBatch
 from jaxpaged.models.feed_forward import linear, stack
 from jaxpaged.models.mixers import paged
-from jaxpaged.models.mixers.description import Mamba2
+from jaxpaged.models.mixers.description import Shape, check_sizes, state_arrays
 from jaxpaged.models.weights import Weights
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mamba2:
+    """Mamba-2 (Dao and Gu 2024): heads with one decay each, B and C shared by groups of heads."""
+
+    name: ClassVar[str] = "mamba2"
+    num_heads: int
+    head_dim: int
+    state_size: int
+    num_groups: int
+    kernel_size: int
+    conv_bias: bool = True
+    bias: bool = False  # of both projections
+    dt_limit: tuple[float, float] = (0.0, float("inf"))
+    norm_groups: int = 1  # groups of numbers that the output's norm takes apart
+
+    def __post_init__(self) -> None:
+        """Check the sizes, which come from files. Raises `InputError`."""
+        names = ("num_heads", "head_dim", "state_size", "num_groups", "kernel_size", "norm_groups")
+        check_sizes(self, *names)
+        rule = f"a multiple of the {self.num_groups} groups"
+        check("model config: mamba heads", self.num_heads, rule, self.num_heads % self.num_groups == 0)
+        rule = f"a multiple of {self.norm_groups}, the norm's groups"
+        check("model config: mamba width", self.width, rule, self.width % self.norm_groups == 0)
+
+    @property
+    def width(self) -> int:
+        """Numbers of all heads together."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def num_channels(self) -> int:
+        """Channels of the convolution: x, B and C."""
+        return self.width + 2 * self.num_groups * self.state_size
+
+    def weights(self, hidden_size: int) -> dict[str, Shape]:
+        """Return the shapes of a layer's weights by role: `in` has z; x, B and C; dt."""
+        shapes: dict[str, Shape] = {
+            "mixer.in.weight": (self.width + self.num_channels + self.num_heads, hidden_size),
+            "mixer.conv.weight": (self.kernel_size, self.num_channels),
+            "mixer.a_log": (self.num_heads,),
+            "mixer.d": (self.num_heads,),
+            "mixer.dt_bias": (self.num_heads,),
+            "mixer.norm.weight": (self.width,),
+            "mixer.out.weight": (hidden_size, self.width),
+        }
+        if self.conv_bias:
+            shapes["mixer.conv.bias"] = (self.num_channels,)
+        if self.bias:
+            shapes["mixer.in.bias"] = shapes["mixer.in.weight"][:1]
+            shapes["mixer.out.bias"] = (hidden_size,)
+        return shapes
+
+    def pieces(self, role: str, count: int) -> list[int] | None:
+        """Return None: every role is one tensor."""
+        return None
+
+    def arrays(self, block_size: int, dtype: jnp.dtype) -> dict[str, tuple[Shape, jnp.dtype]]:
+        """Return the arrays of `ops.states.StateBlocks`, and the convolution's inputs in `dtype`."""
+        sizes = self.num_heads, self.num_groups, self.state_size, self.head_dim
+        return state_arrays(block_size, *sizes) | {"conv": ((block_size, self.num_channels), dtype)}
 
 
 class Mamba2Mixer(nnx.Module):
