@@ -35,17 +35,30 @@ def mamba2(config: Any, weights: Weights, name: str, x: np.ndarray) -> np.ndarra
     """Compute Mamba-2 behind a convolution of x, B and C; its output gated by z, and normed in groups."""
     d = config.mixer
     width, of_states = d.num_heads * d.head_dim, d.num_groups * d.state_size
-    z, mixed, dt = np.split(linear(weights, f"{name}.in", x), [width, 2 * width + 2 * of_states], axis=1)
+    into = linear(weights, f"{name}.in", x * x.dtype.type(d.in_scale))
+    if d.section_scales:
+        sizes = (width, width, of_states, of_states, d.num_heads)
+        into = into * np.repeat(np.array(d.section_scales, x.dtype), sizes)
+    z, mixed, dt = np.split(into, [width, 2 * width + 2 * of_states], axis=1)
     given, b, c = np.split(silu(convolved(weights, name, mixed)), [width, width + of_states], axis=1)
     given = given.reshape(len(x), d.num_heads, d.head_dim)
     b, c = (y.reshape(len(x), d.num_groups, d.state_size) for y in (b, c))
     dt = np.clip(softplus(dt + weights[f"{name}.dt_bias"]), *d.dt_limit)
     log_decay = -np.exp(weights[f"{name}.a_log"]) * dt
     out, _ = recurrence(c, b, given * dt[..., None], log_decay[..., None], None)
-    out = (out + given * weights[f"{name}.d"][:, None]).reshape(len(x), width) * silu(z)
-    out = root_mean_square_normed(out.reshape(len(x), d.norm_groups, -1), config.norm_eps)
-    out = out.reshape(len(x), width) * weights[f"{name}.norm.weight"]
-    return linear(weights, f"{name}.out", out.astype(x.dtype))
+    out = (out + given * weights[f"{name}.d"][:, None]).reshape(len(x), width)
+
+    def normed(out: np.ndarray) -> np.ndarray:
+        out = root_mean_square_normed(out.reshape(len(x), d.norm_groups, -1), config.norm_eps)
+        return out.reshape(len(x), width) * weights[f"{name}.norm.weight"]
+
+    if d.norm == "before_gate":
+        out = normed(out) * silu(z)
+    elif d.norm == "after_gate":
+        out = normed(out * silu(z))
+    else:
+        out = out * silu(z)
+    return linear(weights, f"{name}.out", out.astype(x.dtype)) * x.dtype.type(d.out_scale)
 
 
 def short_convolution(config: Any, weights: Weights, name: str, x: np.ndarray) -> np.ndarray:

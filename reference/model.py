@@ -57,6 +57,7 @@ class Config(Protocol):
     parallel: bool
     shared_norm: bool
     residual_scale: float
+    factors: Any  # of what goes into parts and comes out
     qk_norm: str | None
     norm_after_rope: bool
     v_norm: bool
@@ -183,7 +184,9 @@ def layer(
             assert cache is None, "a cache of K and V has no latents"
             mixed = mixed + latent.attention(config, weights, name, kind, normed)
         elif kind.attends:
-            mixed = mixed + attention(config, weights, name, kind, normed, cache, shared)
+            given = normed * x.dtype.type(config.factors.attention_in)
+            attended = attention(config, weights, name, kind, given, cache, shared)
+            mixed = mixed + attended * x.dtype.type(config.factors.attention_out)
         attended = x + out("attention", mixed)
     if config.altup is not None:
         attended = altup.with_laurel(config, weights, name, attended, normed)
@@ -308,7 +311,8 @@ def mlp(
     gate, up = np.split(linear(weights, f"{name}.{prefix}gate_up", x), 2, axis=-1)
     if sparsity:
         gate = altup.sparse(gate, statistics.NormalDist().inv_cdf(sparsity))
-    return linear(weights, down, activate(config, gate) * up)
+    gate = gate * x.dtype.type(config.factors.gate)
+    return linear(weights, down, activate(config, gate) * up) * x.dtype.type(config.factors.down)
 
 
 def experts(

@@ -132,6 +132,22 @@ class InputTable:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Factors:
+    """Factors of what goes into parts of each layer, and of what comes out, as in Falcon-H1."""
+
+    attention_in: float = 1.0
+    attention_out: float = 1.0
+    gate: float = 1.0  # of a feed-forward part, before its activation
+    down: float = 1.0  # of a feed-forward part's output
+
+    def __post_init__(self) -> None:
+        """Check that all are positive. Raises `InputError`."""
+        for field in dataclasses.fields(self):
+            name, value = f"model config: factor {field.name}", getattr(self, field.name)
+            checked_number(name, value, "a number > 0", 0, above=True)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """A decoder. What is not said is as in Llama."""
 
@@ -166,6 +182,7 @@ class ModelConfig:
     parallel: bool = False
     shared_norm: bool = False
     residual_scale: float = 1.0
+    factors: Factors = Factors()  # of parts; those of a mixer are in its description
 
     # Attention.
     qkv_bias: bool = False

@@ -17,7 +17,7 @@ from jaxpaged.models.altup import HALF, AltUp, Laurel, LayerInput, LayerInputs, 
 from jaxpaged.models.attention import PassBatch, planned
 from jaxpaged.models.config import LayerKind, ModelConfig
 from jaxpaged.models.experts import ExpertsMLP
-from jaxpaged.models.feed_forward import MLP, stack
+from jaxpaged.models.feed_forward import MLP, stack, times
 from jaxpaged.models.latent_attention import LatentAttention
 from jaxpaged.models.load_as import LoadAs
 from jaxpaged.models.mixers.registry import mixer_of
@@ -338,16 +338,18 @@ class DecoderLayers(nnx.Module):
         all tokens, for states have those that nobody wants, too.
         """
         c, kind = self.config, self._kind(layer)
-        if not kind.has_state:
-            return self.attention(x, cache, self._number(layer, c.attention_layers), tables, batch)
-        number = self._number(layer, c.state_layers)
-        assert isinstance(number, int)
-        mixed, cache = self.mixer(x, cache, number, whole)
-        if not kind.attends:
-            return mixed, cache
-        attended, cache = self.attention(x, cache, self._number(layer, c.attention_layers), tables, batch)
-        # Sums of rounded numbers: XLA may not add an unrounded product.
-        return lax.optimization_barrier(attended) + lax.optimization_barrier(mixed), cache
+        mixed: Float[Array, "num_tokens hidden"] | None = None
+        if kind.has_state:
+            number = self._number(layer, c.state_layers)
+            assert isinstance(number, int)
+            mixed, cache = self.mixer(x, cache, number, whole)
+            if not kind.attends:
+                return mixed, cache
+        number = self._number(layer, c.attention_layers)
+        attended, cache = self.attention(times(x, c.factors.attention_in), cache, number, tables, batch)
+        attended = times(attended, c.factors.attention_out)
+        # A sum of rounded numbers: XLA may not add an unrounded product.
+        return attended if mixed is None else attended + lax.optimization_barrier(mixed), cache
 
     def _fed_forward(
         self,

@@ -39,6 +39,22 @@ NEMOTRON = {
     "chunk_size": 8,
     "time_step_min": 1e-12,  # transformers takes it for a limit of time steps in prompts alone
 }
+FALCON_H1 = {
+    "mamba_d_ssm": 48,
+    "mamba_n_heads": 8,
+    "mamba_d_state": 6,
+    "mamba_n_groups": 2,
+    "mamba_chunk_size": 8,
+    "embedding_multiplier": 3.0,
+    "lm_head_multiplier": 0.5,
+    "mlp_multipliers": [0.75, 1.25],
+    "key_multiplier": 0.375,
+    "attention_in_multiplier": 1.5,
+    "attention_out_multiplier": 0.875,
+    "ssm_multipliers": [0.75, 1.25, 1.5, 0.625, 0.875],
+    "ssm_in_multiplier": 1.25,
+    "ssm_out_multiplier": 0.75,
+}
 CONV = {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]}
 HYBRID: dict[str, dict[str, Any]] = {
     "qwen3_next": {**DELTA, **EXPERTS},
@@ -79,5 +95,14 @@ HYBRID: dict[str, dict[str, Any]] = {
         "moe_shared_expert_intermediate_size": 20,
         "moe_latent_size": 16,
         "use_conv_bias": False,
+    },
+    "falcon_h1": FALCON_H1,
+    "falcon_h1_normed": {
+        **FALCON_H1,
+        "mamba_rms_norm": True,
+        "mamba_norm_before_gate": False,
+        "projectors_bias": True,
+        "attention_bias": True,
+        "mlp_bias": True,
     },
 }

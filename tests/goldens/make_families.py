@@ -30,7 +30,7 @@ MODEL_TYPES |= {"granitemoehybrid_experts": "granitemoehybrid", "laguna_elements
 MODEL_TYPES |= {"cohere2_moe_rms": "cohere2_moe", "gpt_bigcode_heads": "gpt_bigcode"}
 MODEL_TYPES |= {f"granitemoehybrid_{name}": "granitemoehybrid" for name in ("states", "both")}
 MODEL_TYPES |= {"deepseek_v2_lite": "deepseek_v2", "deepseek_v3_plain": "deepseek_v3"}
-MODEL_TYPES["nemotron_h_experts"] = "nemotron_h"
+MODEL_TYPES |= {"nemotron_h_experts": "nemotron_h", "falcon_h1_normed": "falcon_h1"}
 MODEL_TYPES |= dict.fromkeys(("gemma4_large", "gemma4_experts"), "gemma4_text")
 # Models of text and images: what is inside, and as small a vision part as there may be.
 MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
@@ -127,7 +127,7 @@ IMPLEMENTATIONS = {"falcon_alibi": "sdpa"}  # its eager attention adds the slope
 ADDED = ("llama4_text", "llama4", "gemma3n_text", "gemma4_text", "gemma4_large", "gemma4", "gemma4_experts")
 LAST = ("bamba",)
 # Those of layers by type: behind all others.
-BY_TYPE = ("nemotron_h", "nemotron_h_experts")
+BY_TYPE = ("nemotron_h", "nemotron_h_experts", "falcon_h1", "falcon_h1_normed")
 ADDED += (
     *NEWER,
     "cohere2_vision",

@@ -71,6 +71,22 @@ def test_of_nemotron_h_other_layers_are_refused(change, message):
         from_hf(hf("nemotron_h") | change)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"ssm_multipliers": [1.0]}, "ssm_multipliers=.* must be a list of numbers > 0, for z, x, B, C, dt"),
+        (
+            {"mlp_multipliers": [1.0, 0.0]},
+            "mlp_multipliers=0.0 must be a list of numbers > 0, for gate, down",
+        ),
+        ({"mamba_d_head": 5}, "mamba_d_head=5 must be 48 / mamba_n_heads=8, or 'auto'"),
+    ],
+)
+def test_of_falcon_h1_other_factors_are_refused(change, message):
+    with pytest.raises(InputError, match=message):
+        from_hf(hf("falcon_h1") | change)
+
+
 def test_letters_of_nemotron_h_are_layers():
     said = hf("nemotron_h") | {"layers_block_type": None, "hybrid_override_pattern": "M-*M-"}
     assert from_hf(said) == from_hf(hf("nemotron_h"))

@@ -22,6 +22,7 @@ from jaxpaged.models.families.dots import DOTS1
 from jaxpaged.models.families.ernie_moe import ERNIE4_5_MOE
 from jaxpaged.models.families.exaone import EXAONE, EXAONE4, EXAONE_MOE
 from jaxpaged.models.families.falcon import FALCON
+from jaxpaged.models.families.falcon_h1 import FALCON_H1
 from jaxpaged.models.families.family import Family, Gguf
 from jaxpaged.models.families.gemma import GEMMA, GEMMA2, GEMMA3, VAULTGEMMA
 from jaxpaged.models.families.gemma3n import GEMMA3N
@@ -163,6 +164,7 @@ FAMILIES = (
     STABLELM,
     STARCODER2,
     FALCON,
+    FALCON_H1,
     GPT_NEOX,
     GPT2,
     GPT_NEO,

@@ -7,9 +7,14 @@ from jaxpaged.models.fields import Fields
 from jaxpaged.models.mixers.mamba2 import Mamba2
 
 
-def read(f: Fields) -> Mamba2:
-    """Read the fields of Mamba-2 as Granite 4 and Bamba call them."""
-    width = f.size("mamba_expand", 2) * f.size("hidden_size")
+def read(f: Fields, width: int | None = None) -> Mamba2:
+    """Read the fields of Mamba-2 as Granite 4, Bamba and Falcon-H1 call them.
+
+    width: numbers of all heads together, where a family has read it.
+    """
+    if width is None:
+        width = f.size("mamba_expand", 2) * f.size("hidden_size")
+    has_bias = f.flag("mamba_proj_bias")
     num_heads, num_groups = f.size("mamba_n_heads", 128), f.size("mamba_n_groups", 1)
     head_dim = f.get("mamba_d_head", "auto")
     head_dim = width // num_heads if head_dim == "auto" else f.size("mamba_d_head")
@@ -22,7 +27,8 @@ def read(f: Fields) -> Mamba2:
         num_groups=num_groups,
         kernel_size=f.size("mamba_d_conv", 4),
         conv_bias=f.flag("mamba_conv_bias", True),
-        bias=f.flag("mamba_proj_bias"),
+        bias=has_bias,
+        out_bias=has_bias,
         dt_limit=dt_limit(f),
         norm_groups=num_groups,
     )
