@@ -5,12 +5,17 @@ from typing import Any
 import numpy as np
 
 from .parts import Weights, linear
-from .states import causal_convolution, recurrence
+from .states import causal_convolution, recurrence, selective_scan
 
 
 def mixer(config: Any, weights: Weights, name: str, x: np.ndarray) -> np.ndarray:
     """Compute the mixer of a layer for a whole sequence, [num_tokens, hidden_size]."""
-    by_name = {"gated_delta": gated_delta, "mamba2": mamba2, "short_convolution": short_convolution}
+    by_name = {
+        "gated_delta": gated_delta,
+        "mamba1": mamba1,
+        "mamba2": mamba2,
+        "short_convolution": short_convolution,
+    }
     return by_name[config.mixer.name](config, weights, f"{name}.mixer", x)
 
 
@@ -59,6 +64,24 @@ def mamba2(config: Any, weights: Weights, name: str, x: np.ndarray) -> np.ndarra
     else:
         out = out * silu(z)
     return linear(weights, f"{name}.out", out.astype(x.dtype)) * x.dtype.type(d.out_scale)
+
+
+def mamba1(config: Any, weights: Weights, name: str, x: np.ndarray) -> np.ndarray:
+    """Compute Mamba-1 behind a convolution of x, from which dt, B and C come; its output gated by z."""
+    d = config.mixer
+    mixed, z = np.split(linear(weights, f"{name}.in", x), 2, axis=1)
+    given = silu(convolved(weights, name, mixed))
+    parts = np.split(linear(weights, f"{name}.x", given), [d.dt_rank, d.dt_rank + d.state_size], axis=1)
+    if d.norms != "none":
+        parts = [root_mean_square_normed(part, d.norm_eps) for part in parts]
+    if d.norms == "weighted":
+        each = zip(parts, ("dt", "b", "c"), strict=True)
+        parts = [part * weights[f"{name}.{role}_norm.weight"] for part, role in each]
+    dt, b, c = parts
+    dt = softplus(linear(weights, f"{name}.dt", dt) + weights[f"{name}.dt_bias"])
+    out, _ = selective_scan(given, dt, b, c, -np.exp(weights[f"{name}.a_log"]))
+    out = (out + given * weights[f"{name}.d"]) * silu(z)
+    return linear(weights, f"{name}.out", out.astype(x.dtype))
 
 
 def short_convolution(config: Any, weights: Weights, name: str, x: np.ndarray) -> np.ndarray:

@@ -148,6 +148,9 @@ SETTINGS: dict[str, Callable[[Path], Driver]] = {
         **SWAP | TWO_KINDS,
     ),
     "states alone": lambda _: tiny_states.driver(tiny_states.CONVOLUTION, tiny_states.STATE, **TIGHT),
+    "states of channels, swap, drafts": lambda _: tiny_states.driver(
+        tiny_states.MAMBA_1, **SWAP, speculative_config={"prompt_lookup_min": 1}
+    ),
     "latents": lambda _: tiny_latents.driver(**TIGHT),
     "latents, swap, drafts": lambda _: tiny_latents.driver(
         **SWAP, speculative_config={"prompt_lookup_min": 1}

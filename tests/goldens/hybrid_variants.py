@@ -55,6 +55,7 @@ FALCON_H1 = {
     "ssm_in_multiplier": 1.25,
     "ssm_out_multiplier": 0.75,
 }
+MAMBA_1 = {"num_hidden_layers": 2, "state_size": 6, "time_step_rank": 5}
 CONV = {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]}
 HYBRID: dict[str, dict[str, Any]] = {
     "qwen3_next": {**DELTA, **EXPERTS},
@@ -104,5 +105,24 @@ HYBRID: dict[str, dict[str, Any]] = {
         "projectors_bias": True,
         "attention_bias": True,
         "mlp_bias": True,
+    },
+    "jamba": {
+        "num_hidden_layers": 4,
+        "attn_layer_period": 4,
+        "attn_layer_offset": 2,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "mamba_d_state": 6,
+        "mamba_dt_rank": 5,
+    },
+    "mamba": MAMBA_1,
+    "falcon_mamba": {**MAMBA_1, "use_bias": True, "tie_word_embeddings": False},
+    "mamba2": {
+        "num_hidden_layers": 2,
+        "num_heads": 8,
+        "head_dim": 8,
+        "state_size": 6,
+        "n_groups": 2,
+        "chunk_size": 8,
     },
 }

@@ -121,13 +121,15 @@ SEEDS = {
     "glm4_moe_lite": 112,
     "mistral4": 113,
     "minicpm3": 114,
+    "mamba2": 501,
 }  # where the answer would hang on a rounding
 IMPLEMENTATIONS = {"falcon_alibi": "sdpa"}  # its eager attention adds the slopes twice
 # Those that came last, in their order: the seeds of the others stay what they were.
 ADDED = ("llama4_text", "llama4", "gemma3n_text", "gemma4_text", "gemma4_large", "gemma4", "gemma4_experts")
 LAST = ("bamba",)
 # Those of layers by type: behind all others.
-BY_TYPE = ("nemotron_h", "nemotron_h_experts", "falcon_h1", "falcon_h1_normed")
+BY_TYPE = ("nemotron_h", "nemotron_h_experts", "falcon_h1", "falcon_h1_normed", "jamba", "mamba")
+BY_TYPE += ("falcon_mamba", "mamba2")
 ADDED += (
     *NEWER,
     "cohere2_vision",

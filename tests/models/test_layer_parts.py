@@ -87,6 +87,21 @@ def test_of_falcon_h1_other_factors_are_refused(change, message):
         from_hf(hf("falcon_h1") | change)
 
 
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("jamba", {"attn_layer_offset": 4}, "attn_layer_offset=4 must be less than attn_layer_period=4"),
+        ("jamba", {"hidden_act": "gelu"}, "hidden_act='gelu' must be 'silu'"),
+        ("mamba", {"hidden_act": "gelu"}, "hidden_act='gelu' must be 'silu' or left out"),
+        ("mamba2", {"head_dim": 5}, "head_dim=5 must be 64 / num_heads=8"),
+        ("falcon_mamba", {"time_step_rank": 0}, "time_step_rank=0 must be an int >= 1"),
+    ],
+)
+def test_of_mambas_other_sizes_are_refused(name, change, message):
+    with pytest.raises(InputError, match=message):
+        from_hf(hf(name) | change)
+
+
 def test_letters_of_nemotron_h_are_layers():
     said = hf("nemotron_h") | {"layers_block_type": None, "hybrid_override_pattern": "M-*M-"}
     assert from_hf(said) == from_hf(hf("nemotron_h"))

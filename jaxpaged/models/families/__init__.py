@@ -38,10 +38,12 @@ from jaxpaged.models.families.granite_moe import GRANITEMOE, GRANITEMOESHARED
 from jaxpaged.models.families.granite_swa import GRANITE_SWA, GRANITEMOE_SWA, GRANITEMOEHYBRID
 from jaxpaged.models.families.hunyuan import HUNYUAN_MOE, HY_V3
 from jaxpaged.models.families.hyperclova import HYPERCLOVAX
+from jaxpaged.models.families.jamba import JAMBA
 from jaxpaged.models.families.laguna import LAGUNA
 from jaxpaged.models.families.lfm2 import LFM2, LFM2_MOE
 from jaxpaged.models.families.llama import GRANITE, LLAMA, MISTRAL, SMOLLM3
 from jaxpaged.models.families.llama4 import LLAMA4
+from jaxpaged.models.families.mamba import FALCON_MAMBA, MAMBA, MAMBA2
 from jaxpaged.models.families.mimo import MIMO_V2, MIMO_V2_FLASH
 from jaxpaged.models.families.minimax import MINIMAX_M2
 from jaxpaged.models.families.mixtral import MIXTRAL
@@ -165,6 +167,10 @@ FAMILIES = (
     STARCODER2,
     FALCON,
     FALCON_H1,
+    JAMBA,
+    MAMBA,
+    FALCON_MAMBA,
+    MAMBA2,
     GPT_NEOX,
     GPT2,
     GPT_NEO,

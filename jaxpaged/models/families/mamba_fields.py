@@ -1,4 +1,4 @@
-"""Fields and names of Mamba-2 that families share."""
+"""Fields and names of Mamba-1 and Mamba-2 that families share."""
 
 import math
 
@@ -50,8 +50,13 @@ def _limit(value: object) -> float:
     return checked_number("model config: time_step_limit", value, "two numbers >= 0, or null", 0)
 
 
+def dt_rank(f: Fields, name: str) -> int:
+    """Read the rank of Mamba-1's time steps: "auto" is a sixteenth of the hidden size."""
+    return -(-f.size("hidden_size") // 16) if f.get(name, "auto") == "auto" else f.size(name)
+
+
 def table(module: str) -> dict[str, str | tuple[str, ...]]:
-    """Return the names of a mixer's weights in a module of this name."""
+    """Return the names of Mamba-2's weights in a module of this name."""
     return {
         "mixer.in": f"{module}.in_proj",
         "mixer.conv": f"{module}.conv1d",
@@ -59,5 +64,19 @@ def table(module: str) -> dict[str, str | tuple[str, ...]]:
         "mixer.d": f"{module}.D",
         "mixer.dt_bias": f"{module}.dt_bias",
         "mixer.norm": f"{module}.norm",
+        "mixer.out": f"{module}.out_proj",
+    }
+
+
+def mamba1_table(module: str) -> dict[str, str | tuple[str, ...]]:
+    """Return the names of Mamba-1's weights in a module of this name, without those of norms."""
+    return {
+        "mixer.in": f"{module}.in_proj",
+        "mixer.conv": f"{module}.conv1d",
+        "mixer.x": f"{module}.x_proj",
+        "mixer.dt": f"{module}.dt_proj",
+        "mixer.dt_bias": f"{module}.dt_proj.bias",
+        "mixer.a_log": f"{module}.A_log",
+        "mixer.d": f"{module}.D",
         "mixer.out": f"{module}.out_proj",
     }
