@@ -30,9 +30,10 @@ def gated_delta(config: Any, weights: Weights, name: str, x: np.ndarray) -> np.n
     q, k = (y / np.sqrt(np.sum(y * y, axis=-1, keepdims=True) + 1e-6) for y in (q, k))
     log_decay = -np.exp(weights[f"{name}.a_log"]) * softplus(a + weights[f"{name}.dt_bias"])
     v = v.reshape(len(x), d.num_heads, d.v_dim)
-    beta = 1 / (1 + np.exp(-b))
+    beta = d.most_beta / (1 + np.exp(-b))
     out, _ = recurrence(q * d.k_dim**-0.5, k, v, log_decay[..., None], beta)
-    out = root_mean_square_normed(out, config.norm_eps) * weights[f"{name}.norm.weight"]
+    eps = config.norm_eps if d.norm_eps is None else d.norm_eps
+    out = root_mean_square_normed(out, eps) * weights[f"{name}.norm.weight"]
     return linear(weights, f"{name}.out", (out.reshape(len(x), -1) * silu(z)).astype(x.dtype))
 
 

@@ -31,6 +31,7 @@ class Layer(Protocol):
     attends: bool  # whether it has attention
     has_state: bool  # whether it has the config's mixer, beside attention or without it
     feeds: bool  # whether it has a feed-forward part
+    norm_place: str | None  # of its norms; None: as the config says
     own: Any  # None, or a kind whose `sees(query, key)` says which positions before it a token sees
 
 
@@ -167,7 +168,8 @@ def layer(
     """Compute a layer: attention or a mixer, or their sum, and a feed-forward block, each added to its input,
     in sequence or in parallel; of a layer that has one of both, that one.
     """
-    before, after = config.norm_place in ("before", "both"), config.norm_place in ("after", "both")
+    place = kind.norm_place or config.norm_place
+    before, after = place in ("before", "both"), place in ("after", "both")
 
     def out(part: str, values: np.ndarray) -> np.ndarray:
         values = norm(config, weights, f"{name}.{part}_out_norm", values) if after else values

@@ -47,6 +47,7 @@ class LayerKind:
     attends: bool = True  # whether it has attention, and keeps K and V
     has_state: bool = False  # whether it has the model's mixer, and keeps a state
     feeds: bool = True  # whether it has a feed-forward part
+    norm_place: Literal["before", "after", "both"] | None = None  # of its norms; None: as the model says
 
     @property
     def parts(self) -> tuple[bool, bool, bool]:
@@ -248,7 +249,8 @@ class ModelConfig:
         rule = "attention, a mixer or a feed-forward part"
         check("model config: a layer's parts", None, rule, all(any(kind.parts) for kind in self.layers))
         is_whole = all(kind.feeds and (kind.attends or kind.has_state) for kind in self.layers)
-        rule = "False where a layer has one part alone"
+        is_whole = is_whole and all(kind.norm_place is None for kind in self.layers)
+        rule = "False where a layer has one part alone, or norms in other places"
         for name in ("parallel", "shared_norm"):
             check(f"model config: {name}", getattr(self, name), rule, is_whole or not getattr(self, name))
         for number, kind in enumerate(self.layers):
@@ -378,8 +380,15 @@ class ModelConfig:
 
     @property
     def has_uniform_parts(self) -> bool:
-        """Return whether all layers have attention and a feed-forward part, and nothing else."""
-        return all(kind.parts == (True, False, True) for kind in self.layers)
+        """Return whether all layers have attention and a feed-forward part, nothing else, and norms in the
+        same places.
+        """
+        return all(kind.parts == (True, False, True) and kind.norm_place is None for kind in self.layers)
+
+    def layers_normed(self, place: Literal["before", "after"]) -> tuple[int, ...]:
+        """Return the numbers of the layers with norms before their parts, or after them."""
+        places = (kind.norm_place or self.norm_place for kind in self.layers)
+        return tuple(i for i, each in enumerate(places) if each in (place, "both"))
 
     @property
     def attention_part(self) -> "ModelConfig | None":
@@ -388,8 +397,8 @@ class ModelConfig:
         """
         if self.has_uniform_parts:
             return self
-        kinds = (dataclasses.replace(kind, has_state=False) for kind in self.layers if kind.attends)
-        layers = tuple(kinds)
+        attends = [kind for kind in self.layers if kind.attends]
+        layers = tuple(dataclasses.replace(kind, has_state=False, norm_place=None) for kind in attends)
         return dataclasses.replace(self, layers=layers, mixer=None, experts=None) if layers else None
 
     @property

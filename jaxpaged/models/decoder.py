@@ -291,28 +291,33 @@ class DecoderLayers(nnx.Module):
         kind = self._kind(layer)
         normed, after = x, x
         if kind.attends or kind.has_state:
-            number = self._number(layer, self.config.mixing_layers)
-            normed = self.attention_norm(x, number) if self.attention_norm else x
+            normed = self._normed(x, "attention_norm", layer)
             mixed, cache = self._mixed(normed, cache, layer, tables, batch, whole)
-            after = self._added(x, mixed, self.attention_out_norm, number)
+            after = self._added(x, mixed, "attention_out_norm", layer)
         if self.laurel is not None:
             after = (after + self.laurel(normed, layer)) * jnp.asarray(HALF, x.dtype)
         if not kind.feeds:
             return after, cache
 
-        number = self._number(layer, self.config.feeding_layers)
         given = x if self.config.parallel else after
-        if self.mlp_norm is not None:
-            given = self.mlp_norm(given, number)
-        elif self.config.shared_norm:
-            given = normed
+        given = normed if self.config.shared_norm else self._normed(given, "mlp_norm", layer)
         if batch.wanted is not None:
             given = jnp.where(batch.wanted[:, None], given, 0)
         tells = ROUTED_EXPERTS in cache.values
         out, experts = self._fed_forward(given, after, layer, batch, tells=tells)
         if tells and experts is not None:
             cache = cache.with_value(ROUTED_EXPERTS, layer, experts)
-        return self._added(after, out, self.mlp_out_norm, number), cache
+        return self._added(after, out, "mlp_out_norm", layer), cache
+
+    def _normed(
+        self, x: Float[Array, "num_tokens hidden"], role: str, layer: layers.Layer
+    ) -> Float[Array, "num_tokens hidden"]:
+        """Return x by the layer's norm of a role; x itself where the layer has none."""
+        its: Norm | None = getattr(self, role)
+        those = layers_with(self.config, role)
+        if its is None or (isinstance(layer, int) and layer not in those):
+            return x
+        return its(x, self._number(layer, those))
 
     def _kind(self, layer: layers.Layer) -> LayerKind:
         """Return the kind of a layer; of a loop's layers, which have the same parts, the first one's."""
@@ -400,13 +405,11 @@ class DecoderLayers(nnx.Module):
         self,
         x: Float[Array, "num_tokens hidden"],
         out: Float[Array, "num_tokens hidden"],
-        out_norm: Norm | None,
+        out_norm: str,
         layer: layers.Layer,
     ) -> Float[Array, "num_tokens hidden"]:
-        """Add the float32 output of attention or feed-forward to the residual."""
-        out = out.astype(x.dtype)
-        if out_norm is not None:
-            out = out_norm(out, layer)
+        """Add the float32 output of attention or feed-forward, normed in this role, to the residual."""
+        out = self._normed(out.astype(x.dtype), out_norm, layer)
         scale = self.config.residual_scale
         return x + out if scale == 1.0 else x + out * jnp.asarray(scale, x.dtype)
 

@@ -147,7 +147,7 @@ def in_layer(config: ModelConfig) -> dict[str, Shape]:
 def _in_layer(config: ModelConfig) -> dict[str, Shape]:
     c, hidden, e = config, config.hidden_size, config.experts
     heads, kv_heads = c.num_q_heads * c.head_dim, c.num_kv_heads * c.head_dim
-    before, after = c.norm_place in ("before", "both"), c.norm_place in ("after", "both")
+    before, after = bool(c.layers_normed("before")), bool(c.layers_normed("after"))
     shapes: dict[str, Shape] = {}
     for name, exists in (
         ("attention_norm", before),
@@ -200,8 +200,9 @@ def _in_layer(config: ModelConfig) -> dict[str, Shape]:
 
 
 _ATTENTION = ("latent", "qkv", "q", "o", "q_norm", "k_norm", "sinks", "attention_gate")
+_NORMS = ("attention_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm")
 _EXPERTS = ("router", "correction", "experts", "shared", "shared_gate", "experts_in", "experts_out")
-_FEED_FORWARD = ("gate_up", "up", "down", "xielu", "mlp_norm", "mlp_out_norm", *_EXPERTS)
+_FEED_FORWARD = ("gate_up", "up", "down", "xielu", *_EXPERTS)
 
 
 def layers_with(config: ModelConfig, role: str) -> Sequence[int]:
@@ -214,8 +215,10 @@ def layers_with(config: ModelConfig, role: str) -> Sequence[int]:
         return [i for i in config.attention_layers if (config.layers[i].shares_kv is not None) == shares]
     if stem in _ATTENTION:
         return config.attention_layers
-    if stem in ("attention_norm", "attention_out_norm"):
-        return config.mixing_layers
+    if stem in _NORMS:
+        those = config.mixing_layers if stem.startswith("attention") else config.feeding_layers
+        normed = config.layers_normed("after" if stem.endswith("out_norm") else "before")
+        return those if len(normed) == config.num_layers else [i for i in those if i in normed]
     if stem not in _FEED_FORWARD:
         return range(config.num_layers)
     dense = config.experts.dense_layers if config.experts is not None else ()

@@ -125,4 +125,8 @@ HYBRID: dict[str, dict[str, Any]] = {
         "n_groups": 2,
         "chunk_size": 8,
     },
+    "olmo_hybrid": {
+        **{name: value for name, value in DELTA.items() if name.startswith(("linear", "layer", "num"))},
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
 }

@@ -129,7 +129,7 @@ ADDED = ("llama4_text", "llama4", "gemma3n_text", "gemma4_text", "gemma4_large",
 LAST = ("bamba",)
 # Those of layers by type: behind all others.
 BY_TYPE = ("nemotron_h", "nemotron_h_experts", "falcon_h1", "falcon_h1_normed", "jamba", "mamba")
-BY_TYPE += ("falcon_mamba", "mamba2")
+BY_TYPE += ("falcon_mamba", "mamba2", "olmo_hybrid")
 ADDED += (
     *NEWER,
     "cohere2_vision",
@@ -274,6 +274,8 @@ def write(name: str, model: torch.nn.Module) -> None:
     model.half().save_pretrained(folder)
     if name == "qwen3_vl_moe":
         turn_experts(folder / "model.safetensors")
+    if name == "olmo_hybrid":
+        divide_convolutions(folder / "model.safetensors")
     (folder / "generation_config.json").unlink(missing_ok=True)
     golden = {
         "token_ids": token_ids[0].tolist(),
@@ -291,6 +293,22 @@ def turn_experts(file: Path) -> None:
     tensors = load_file(file)
     turned = {key: value.mT.contiguous() for key, value in tensors.items() if ".experts." in key}
     save_file(tensors | turned, file, metadata={"format": "pt"})
+
+
+def divide_convolutions(file: Path) -> None:
+    """Divide convolutions of q, k and v by their channels, as published models have them: transformers reads
+    this form, and writes three equal parts. It also renames a norm of layers with attention.
+    """
+    tensors = load_file(file)
+    for first in [key for key in tensors if key.endswith("q_conv1d.weight")]:
+        names = [first.replace("q_conv", f"{x}_conv") for x in "qkv"]
+        sizes = [len(tensors[name.replace("conv1d", "proj")]) for name in names]
+        parts = torch.cat([tensors[name] for name in names]).split(sizes)
+        tensors |= {name: part.contiguous() for name, part in zip(names, parts, strict=True)}
+    for last in [key for key in tensors if key.endswith("post_feedforward_layernorm.weight")]:
+        name = last.replace("post_feedforward", "post_attention")
+        tensors[name] = tensors.pop(last.replace("post_feedforward_layernorm", "feedforward_layer_norm"))
+    save_file(tensors, file, metadata={"format": "pt"})
 
 
 def shake(name: str, parameter: torch.nn.Parameter, *, is_less_one: bool) -> None:

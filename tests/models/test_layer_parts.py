@@ -36,8 +36,8 @@ def test_a_weight_is_there_for_the_layers_that_have_its_part():
             {"mixer": None, "layers": (dataclasses.replace(tiny_states.FULL, attends=False, feeds=False),)},
             "a layer's parts=None must be attention, a mixer or a feed-forward part",
         ),
-        ({"parallel": True}, "parallel=True must be False where a layer has one part alone"),
-        ({"shared_norm": True}, "shared_norm=True must be False where a layer has one part alone"),
+        ({"parallel": True}, "parallel=True must be False where a layer has one part"),
+        ({"shared_norm": True}, "shared_norm=True must be False where a layer has one"),
         ({"mixer": None}, "layers with states must have a mixer, and only they"),
         (
             {"experts": Experts(num_experts=4, num_chosen=2, renormalise=True, dense_layers=(0,))},
@@ -100,6 +100,20 @@ def test_of_falcon_h1_other_factors_are_refused(change, message):
 def test_of_mambas_other_sizes_are_refused(name, change, message):
     with pytest.raises(InputError, match=message):
         from_hf(hf(name) | change)
+
+
+def test_norms_of_olmo_hybrid_stand_where_a_layer_has_them():
+    """Layers with states are normed before their parts, the one with attention after them."""
+    config = from_hf(hf("olmo_hybrid"))
+    of_roles = {
+        role: [*names.layers_with(config, f"{role}.weight")]
+        for role in ("attention_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm")
+    }
+    states, others = [0, 2], [1]
+    assert [*of_roles.values()] == [states, others, states, others]
+    assert config.mixer.most_beta == 2
+    assert from_hf(hf("olmo_hybrid") | {"linear_allow_neg_eigval": False}).mixer.most_beta == 1
+    assert from_hf(hf("olmo_hybrid") | {"rope_parameters": None}).layers[1].rope is None
 
 
 def test_letters_of_nemotron_h_are_layers():

@@ -64,6 +64,7 @@ from jaxpaged.models.families.near_llama import (
 from jaxpaged.models.families.nemotron import JAIS2, NEMOTRON
 from jaxpaged.models.families.nemotron_h import NEMOTRON_H
 from jaxpaged.models.families.olmo import FLEX_OLMO, OLMO, OLMO2, OLMO3, OLMOE
+from jaxpaged.models.families.olmo_hybrid import OLMO_HYBRID
 from jaxpaged.models.families.opt import OPT
 from jaxpaged.models.families.phi import PHI, PHIMOE
 from jaxpaged.models.families.phi3 import PHI3
@@ -156,6 +157,7 @@ FAMILIES = (
     OLMO3,
     OLMOE,
     FLEX_OLMO,
+    OLMO_HYBRID,
     SMOLLM3,
     NEMOTRON,
     NEMOTRON_H,

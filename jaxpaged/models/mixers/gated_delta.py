@@ -13,7 +13,7 @@ from jaxpaged import row_sums
 from jaxpaged.checks import check
 from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.models.attention import PassBatch
-from jaxpaged.models.feed_forward import linear
+from jaxpaged.models.feed_forward import linear, times
 from jaxpaged.models.mixers import paged
 from jaxpaged.models.mixers.description import Shape, check_sizes, state_arrays
 from jaxpaged.models.weights import Weights
@@ -31,6 +31,8 @@ class GatedDelta:
     k_dim: int
     v_dim: int
     kernel_size: int
+    most_beta: float = 1.0  # largest strength of the correction
+    norm_eps: float | None = None  # of the output's norm; None: the model's
 
     def __post_init__(self) -> None:
         """Check the sizes, which come from files. Raises `InputError`."""
@@ -57,9 +59,16 @@ class GatedDelta:
         }
 
     def pieces(self, role: str, count: int) -> list[int] | None:
-        """Return the outputs of q, k, v and of z, where they are two tensors."""
-        is_in = role == "mixer.in.weight" and count == len(("qkv", "z"))
-        return [self.num_channels, self.num_heads * self.v_dim] if is_in else None
+        """Return the outputs of q, k, v and of z, where they are two tensors or four; and the channels of
+        three convolutions.
+        """
+        of_keys, of_values = self.num_key_heads * self.k_dim, self.num_heads * self.v_dim
+        parts = {
+            ("mixer.in.weight", 2): [self.num_channels, of_values],
+            ("mixer.in.weight", 4): [of_keys, of_keys, of_values, of_values],
+            ("mixer.conv.weight", 3): [of_keys, of_keys, of_values],
+        }
+        return parts.get((role, count))
 
     def arrays(self, block_size: int, dtype: jnp.dtype) -> dict[str, tuple[Shape, jnp.dtype]]:
         """Return the arrays of `ops.states.StateBlocks`, and the convolution's inputs in `dtype`."""
@@ -72,7 +81,8 @@ class GatedDeltaMixer(nnx.Module):
     """A convolution of q, k and v, the gated delta rule, and a gated norm of each head."""
 
     def __init__(self, weights: Weights, description: GatedDelta) -> None:
-        self.description, self.eps = description, weights.config.norm_eps
+        self.description = description
+        self.eps = weights.config.norm_eps if description.norm_eps is None else description.norm_eps
         self.into, self.ba, self.out = (linear(weights, f"mixer.{name}") for name in ("in", "ba", "out"))
         roles = ("conv.weight", "a_log", "dt_bias", "norm.weight")
         self.conv, self.a_log, self.dt_bias, self.norm = (paged.stacked(weights, name) for name in roles)
@@ -94,7 +104,8 @@ class GatedDeltaMixer(nnx.Module):
             a + paged.in_float32(self.dt_bias, number)
         )
         q, v = q * d.k_dim**-0.5, v.reshape(-1, d.num_heads, d.v_dim)
-        out, new = paged.advance(kept, q, k, v, log_decay, jax.nn.sigmoid(b), tables, batch)
+        beta = times(jax.nn.sigmoid(b), d.most_beta)
+        out, new = paged.advance(kept, q, k, v, log_decay, beta, tables, batch)
         cache = cache.with_states(new | {"conv": rows})
         out = paged.apart(out)
         mean_square = row_sums.mean(out * out)
