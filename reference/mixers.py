@@ -5,12 +5,17 @@ from typing import Any
 import numpy as np
 
 from .parts import Weights, linear
-from .states import causal_convolution, recurrence
+from .states import causal_convolution, recurrence, selective_scan
 
 
 def mixer(config: Any, weights: Weights, name: str, x: np.ndarray) -> np.ndarray:
     """Compute the mixer of a layer for a whole sequence, [num_tokens, hidden_size]."""
-    by_name = {"gated_delta": gated_delta, "mamba2": mamba2, "short_convolution": short_convolution}
+    by_name = {
+        "gated_delta": gated_delta,
+        "mamba1": mamba1,
+        "mamba2": mamba2,
+        "short_convolution": short_convolution,
+    }
     return by_name[config.mixer.name](config, weights, f"{name}.mixer", x)
 
 
@@ -25,9 +30,10 @@ def gated_delta(config: Any, weights: Weights, name: str, x: np.ndarray) -> np.n
     q, k = (y / np.sqrt(np.sum(y * y, axis=-1, keepdims=True) + 1e-6) for y in (q, k))
     log_decay = -np.exp(weights[f"{name}.a_log"]) * softplus(a + weights[f"{name}.dt_bias"])
     v = v.reshape(len(x), d.num_heads, d.v_dim)
-    beta = 1 / (1 + np.exp(-b))
+    beta = d.most_beta / (1 + np.exp(-b))
     out, _ = recurrence(q * d.k_dim**-0.5, k, v, log_decay[..., None], beta)
-    out = root_mean_square_normed(out, config.norm_eps) * weights[f"{name}.norm.weight"]
+    eps = config.norm_eps if d.norm_eps is None else d.norm_eps
+    out = root_mean_square_normed(out, eps) * weights[f"{name}.norm.weight"]
     return linear(weights, f"{name}.out", (out.reshape(len(x), -1) * silu(z)).astype(x.dtype))
 
 
@@ -35,16 +41,47 @@ def mamba2(config: Any, weights: Weights, name: str, x: np.ndarray) -> np.ndarra
     """Compute Mamba-2 behind a convolution of x, B and C; its output gated by z, and normed in groups."""
     d = config.mixer
     width, of_states = d.num_heads * d.head_dim, d.num_groups * d.state_size
-    z, mixed, dt = np.split(linear(weights, f"{name}.in", x), [width, 2 * width + 2 * of_states], axis=1)
+    into = linear(weights, f"{name}.in", x * x.dtype.type(d.in_scale))
+    if d.section_scales:
+        sizes = (width, width, of_states, of_states, d.num_heads)
+        into = into * np.repeat(np.array(d.section_scales, x.dtype), sizes)
+    z, mixed, dt = np.split(into, [width, 2 * width + 2 * of_states], axis=1)
     given, b, c = np.split(silu(convolved(weights, name, mixed)), [width, width + of_states], axis=1)
     given = given.reshape(len(x), d.num_heads, d.head_dim)
     b, c = (y.reshape(len(x), d.num_groups, d.state_size) for y in (b, c))
     dt = np.clip(softplus(dt + weights[f"{name}.dt_bias"]), *d.dt_limit)
     log_decay = -np.exp(weights[f"{name}.a_log"]) * dt
     out, _ = recurrence(c, b, given * dt[..., None], log_decay[..., None], None)
-    out = (out + given * weights[f"{name}.d"][:, None]).reshape(len(x), width) * silu(z)
-    out = root_mean_square_normed(out.reshape(len(x), d.norm_groups, -1), config.norm_eps)
-    out = out.reshape(len(x), width) * weights[f"{name}.norm.weight"]
+    out = (out + given * weights[f"{name}.d"][:, None]).reshape(len(x), width)
+
+    def normed(out: np.ndarray) -> np.ndarray:
+        out = root_mean_square_normed(out.reshape(len(x), d.norm_groups, -1), config.norm_eps)
+        return out.reshape(len(x), width) * weights[f"{name}.norm.weight"]
+
+    if d.norm == "before_gate":
+        out = normed(out) * silu(z)
+    elif d.norm == "after_gate":
+        out = normed(out * silu(z))
+    else:
+        out = out * silu(z)
+    return linear(weights, f"{name}.out", out.astype(x.dtype)) * x.dtype.type(d.out_scale)
+
+
+def mamba1(config: Any, weights: Weights, name: str, x: np.ndarray) -> np.ndarray:
+    """Compute Mamba-1 behind a convolution of x, from which dt, B and C come; its output gated by z."""
+    d = config.mixer
+    mixed, z = np.split(linear(weights, f"{name}.in", x), 2, axis=1)
+    given = silu(convolved(weights, name, mixed))
+    parts = np.split(linear(weights, f"{name}.x", given), [d.dt_rank, d.dt_rank + d.state_size], axis=1)
+    if d.norms != "none":
+        parts = [root_mean_square_normed(part, d.norm_eps) for part in parts]
+    if d.norms == "weighted":
+        each = zip(parts, ("dt", "b", "c"), strict=True)
+        parts = [part * weights[f"{name}.{role}_norm.weight"] for part, role in each]
+    dt, b, c = parts
+    dt = softplus(linear(weights, f"{name}.dt", dt) + weights[f"{name}.dt_bias"])
+    out, _ = selective_scan(given, dt, b, c, -np.exp(weights[f"{name}.a_log"]))
+    out = (out + given * weights[f"{name}.d"]) * silu(z)
     return linear(weights, f"{name}.out", out.astype(x.dtype))
 
 

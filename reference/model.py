@@ -28,7 +28,10 @@ class Layer(Protocol):
     attention_chunk: (
         int | None
     )  # tokens of a chunk of the sequence: a token sees its own alone; None: no chunks
-    has_state: bool  # whether the config's mixer is in the place of attention
+    attends: bool  # whether it has attention
+    has_state: bool  # whether it has the config's mixer, beside attention or without it
+    feeds: bool  # whether it has a feed-forward part
+    norm_place: str | None  # of its norms; None: as the config says
     own: Any  # None, or a kind whose `sees(query, key)` says which positions before it a token sees
 
 
@@ -55,6 +58,7 @@ class Config(Protocol):
     parallel: bool
     shared_norm: bool
     residual_scale: float
+    factors: Any  # of what goes into parts and comes out
     qk_norm: str | None
     norm_after_rope: bool
     v_norm: bool
@@ -165,27 +169,35 @@ def layer(
     shared: KeysAndValues | None = None,
     routed: Routed | None = None,
 ) -> np.ndarray:
-    """Compute a layer: attention and a feed-forward block, each added to its input, in sequence or in
-    parallel.
+    """Compute a layer: attention or a mixer, or their sum, and a feed-forward block, each added to its input,
+    in sequence or in parallel; of a layer that has one of both, that one.
     """
-    before, after = config.norm_place in ("before", "both"), config.norm_place in ("after", "both")
+    place = kind.norm_place or config.norm_place
+    before, after = place in ("before", "both"), place in ("after", "both")
 
     def out(part: str, values: np.ndarray) -> np.ndarray:
         values = norm(config, weights, f"{name}.{part}_out_norm", values) if after else values
         return values * values.dtype.type(config.residual_scale)
 
-    normed = norm(config, weights, f"{name}.attention_norm", x) if before else x
-    if kind.has_state:
-        assert cache is None, "a cache of K and V has no states"
-        mixed = mixer(config, weights, name, normed)
-    elif config.latent is not None:
-        assert cache is None, "a cache of K and V has no latents"
-        mixed = latent.attention(config, weights, name, kind, normed)
-    else:
-        mixed = attention(config, weights, name, kind, normed, cache, shared)
-    attended = x + out("attention", mixed)
+    normed, attended = x, x
+    if kind.attends or kind.has_state:
+        normed = norm(config, weights, f"{name}.attention_norm", x) if before else x
+        mixed = np.zeros_like(x)
+        if kind.has_state:
+            assert cache is None, "a cache of K and V has no states"
+            mixed = mixed + mixer(config, weights, name, normed)
+        if kind.attends and config.latent is not None:
+            assert cache is None, "a cache of K and V has no latents"
+            mixed = mixed + latent.attention(config, weights, name, kind, normed)
+        elif kind.attends:
+            given = normed * x.dtype.type(config.factors.attention_in)
+            attended = attention(config, weights, name, kind, given, cache, shared)
+            mixed = mixed + attended * x.dtype.type(config.factors.attention_out)
+        attended = x + out("attention", mixed)
     if config.altup is not None:
         attended = altup.with_laurel(config, weights, name, attended, normed)
+    if not kind.feeds:
+        return attended
     given = x if config.parallel else attended
     if config.shared_norm:
         given = normed
@@ -305,7 +317,8 @@ def mlp(
     gate, up = np.split(linear(weights, f"{name}.{prefix}gate_up", x), 2, axis=-1)
     if sparsity:
         gate = altup.sparse(gate, statistics.NormalDist().inv_cdf(sparsity))
-    return linear(weights, down, activate(config, gate) * up)
+    gate = gate * x.dtype.type(config.factors.gate)
+    return linear(weights, down, activate(config, gate) * up) * x.dtype.type(config.factors.down)
 
 
 def experts(
@@ -328,6 +341,9 @@ def experts(
         read = read * x.dtype.type(x.shape[-1] ** -0.5)
         x = norm(config, weights, f"{name}.experts_norm", residual)
         factors = weights[f"{name}.expert_scale"]
+    if e.latent_size:
+        x = linear(weights, f"{name}.experts_in", x)
+        out = np.zeros_like(x)
     scores = soft_capped(linear(weights, f"{name}.router", read), e.router_soft_cap)
     correction = weights[f"{name}.correction"] if e.correction else np.zeros_like(scores[0])
     for token, token_scores in enumerate(scores):
@@ -342,15 +358,20 @@ def experts(
             prefix = f"{name}.experts.{expert}"
             share *= e.scale * factors[expert]
             given = x[token] * x.dtype.type(share) if e.scales_input else x[token]
-            gate, up = np.split(linear(weights, f"{prefix}.gate_up", given), 2)
-            if e.glu_limit is None:
+            if not config.gated:
+                wide = activate(config, linear(weights, f"{prefix}.up", given))
+            elif e.glu_limit is None:
+                gate, up = np.split(linear(weights, f"{prefix}.gate_up", given), 2)
                 wide = activate(config, gate) * up
             else:
+                gate, up = np.split(linear(weights, f"{prefix}.gate_up", given), 2)
                 gate, up = np.minimum(gate, e.glu_limit), up.clip(-e.glu_limit, e.glu_limit)
                 wide = gate / (1 + np.exp(-1.702 * gate)) * (up + 1)
             out[token] += x.dtype.type(1 if e.scales_input else share) * linear(
                 weights, f"{prefix}.down", wide
             )
+    if e.latent_size:
+        out = linear(weights, f"{name}.experts_out", out)
     if e.shared_size:
         shared = mlp(config, weights, name, whole, "shared.")
         if e.shared_gate:

@@ -302,7 +302,7 @@ class Setup:
         # code has other last bits.
         has_few = self.whole.altup is not None or self.whole.layer_inputs is not None
         is_alike = form.own == "native" and self.attention == "native" and not has_few
-        if not (is_alike and form.loops and self.whole.mixer is None):
+        if not (is_alike and form.loops and self.whole.has_uniform_parts):
             return ()
         shares = (self.config.max_num_seqs // share for share in SHARES_OF_WIDTHS)
         return tuple(rows for rows in shares if rows > 1 and self.config.max_num_seqs - rows >= LEAST_SAVED)
@@ -413,15 +413,17 @@ class Setup:
         return None
 
     def _check_states(self) -> None:
-        """Raise `InputError` for an option that layers with states do not serve."""
+        """Raise `InputError` for an option that layers with states, or with one part alone, do not serve."""
         c, mixer = self.config, self.whole.mixer
-        if mixer is None:
+        if self.whole.has_uniform_parts:
             return
-        name = f"with layers of {mixer.name}, whose states are no K and V"
+        name = "with layers that lack attention or a feed-forward part"
+        if mixer is not None:
+            name = f"with layers of {mixer.name}, whose states are no K and V"
         self._require(name, tensor_parallel_size=1, quantization=None, enable_lora=False, layer_kind=None)
         check("tensor_parallel_sums", c.tensor_parallel_sums, f"a text {name}", not self.sums_in_pieces)
         check("loop_over_layers", c.loop_over_layers, f"None or False {name}", not c.loop_over_layers)
-        least = mixer.kernel_size - 1
+        least = 1 if mixer is None else mixer.kernel_size - 1
         rule = f"at least {least}, the tokens that a convolution reads before its own"
         check("block_size", c.block_size, rule, c.block_size >= least)
 

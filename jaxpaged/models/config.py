@@ -19,7 +19,10 @@ ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "xielu")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerKind:
-    """The properties in which one layer may differ from the next.
+    """The properties in which one layer may differ from the next: its parts, and what each does.
+
+    A layer has attention, the model's mixer, or both side by side; behind these, or alone, a feed-forward
+    part.
 
     A layer without a bound is full: a token sees all tokens up to itself. A sliding layer shows the last
     `sliding_window` tokens, the token itself among them. A chunked layer cuts each sequence into chunks of
@@ -41,7 +44,15 @@ class LayerKind:
     num_kv_heads: int | None = None
     intermediate_size: int | None = None
     v_is_k: bool = False  # whether values are the keys' product, before its norm
-    has_state: bool = False  # whether it has the model's mixer, and keeps a state in place of K and V
+    attends: bool = True  # whether it has attention, and keeps K and V
+    has_state: bool = False  # whether it has the model's mixer, and keeps a state
+    feeds: bool = True  # whether it has a feed-forward part
+    norm_place: Literal["before", "after", "both"] | None = None  # of its norms; None: as the model says
+
+    @property
+    def parts(self) -> tuple[bool, bool, bool]:
+        """Return whether it has attention, a mixer and a feed-forward part."""
+        return self.attends, self.has_state, self.feeds
 
     @property
     def attention(self) -> "LayerKind":
@@ -65,7 +76,7 @@ class LayerKind:
         return FULL if self.sliding_window is None else SlidingWindow(self.sliding_window)
 
 
-STATE = LayerKind(has_state=True)
+STATE = LayerKind(attends=False, has_state=True)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -95,6 +106,7 @@ class Experts:
     shared_size: int = 0  # width of the expert that all tokens share; 0: none
     shared_gate: bool = False  # whether a sigmoid gate scales the shared expert's output
     shared_scale: float = 1.0  # factor of the shared expert's output
+    latent_size: int = 0  # width that a product before the experts makes, and another takes back; 0: none
     scales_input: bool = False  # whether an expert's weight scales its input, not its output
     # Whether they read the residual, not the shared expert's input, through norms of their own, and each
     # has a factor of its weight.
@@ -118,6 +130,22 @@ class InputTable:
 
     width: int
     vocab_size: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Factors:
+    """Factors of what goes into parts of each layer, and of what comes out, as in Falcon-H1."""
+
+    attention_in: float = 1.0
+    attention_out: float = 1.0
+    gate: float = 1.0  # of a feed-forward part, before its activation
+    down: float = 1.0  # of a feed-forward part's output
+
+    def __post_init__(self) -> None:
+        """Check that all are positive. Raises `InputError`."""
+        for field in dataclasses.fields(self):
+            name, value = f"model config: factor {field.name}", getattr(self, field.name)
+            checked_number(name, value, "a number > 0", 0, above=True)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -155,6 +183,7 @@ class ModelConfig:
     parallel: bool = False
     shared_norm: bool = False
     residual_scale: float = 1.0
+    factors: Factors = Factors()  # of parts; those of a mixer are in its description
 
     # Attention.
     qkv_bias: bool = False
@@ -194,7 +223,10 @@ class ModelConfig:
     def __post_init__(self) -> None:
         """Check all fields, which come from files. Raises `InputError` for what no model can be."""
         for name in _SIZES:
-            self._set(name, checked_int(f"model config: {name}", getattr(self, name), "an int >= 1", 1))
+            # Without feed-forward parts there is no width of theirs.
+            least = 0 if name == "intermediate_size" and not self.feeding_layers else 1
+            value = checked_int(f"model config: {name}", getattr(self, name), f"an int >= {least}", least)
+            self._set(name, value)
         for name in _POSITIVE:
             value = getattr(self, name)
             if value is not None:
@@ -214,6 +246,13 @@ class ModelConfig:
         check("model config: layers", self.layers, "at least one", len(self.layers) > 0)
         if (self.mixer is not None) != bool(self.state_layers):
             raise InputError("model config: layers with states must have a mixer, and only they")
+        rule = "attention, a mixer or a feed-forward part"
+        check("model config: a layer's parts", None, rule, all(any(kind.parts) for kind in self.layers))
+        is_whole = all(kind.feeds and (kind.attends or kind.has_state) for kind in self.layers)
+        is_whole = is_whole and all(kind.norm_place is None for kind in self.layers)
+        rule = "False where a layer has one part alone, or norms in other places"
+        for name in ("parallel", "shared_norm"):
+            check(f"model config: {name}", getattr(self, name), rule, is_whole or not getattr(self, name))
         for number, kind in enumerate(self.layers):
             if kind not in self.layers[:number]:
                 self._check_kind(kind)
@@ -256,12 +295,11 @@ class ModelConfig:
             checked_number(f"model config: factor of {name}", factor, "a number > 0", 0, above=True)
         rule = f"different ints in [0, {self.num_layers}), and not those of all layers"
         numbers = set(e.dense_layers)
-        some = len(numbers) == len(e.dense_layers) < self.num_layers and numbers < {*range(self.num_layers)}
+        some = len(numbers) == len(e.dense_layers) and numbers < {*self.feeding_layers}
         check("model config: dense layers", list(e.dense_layers), rule, some)
         if e.dense_layers:
             checked_int("model config: width of dense layers", e.dense_size, "an int >= 1", 1)
         check("model config: activation", self.activation, "another with experts", self.activation != "xielu")
-        check("model config: gated", self.gated, "True with experts", self.gated)
 
     def _check_kind(self, kind: LayerKind) -> None:
         for name in ("sliding_window", "attention_chunk"):
@@ -326,18 +364,48 @@ class ModelConfig:
         return tuple(i for i, kind in enumerate(self.layers) if kind.has_state)
 
     @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """Return the numbers of the layers with attention."""
+        return tuple(i for i, kind in enumerate(self.layers) if kind.attends)
+
+    @property
+    def mixing_layers(self) -> tuple[int, ...]:
+        """Return the numbers of the layers with attention or a mixer."""
+        return tuple(i for i, kind in enumerate(self.layers) if kind.attends or kind.has_state)
+
+    @property
+    def feeding_layers(self) -> tuple[int, ...]:
+        """Return the numbers of the layers with a feed-forward part."""
+        return tuple(i for i, kind in enumerate(self.layers) if kind.feeds)
+
+    @property
+    def has_uniform_parts(self) -> bool:
+        """Return whether all layers have attention and a feed-forward part, nothing else, and norms in the
+        same places.
+        """
+        return all(kind.parts == (True, False, True) and kind.norm_place is None for kind in self.layers)
+
+    def layers_normed(self, place: Literal["before", "after"]) -> tuple[int, ...]:
+        """Return the numbers of the layers with norms before their parts, or after them."""
+        places = (kind.norm_place or self.norm_place for kind in self.layers)
+        return tuple(i for i, each in enumerate(places) if each in (place, "both"))
+
+    @property
     def attention_part(self) -> "ModelConfig | None":
-        """Return the model without its layers with states: what its attention must know; None: no layer."""
-        if self.mixer is None:
+        """Return the layers with attention, without mixers and experts: what attention must know; None: no
+        layer has it.
+        """
+        if self.has_uniform_parts:
             return self
-        layers = tuple(kind for kind in self.layers if not kind.has_state)
+        attends = [kind for kind in self.layers if kind.attends]
+        layers = tuple(dataclasses.replace(kind, has_state=False, norm_place=None) for kind in attends)
         return dataclasses.replace(self, layers=layers, mixer=None, experts=None) if layers else None
 
     @property
     def _kv_owners(self) -> tuple[int, ...]:
         """Return the numbers of the layers with K and V of their own."""
         kinds = enumerate(self.layers)
-        return tuple(i for i, kind in kinds if kind.shares_kv is None and not kind.has_state)
+        return tuple(i for i, kind in kinds if kind.shares_kv is None and kind.attends)
 
     def heads_of(self, layer: int) -> tuple[int, int]:
         """Return how many KV heads a layer has, and how many coordinates each of its heads."""
@@ -348,12 +416,12 @@ class ModelConfig:
         """Return `heads_of` all layers in a cache made for such heads; empty if it has the decoder's own."""
         if (num_kv_heads, head_dim) == (self.num_kv_heads, self.head_dim):
             return ()
-        return tuple(self.heads_of(i) for i, kind in enumerate(self.layers) if not kind.has_state)
+        return tuple(self.heads_of(i) for i, kind in enumerate(self.layers) if kind.attends)
 
     @property
     def heads_by_size(self) -> tuple[tuple[int, int], ...]:
         """Return the different heads of layers, those with least K and V first; each must divide the next."""
-        attends = [i for i, kind in enumerate(self.layers) if not kind.has_state]
+        attends = [i for i, kind in enumerate(self.layers) if kind.attends]
         found = sorted(dict.fromkeys(map(self.heads_of, attends)), key=math.prod)
         sizes = [math.prod(heads) for heads in found]
         divides = all(b % a == 0 for a, b in itertools.pairwise(sizes))
@@ -372,7 +440,7 @@ class ModelConfig:
     def kv_layers(self) -> tuple[int, ...]:
         """Return for each layer the number, among those with K and V of their own, of the one it sees."""
         owners, kinds = self._kv_owners, enumerate(self.layers)
-        own = [i if kind.shares_kv is None else kind.shares_kv for i, kind in kinds if not kind.has_state]
+        own = [i if kind.shares_kv is None else kind.shares_kv for i, kind in kinds if kind.attends]
         return tuple(map(owners.index, own))
 
     @property
@@ -394,7 +462,7 @@ class ModelConfig:
     @property
     def attention_kinds(self) -> tuple[LayerKind, ...]:
         """Return what bounds the attention of each layer: full, sliding or chunked."""
-        return tuple(kind.attention for kind in self.layers if not kind.has_state)
+        return tuple(kind.attention for kind in self.layers if kind.attends)
 
     @property
     def sliding_window(self) -> int | None:
@@ -402,7 +470,7 @@ class ModelConfig:
 
         A chunk counts as a window of its length: no token of it sees more.
         """
-        most = [kind.most_seen for kind in self.layers if not kind.has_state]
+        most = [kind.most_seen for kind in self.layers if kind.attends]
         return max((its for its in most if its is not None), default=None) if None not in most else None
 
     def with_kinds(self, kinds: Sequence[CacheSpec | None]) -> "ModelConfig":

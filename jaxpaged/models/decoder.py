@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -15,9 +15,9 @@ from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.models import layers
 from jaxpaged.models.altup import HALF, AltUp, Laurel, LayerInput, LayerInputs, Streams
 from jaxpaged.models.attention import PassBatch, planned
-from jaxpaged.models.config import ModelConfig
+from jaxpaged.models.config import LayerKind, ModelConfig
 from jaxpaged.models.experts import ExpertsMLP
-from jaxpaged.models.feed_forward import MLP, stack
+from jaxpaged.models.feed_forward import MLP, stack, times
 from jaxpaged.models.latent_attention import LatentAttention
 from jaxpaged.models.load_as import LoadAs
 from jaxpaged.models.mixers.registry import mixer_of
@@ -224,7 +224,12 @@ class Decoder(nnx.Module):
 
 
 class DecoderLayers(nnx.Module):
-    """All layers: attention and a feed-forward part, each normed and added to the residual."""
+    """All layers, each with the parts that its kind has, normed and added to the residual.
+
+    What mixes tokens comes first: attention, a mixer with a state, or both side by side. A feed-forward part
+    comes behind it. A weight is there for the layers that have its part alone (`names.layers_with`), and a
+    part counts the layers that have it.
+    """
 
     def __init__(self, weights: Weights) -> None:
         self.config = weights.config
@@ -238,8 +243,11 @@ class DecoderLayers(nnx.Module):
         self.mixer: Any = mixer_of(weights)
         self.attention_out_norm = norm(weights, "attention_out_norm")
         self.mlp_norm = norm(weights, "mlp_norm")
-        experts = self.config.experts
-        self.mlp = MLP(weights) if experts is None else ExpertsMLP(weights, experts)
+        experts, feeds = self.config.experts, bool(self.config.feeding_layers)
+        if experts is None:
+            self.mlp: Any = MLP(weights) if feeds else None
+        else:
+            self.mlp = ExpertsMLP(weights, experts)
         self.dense = MLP(weights) if experts is not None and experts.dense_layers else None
         self.mlp_out_norm = norm(weights, "mlp_out_norm")
         has_altup = self.config.altup is not None
@@ -278,26 +286,49 @@ class DecoderLayers(nnx.Module):
         tables: PositionTables,
         batch: PassBatch,
     ) -> tuple[Float[Array, "num_tokens hidden"], KVCache]:
-        """Return the layer's output: attention and feed-forward, and the shortcut of a model that has one."""
+        """Return the layer's output: that of its parts, and of the shortcut of a model that has one."""
         whole, batch = batch, batch.in_layer(layer == self.config.num_layers - 1)
-        normed = self.attention_norm(x, layer) if self.attention_norm else x
-        attended, cache = self._mixed(normed, cache, layer, tables, batch, whole)
-        after = self._added(x, attended, self.attention_out_norm, layer)
+        kind = self._kind(layer)
+        normed, after = x, x
+        if kind.attends or kind.has_state:
+            normed = self._normed(x, "attention_norm", layer)
+            mixed, cache = self._mixed(normed, cache, layer, tables, batch, whole)
+            after = self._added(x, mixed, "attention_out_norm", layer)
         if self.laurel is not None:
             after = (after + self.laurel(normed, layer)) * jnp.asarray(HALF, x.dtype)
+        if not kind.feeds:
+            return after, cache
 
         given = x if self.config.parallel else after
-        if self.mlp_norm is not None:
-            given = self.mlp_norm(given, layer)
-        elif self.config.shared_norm:
-            given = normed
+        given = normed if self.config.shared_norm else self._normed(given, "mlp_norm", layer)
         if batch.wanted is not None:
             given = jnp.where(batch.wanted[:, None], given, 0)
         tells = ROUTED_EXPERTS in cache.values
         out, experts = self._fed_forward(given, after, layer, batch, tells=tells)
         if tells and experts is not None:
             cache = cache.with_value(ROUTED_EXPERTS, layer, experts)
-        return self._added(after, out, self.mlp_out_norm, layer), cache
+        return self._added(after, out, "mlp_out_norm", layer), cache
+
+    def _normed(
+        self, x: Float[Array, "num_tokens hidden"], role: str, layer: layers.Layer
+    ) -> Float[Array, "num_tokens hidden"]:
+        """Return x by the layer's norm of a role; x itself where the layer has none."""
+        its: Norm | None = getattr(self, role)
+        those = layers_with(self.config, role)
+        if its is None or (isinstance(layer, int) and layer not in those):
+            return x
+        return its(x, self._number(layer, those))
+
+    def _kind(self, layer: layers.Layer) -> LayerKind:
+        """Return the kind of a layer; of a loop's layers, which have the same parts, the first one's."""
+        return self.config.layers[layer if isinstance(layer, int) else 0]
+
+    def _number(self, layer: layers.Layer, those: Sequence[int]) -> layers.Layer:
+        """Return a layer's number among those that have a part."""
+        if len(those) == self.config.num_layers:
+            return layer
+        assert isinstance(layer, int)
+        return those.index(layer)
 
     def _mixed(
         self,
@@ -308,18 +339,22 @@ class DecoderLayers(nnx.Module):
         batch: PassBatch,
         whole: PassBatch,
     ) -> tuple[Float[Array, "num_tokens hidden"], KVCache]:
-        """Return the output of the layer's attention or mixer. `whole`: the batch with all tokens, for states
-        have those that nobody wants, too.
+        """Return the output of the layer's attention or mixer, or the sum of both. `whole`: the batch with
+        all tokens, for states have those that nobody wants, too.
         """
-        c = self.config
-        if c.mixer is None:
-            return self.attention(x, cache, layer, tables, batch)
-        assert isinstance(layer, int)
-        has_state = c.layers[layer].has_state
-        number = sum(kind.has_state == has_state for kind in c.layers[:layer])
-        if has_state:
-            return self.mixer(x, cache, number, whole)
-        return self.attention(x, cache, number, tables, batch)
+        c, kind = self.config, self._kind(layer)
+        mixed: Float[Array, "num_tokens hidden"] | None = None
+        if kind.has_state:
+            number = self._number(layer, c.state_layers)
+            assert isinstance(number, int)
+            mixed, cache = self.mixer(x, cache, number, whole)
+            if not kind.attends:
+                return mixed, cache
+        number = self._number(layer, c.attention_layers)
+        attended, cache = self.attention(times(x, c.factors.attention_in), cache, number, tables, batch)
+        attended = times(attended, c.factors.attention_out)
+        # A sum of rounded numbers: XLA may not add an unrounded product.
+        return attended if mixed is None else attended + lax.optimization_barrier(mixed), cache
 
     def _fed_forward(
         self,
@@ -337,21 +372,22 @@ class DecoderLayers(nnx.Module):
         """
         mlp, dense = self.mlp, self.dense
         if not isinstance(mlp, ExpertsMLP):
-            return mlp(x, layer, batch.is_padding, batch.adapters), None
+            number = self._number(layer, self.config.feeding_layers)
+            return mlp(x, number, batch.is_padding, batch.adapters), None
         if mlp.beside is not None:
             if batch.wanted is not None:
                 residual = jnp.where(batch.wanted[:, None], residual, 0)
             return mlp(x, layer, batch.is_padding, residual)
         if dense is None:
-            return mlp(x, layer, batch.is_padding)
+            return mlp(x, self._number(layer, self.config.feeding_layers), batch.is_padding)
         with_dense, with_experts = (layers_with(self.config, role) for role in ("down", "experts"))
+        if isinstance(layer, int):
+            if layer in with_dense:
+                return dense(x, with_dense.index(layer), batch.is_padding), None
+            return mlp(x, with_experts.index(layer), batch.is_padding)
         is_dense = [i in with_dense for i in range(self.config.num_layers)]
         # Of each layer its number among those that are as it is.
         numbers = [(with_dense if its else with_experts).index(i) for i, its in enumerate(is_dense)]
-        if isinstance(layer, int):
-            if is_dense[layer]:
-                return dense(x, numbers[layer], batch.is_padding), None
-            return mlp(x, numbers[layer], batch.is_padding)
         number = jnp.asarray(numbers, jnp.int32)[layer]
         type Found = tuple[Float[Array, "num_tokens hidden"], Int[Array, "num_tokens num_chosen"] | None]
 
@@ -369,13 +405,11 @@ class DecoderLayers(nnx.Module):
         self,
         x: Float[Array, "num_tokens hidden"],
         out: Float[Array, "num_tokens hidden"],
-        out_norm: Norm | None,
+        out_norm: str,
         layer: layers.Layer,
     ) -> Float[Array, "num_tokens hidden"]:
-        """Add the float32 output of attention or feed-forward to the residual."""
-        out = out.astype(x.dtype)
-        if out_norm is not None:
-            out = out_norm(out, layer)
+        """Add the float32 output of attention or feed-forward, normed in this role, to the residual."""
+        out = self._normed(out.astype(x.dtype), out_norm, layer)
         scale = self.config.residual_scale
         return x + out if scale == 1.0 else x + out * jnp.asarray(scale, x.dtype)
 

@@ -65,11 +65,16 @@ class ExpertsMLP(nnx.Module):
         self.shards, self.visits_all = weights.shards, weights.form.differentiable
         self.router = linear(weights, "router")
         self.correction = stack(weights, "correction")
-        self.gate_up = ExpertLinear(weights, "experts.gate_up")
+        self.gated = weights.config.gated
+        self.gate_up = ExpertLinear(weights, "experts.gate_up" if self.gated else "experts.up")
         self.down = ExpertLinear(weights, "experts.down")
         self.shared = MLP(weights, "shared.") if config.shared_size else None
         self.shared_gate = linear(weights, "shared_gate") if config.shared_gate else None
         self.beside = Beside(weights) if config.beside else None
+        has_latent = config.latent_size > 0
+        self.into, self.out = (
+            linear(weights, f"experts_{name}") if has_latent else None for name in ("in", "out")
+        )
 
     def __call__(
         self,
@@ -83,6 +88,8 @@ class ExpertsMLP(nnx.Module):
         if self.beside is not None:
             assert residual is not None
             routed, given = self.beside.inputs(residual, layer)
+        if self.into is not None:
+            given = self.into(x, layer).astype(x.dtype)
         is_nobodys = is_padding[:, None]
         shares, by_token = self.choose(routed, layer)
         weights = jnp.where(is_nobodys, 0, shares)
@@ -92,7 +99,7 @@ class ExpertsMLP(nnx.Module):
         else:
             (experts,) = jnp.nonzero(chosen, size=chosen.shape[0], fill_value=0)
 
-        type Sums = list[Float[Array, "num_tokens hidden"]]  # of each piece of the experts' inputs
+        type Sums = list[Float[Array, "num_tokens given"]]  # of each piece of the experts' inputs
 
         def add(i: Int[Array, ""], sums: Sums) -> Sums:
             expert = experts[i].astype(jnp.int32)
@@ -100,9 +107,8 @@ class ExpertsMLP(nnx.Module):
             mine = jnp.where(weight > 0, given, 0)  # products on a CPU skip rows of zeros
             if self.config.scales_input:
                 mine, weight = (mine * weight).astype(x.dtype), (weight > 0).astype(jnp.float32)
-            [wide] = self.gate_up(mine, layer, expert)
-            gate, up = jnp.split(wide, 2, axis=-1)
-            found = self.down(self._glu(gate, up).astype(x.dtype), layer, expert)
+            wide = self._activated(*self.gate_up(mine, layer, expert))
+            found = self.down(wide.astype(x.dtype), layer, expert)
             if self.beside is not None:
                 scale = self.beside.scale[layer][expert].astype(jnp.float32)
                 found = [out * scale for out in found]
@@ -112,8 +118,10 @@ class ExpertsMLP(nnx.Module):
             ]
 
         count = chosen.shape[0] if self.visits_all else jnp.sum(chosen)
-        nothing = jnp.zeros(x.shape, jnp.float32)
+        nothing = jnp.zeros(given.shape, jnp.float32)
         sums = lax.fori_loop(0, count, add, [nothing] * self.down.num_pieces)
+        if self.out is not None:  # in models that one device computes
+            sums = [self.out(sums[0].astype(x.dtype), layer)]
         if self.shared is None:
             return total(self.shards, sums), by_token
         shared = self._shared(x, layer)
@@ -180,9 +188,10 @@ class ExpertsMLP(nnx.Module):
         chosen = jnp.any(numbers[..., None] == jnp.arange(c.num_groups), axis=1)
         return jnp.where(chosen[..., None], groups, -jnp.inf).reshape(ranked.shape)
 
-    def _glu(
-        self, gate: Float[Array, "num_tokens width"], up: Float[Array, "num_tokens width"]
-    ) -> Float[Array, "num_tokens width"]:
+    def _activated(self, wide: Float[Array, "num_tokens outputs"]) -> Float[Array, "num_tokens width"]:
+        if not self.gated:
+            return layers.ACTIVATIONS[self.activation](wide)
+        gate, up = jnp.split(wide, 2, axis=-1)
         limit = self.config.glu_limit
         if limit is None:
             return layers.ACTIVATIONS[self.activation](gate) * up

@@ -5,6 +5,7 @@ import statistics
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxpaged import row_sums
@@ -45,10 +46,12 @@ class MLP(nnx.Module):
         wide = self.up(x, layer, adapters)
         if self.config.gated:
             gate, up = jnp.split(wide, 2, axis=-1)
+            gate = times(gate, self.config.factors.gate)
             wide = self._activated(self._sparse(gate, layer), layer) * up
         else:
             wide = self._activated(wide, layer)
-        return self.down.pieces(wide.astype(x.dtype), layer, adapters)
+        pieces = self.down.pieces(wide.astype(x.dtype), layer, adapters)
+        return [times(piece, self.config.factors.down) for piece in pieces]
 
     def _sparse(
         self, x: Float[Array, "num_tokens width"], layer: layers.Layer
@@ -94,6 +97,11 @@ class XIELU(nnx.Module):
         positive = jax.nn.softplus(alpha_p) * x * x
         negative = (beta + jax.nn.softplus(alpha_n)) * (jnp.expm1(jnp.minimum(x, eps)) - x)
         return jnp.where(x > 0, positive, negative) + beta * x
+
+
+def times(x: Float[Array, "..."], factor: float) -> Float[Array, "..."]:
+    """Return a rounded product with a factor: XLA may not add it unrounded to something else."""
+    return x if factor == 1.0 else lax.optimization_barrier(x * jnp.asarray(factor, x.dtype))
 
 
 def linear(weights: Weights, role: str) -> layers.Linear:

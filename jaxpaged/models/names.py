@@ -138,9 +138,16 @@ def _draft_head(head: DraftHead, hidden: Shape, config: ModelConfig) -> dict[str
 
 def in_layer(config: ModelConfig) -> dict[str, Shape]:
     """Return the shapes of what layers have, by role; `layers_with` says which layers have it."""
+    shapes = _in_layer(config)
+    if config.has_uniform_parts:
+        return shapes
+    return {role: shape for role, shape in shapes.items() if layers_with(config, role)}
+
+
+def _in_layer(config: ModelConfig) -> dict[str, Shape]:
     c, hidden, e = config, config.hidden_size, config.experts
     heads, kv_heads = c.num_q_heads * c.head_dim, c.num_kv_heads * c.head_dim
-    before, after = c.norm_place in ("before", "both"), c.norm_place in ("after", "both")
+    before, after = bool(c.layers_normed("before")), bool(c.layers_normed("after"))
     shapes: dict[str, Shape] = {}
     for name, exists in (
         ("attention_norm", before),
@@ -186,28 +193,40 @@ def in_layer(config: ModelConfig) -> dict[str, Shape]:
         shapes["expert_scale"] = (e.num_experts,)
     if e.shared_gate:
         shapes["shared_gate.weight"] = (1, hidden)
+    if e.latent_size:
+        shapes |= _linear("experts_in", (e.latent_size, hidden), c.mlp_bias)
+        shapes |= _linear("experts_out", (hidden, e.latent_size), c.mlp_bias)
     return shapes | _mlp("", e.dense_size, c) if e.dense_layers else shapes
 
 
-_ATTENTION = ("latent", "qkv", "o", "q_norm", "k_norm", "sinks", "attention_gate")
+_ATTENTION = ("latent", "qkv", "q", "o", "q_norm", "k_norm", "sinks", "attention_gate")
+_NORMS = ("attention_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm")
+_EXPERTS = ("router", "correction", "experts", "shared", "shared_gate", "experts_in", "experts_out")
+_FEED_FORWARD = ("gate_up", "up", "down", "xielu", *_EXPERTS)
 
 
 def layers_with(config: ModelConfig, role: str) -> Sequence[int]:
     """Return the numbers of the layers that have a role, in order."""
-    dense = sorted(config.experts.dense_layers) if config.experts is not None else []
     stem = role.split(".")[0]
     if stem == "mixer":
         return config.state_layers
-    if config.mixer is not None and stem in _ATTENTION:
-        return [i for i, kind in enumerate(config.layers) if not kind.has_state]
     if stem in ("qkv", "k_norm", "q"):
         shares = stem == "q"
-        return [i for i, kind in enumerate(config.layers) if (kind.shares_kv is not None) == shares]
+        return [i for i in config.attention_layers if (config.layers[i].shares_kv is not None) == shares]
+    if stem in _ATTENTION:
+        return config.attention_layers
+    if stem in _NORMS:
+        those = config.mixing_layers if stem.startswith("attention") else config.feeding_layers
+        normed = config.layers_normed("after" if stem.endswith("out_norm") else "before")
+        return those if len(normed) == config.num_layers else [i for i in those if i in normed]
+    if stem not in _FEED_FORWARD:
+        return range(config.num_layers)
+    dense = config.experts.dense_layers if config.experts is not None else ()
     if dense and stem in ("gate_up", "up", "down"):
-        return dense
-    if stem in ("router", "correction", "experts", "shared", "shared_gate"):
-        return [layer for layer in range(config.num_layers) if layer not in dense]
-    return range(config.num_layers)
+        return sorted(dense)
+    if stem in _EXPERTS:
+        return [layer for layer in config.feeding_layers if layer not in dense]
+    return config.feeding_layers
 
 
 def _altup(config: ModelConfig) -> dict[str, Shape]:
@@ -248,11 +267,13 @@ def _mlp(prefix: str, width: int, config: ModelConfig) -> dict[str, Shape]:
 
 def in_expert(config: ModelConfig) -> dict[str, Shape]:
     """Return the shapes of the weights that each expert of a layer has, by role."""
-    e, hidden, mlp = config.experts, config.hidden_size, config.intermediate_size
+    e, width = config.experts, config.intermediate_size
     if e is None:
         return {}
-    gate_up, down = (2 * mlp, hidden), (hidden, mlp)
-    return _linear("experts.gate_up", gate_up, e.bias) | _linear("experts.down", down, e.bias)
+    given = e.latent_size or config.hidden_size
+    name, outputs = ("gate_up", 2 * width) if config.gated else ("up", width)
+    up = _linear(f"experts.{name}", (outputs, given), e.bias)
+    return up | _linear("experts.down", (given, width), e.bias)
 
 
 def _norm(name: str, shape: Shape, config: ModelConfig) -> dict[str, Shape]:

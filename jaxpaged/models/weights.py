@@ -51,9 +51,9 @@ class Weights(ABC):
         # Config of the decoder to make.
         self.config = config if self._shard is None else self._shard.config
         self._pieces_of = None if self._shard is None else self._shard.pieces
-        if (
-            config.mixer is not None
-        ):  # XLA would copy the cache where layers of two kinds write to it in a loop
+        # Layers of different parts have no program in common; and where layers of two kinds write to a cache
+        # in a loop, XLA would copy it.
+        if not config.has_uniform_parts:
             self.form = form_of(self.dtype, loop_over_layers=False)
         if load_as.kinds:
             self.config = self.config.with_kinds(load_as.kinds)

@@ -139,7 +139,18 @@ SETTINGS: dict[str, Callable[[Path], Driver]] = {
             **_tiers(8, folder, 20),
         )
     ),
+    "states, layers of one part, swap, drafts": lambda _: tiny_states.driver(
+        tiny_states.MAMBA, *tiny_states.ONE_PART, **SWAP, speculative_config={"prompt_lookup_min": 1}
+    ),
+    "states beside attention and windows, swap": lambda _: tiny_states.driver(
+        tiny_states.MAMBA,
+        *(tiny_states.BOTH, dataclasses.replace(tiny_states.WINDOW, has_state=True)),
+        **SWAP | TWO_KINDS,
+    ),
     "states alone": lambda _: tiny_states.driver(tiny_states.CONVOLUTION, tiny_states.STATE, **TIGHT),
+    "states of channels, swap, drafts": lambda _: tiny_states.driver(
+        tiny_states.MAMBA_1, **SWAP, speculative_config={"prompt_lookup_min": 1}
+    ),
     "latents": lambda _: tiny_latents.driver(**TIGHT),
     "latents, swap, drafts": lambda _: tiny_latents.driver(
         **SWAP, speculative_config={"prompt_lookup_min": 1}

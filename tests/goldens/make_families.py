@@ -30,6 +30,7 @@ MODEL_TYPES |= {"granitemoehybrid_experts": "granitemoehybrid", "laguna_elements
 MODEL_TYPES |= {"cohere2_moe_rms": "cohere2_moe", "gpt_bigcode_heads": "gpt_bigcode"}
 MODEL_TYPES |= {f"granitemoehybrid_{name}": "granitemoehybrid" for name in ("states", "both")}
 MODEL_TYPES |= {"deepseek_v2_lite": "deepseek_v2", "deepseek_v3_plain": "deepseek_v3"}
+MODEL_TYPES |= {"nemotron_h_experts": "nemotron_h", "falcon_h1_normed": "falcon_h1"}
 MODEL_TYPES |= dict.fromkeys(("gemma4_large", "gemma4_experts"), "gemma4_text")
 # Models of text and images: what is inside, and as small a vision part as there may be.
 MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
@@ -120,13 +121,23 @@ SEEDS = {
     "glm4_moe_lite": 112,
     "mistral4": 113,
     "minicpm3": 114,
+    "mamba2": 501,
 }  # where the answer would hang on a rounding
 IMPLEMENTATIONS = {"falcon_alibi": "sdpa"}  # its eager attention adds the slopes twice
 # Those that came last, in their order: the seeds of the others stay what they were.
 ADDED = ("llama4_text", "llama4", "gemma3n_text", "gemma4_text", "gemma4_large", "gemma4", "gemma4_experts")
 LAST = ("bamba",)
-ADDED += (*NEWER, "cohere2_vision", *(each for each in HYBRID if each not in LAST), "qwen3_5", "qwen3_5_moe")
-ADDED += (*LAST, *LATENT)
+# Those of layers by type: behind all others.
+BY_TYPE = ("nemotron_h", "nemotron_h_experts", "falcon_h1", "falcon_h1_normed", "jamba", "mamba")
+BY_TYPE += ("falcon_mamba", "mamba2", "olmo_hybrid")
+ADDED += (
+    *NEWER,
+    "cohere2_vision",
+    *(each for each in HYBRID if each not in LAST + BY_TYPE),
+    "qwen3_5",
+    "qwen3_5_moe",
+)
+ADDED += (*LAST, *LATENT, *BY_TYPE)
 # Models of transformers 5.24 that need an image; their decoder does not.
 NEEDS_IMAGES = ("llama4",)
 NUM_TOKENS, EVERY = 40, 3
@@ -263,6 +274,8 @@ def write(name: str, model: torch.nn.Module) -> None:
     model.half().save_pretrained(folder)
     if name == "qwen3_vl_moe":
         turn_experts(folder / "model.safetensors")
+    if name == "olmo_hybrid":
+        divide_convolutions(folder / "model.safetensors")
     (folder / "generation_config.json").unlink(missing_ok=True)
     golden = {
         "token_ids": token_ids[0].tolist(),
@@ -280,6 +293,22 @@ def turn_experts(file: Path) -> None:
     tensors = load_file(file)
     turned = {key: value.mT.contiguous() for key, value in tensors.items() if ".experts." in key}
     save_file(tensors | turned, file, metadata={"format": "pt"})
+
+
+def divide_convolutions(file: Path) -> None:
+    """Divide convolutions of q, k and v by their channels, as published models have them: transformers reads
+    this form, and writes three equal parts. It also renames a norm of layers with attention.
+    """
+    tensors = load_file(file)
+    for first in [key for key in tensors if key.endswith("q_conv1d.weight")]:
+        names = [first.replace("q_conv", f"{x}_conv") for x in "qkv"]
+        sizes = [len(tensors[name.replace("conv1d", "proj")]) for name in names]
+        parts = torch.cat([tensors[name] for name in names]).split(sizes)
+        tensors |= {name: part.contiguous() for name, part in zip(names, parts, strict=True)}
+    for last in [key for key in tensors if key.endswith("post_feedforward_layernorm.weight")]:
+        name = last.replace("post_feedforward", "post_attention")
+        tensors[name] = tensors.pop(last.replace("post_feedforward_layernorm", "feedforward_layer_norm"))
+    save_file(tensors, file, metadata={"format": "pt"})
 
 
 def shake(name: str, parameter: torch.nn.Parameter, *, is_less_one: bool) -> None:

@@ -19,7 +19,10 @@ POOLS = {
     "mistral_window": {"num_blocks": 1 + 8, "max_num_batched_tokens": 4 + 32},
     "families/gemma2": TWO_KINDS,
     "families/gpt_oss": TWO_KINDS,
+    "families/falcon_h1": TWO_KINDS,
+    "families/jamba": TWO_KINDS,
     "families/lfm2": TWO_KINDS,
+    "families/nemotron_h_experts": TWO_KINDS,
     "families/qwen3_5_text": TWO_KINDS,
 }
 
@@ -41,7 +44,7 @@ POOLS = {
         # Layers with states.
         *(
             pytest.param(f"families/{name}", "float32", marks=pytest.mark.nightly)
-            for name in ("lfm2", "qwen3_5_text")
+            for name in ("lfm2", "qwen3_5_text", "nemotron_h_experts", "falcon_h1", "jamba")
         ),
         pytest.param("families/deepseek_v3", "float32", marks=pytest.mark.nightly),  # latents
         # Caps of scores and logits; sinks and experts. Both have layers with a window, and without.

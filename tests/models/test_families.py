@@ -35,9 +35,9 @@ def test_the_pages_table_of_families_is_the_registry():
 
 def test_an_unknown_model_type_is_refused_with_those_that_are_known():
     with pytest.raises(
-        InputError, match=r"model_type='mamba' must be one of 'llama', 'mistral', .*'qwen3_vl_moe'$"
+        InputError, match=r"model_type='rwkv' must be one of 'llama', 'mistral', .*'qwen3_vl_moe'$"
     ):
-        from_hf({"model_type": "mamba"})
+        from_hf({"model_type": "rwkv"})
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_an_unknown_model_type_is_refused_with_those_that_are_known():
         ("cohere2", {"use_parallel_block": False}, "use_parallel_block=False must be True or left out"),
         ("minimax_m2", {"use_routing_bias": False}, "use_routing_bias=False must be True or left out"),
         ("qwen2_moe", {"use_sliding_window": True}, "use_sliding_window=True must be False or left out"),
-        ("llava", {"text_config": {"model_type": "mamba"}}, "text_config.model_type='mamba' must be one of"),
+        ("llava", {"text_config": {"model_type": "rwkv"}}, "text_config.model_type='rwkv' must be one of"),
         (
             "gemma4_experts",
             {"use_double_wide_mlp": True},

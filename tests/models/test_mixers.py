@@ -18,6 +18,9 @@ TABLE = [3, 1, 5, 6, 2, 4]
 NUM_TOKENS = 37  # ends within a chunk
 
 
+SLOW = (tiny_states.DELTA, tiny_states.MAMBA, tiny_states.MAMBA_1)
+
+
 class Walk:
     """One mixer's layer over a sequence of random inputs, pass by pass."""
 
@@ -67,7 +70,7 @@ class Walk:
     "mixer",
     [
         tiny_states.CONVOLUTION,
-        *(pytest.param(each, marks=pytest.mark.slow) for each in (tiny_states.DELTA, tiny_states.MAMBA)),
+        *(pytest.param(each, marks=pytest.mark.slow) for each in SLOW),
     ],
     ids=lambda mixer: mixer.name,
 )

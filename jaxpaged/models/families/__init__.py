@@ -22,6 +22,7 @@ from jaxpaged.models.families.dots import DOTS1
 from jaxpaged.models.families.ernie_moe import ERNIE4_5_MOE
 from jaxpaged.models.families.exaone import EXAONE, EXAONE4, EXAONE_MOE
 from jaxpaged.models.families.falcon import FALCON
+from jaxpaged.models.families.falcon_h1 import FALCON_H1
 from jaxpaged.models.families.family import Family, Gguf
 from jaxpaged.models.families.gemma import GEMMA, GEMMA2, GEMMA3, VAULTGEMMA
 from jaxpaged.models.families.gemma3n import GEMMA3N
@@ -37,10 +38,12 @@ from jaxpaged.models.families.granite_moe import GRANITEMOE, GRANITEMOESHARED
 from jaxpaged.models.families.granite_swa import GRANITE_SWA, GRANITEMOE_SWA, GRANITEMOEHYBRID
 from jaxpaged.models.families.hunyuan import HUNYUAN_MOE, HY_V3
 from jaxpaged.models.families.hyperclova import HYPERCLOVAX
+from jaxpaged.models.families.jamba import JAMBA
 from jaxpaged.models.families.laguna import LAGUNA
 from jaxpaged.models.families.lfm2 import LFM2, LFM2_MOE
 from jaxpaged.models.families.llama import GRANITE, LLAMA, MISTRAL, SMOLLM3
 from jaxpaged.models.families.llama4 import LLAMA4
+from jaxpaged.models.families.mamba import FALCON_MAMBA, MAMBA, MAMBA2
 from jaxpaged.models.families.mimo import MIMO_V2, MIMO_V2_FLASH
 from jaxpaged.models.families.minimax import MINIMAX_M2
 from jaxpaged.models.families.mixtral import MIXTRAL
@@ -59,7 +62,9 @@ from jaxpaged.models.families.near_llama import (
     SEED_OSS,
 )
 from jaxpaged.models.families.nemotron import JAIS2, NEMOTRON
+from jaxpaged.models.families.nemotron_h import NEMOTRON_H
 from jaxpaged.models.families.olmo import FLEX_OLMO, OLMO, OLMO2, OLMO3, OLMOE
+from jaxpaged.models.families.olmo_hybrid import OLMO_HYBRID
 from jaxpaged.models.families.opt import OPT
 from jaxpaged.models.families.phi import PHI, PHIMOE
 from jaxpaged.models.families.phi3 import PHI3
@@ -152,8 +157,10 @@ FAMILIES = (
     OLMO3,
     OLMOE,
     FLEX_OLMO,
+    OLMO_HYBRID,
     SMOLLM3,
     NEMOTRON,
+    NEMOTRON_H,
     JAIS2,
     ARCEE,
     CWM,
@@ -161,6 +168,11 @@ FAMILIES = (
     STABLELM,
     STARCODER2,
     FALCON,
+    FALCON_H1,
+    JAMBA,
+    MAMBA,
+    FALCON_MAMBA,
+    MAMBA2,
     GPT_NEOX,
     GPT2,
     GPT_NEO,

@@ -2,9 +2,8 @@
 
 from jaxpaged.checks import check, is_int
 from jaxpaged.models.config import STATE, LayerKind, ModelConfig
-from jaxpaged.models.families import llama
+from jaxpaged.models.families import llama, mamba_fields
 from jaxpaged.models.families.family import Family
-from jaxpaged.models.families.granite_swa import MAMBA_TABLE, read_mamba2
 from jaxpaged.models.fields import Fields
 from jaxpaged.models.names import BY_CHANNEL, Names
 
@@ -20,14 +19,14 @@ def read_bamba(f: Fields) -> ModelConfig:
     check("model config: attn_layer_indices", places, rule, is_list)
     full = LayerKind(rope=f.rope(same["head_dim"], part=0.5))
     layers = tuple(full if layer in places else STATE for layer in range(num_layers))
-    mixer = read_mamba2(f)
+    mixer = mamba_fields.read(f)
     return ModelConfig(**same, **llama.biases(f), layers=layers, mixer=mixer if STATE in layers else None)
 
 
 NAMES = Names(
     table={
         **llama.TABLE,
-        **MAMBA_TABLE,
+        **mamba_fields.table(f"{llama.LAYER}.mamba"),
         "norm": "model.final_layernorm",
         "mlp_norm": f"{llama.LAYER}.pre_ff_layernorm",
         "gate_up": (f"{FEED_FORWARD}.gate_proj", f"{FEED_FORWARD}.up_proj"),

@@ -1,15 +1,13 @@
 """Granite with windows and sinks, dense and of experts, and Granite 4 with and without states."""
 
 import dataclasses
-import math
 from typing import Any
 
 from jaxpaged.checks import check, checked_number
 from jaxpaged.models.config import STATE, LayerKind, ModelConfig
-from jaxpaged.models.families import granite_moe, llama
+from jaxpaged.models.families import granite_moe, llama, mamba_fields
 from jaxpaged.models.families.family import Family
 from jaxpaged.models.fields import Fields
-from jaxpaged.models.mixers.description import Mamba2
 from jaxpaged.models.names import BY_CHANNEL, Names
 
 SINKS: dict[str, str | tuple[str, ...]] = {"sinks": f"{llama.LAYER}.self_attn.sinks"}
@@ -72,54 +70,16 @@ def read_granitemoehybrid(f: Fields) -> ModelConfig:
     full = config.layers[0] if position == "rope" else LayerKind()
     layers = tuple(STATE if each in states else full for each in types)
     has_states = STATE in layers
-    return dataclasses.replace(config, layers=layers, mixer=read_mamba2(f) if has_states else None)
-
-
-def read_mamba2(f: Fields) -> Mamba2:
-    """Read the fields of Mamba-2 as Granite 4 and Bamba call them."""
-    width = f.size("mamba_expand", 2) * f.size("hidden_size")
-    num_heads, num_groups = f.size("mamba_n_heads", 128), f.size("mamba_n_groups", 1)
-    head_dim = f.get("mamba_d_head", "auto")
-    head_dim = width // num_heads if head_dim == "auto" else f.size("mamba_d_head")
-    rule = f"{width} / mamba_n_heads={num_heads}, or 'auto'"
-    check("model config: mamba_d_head", head_dim, rule, head_dim * num_heads == width)
-    low, high = map(_limit, f.get("time_step_limit") or (0.0, None))
-    return Mamba2(
-        num_heads=num_heads,
-        head_dim=head_dim,
-        state_size=f.size("mamba_d_state", 256),
-        num_groups=num_groups,
-        kernel_size=f.size("mamba_d_conv", 4),
-        conv_bias=f.flag("mamba_conv_bias", True),
-        bias=f.flag("mamba_proj_bias"),
-        dt_limit=(low, high),
-        norm_groups=num_groups,
-    )
-
-
-def _limit(value: object) -> float:
-    """Return a limit of time steps; JSON has no infinity, and transformers writes an object in its place."""
-    if value is None or value == {"__float__": "Infinity"}:
-        return math.inf
-    return checked_number("model config: time_step_limit", value, "two numbers >= 0, or null", 0)
+    return dataclasses.replace(config, layers=layers, mixer=mamba_fields.read(f) if has_states else None)
 
 
 MAMBA = f"{llama.LAYER}.mamba"
-MAMBA_TABLE: dict[str, str | tuple[str, ...]] = {
-    "mixer.in": f"{MAMBA}.in_proj",
-    "mixer.conv": f"{MAMBA}.conv1d",
-    "mixer.a_log": f"{MAMBA}.A_log",
-    "mixer.d": f"{MAMBA}.D",
-    "mixer.dt_bias": f"{MAMBA}.dt_bias",
-    "mixer.norm": f"{MAMBA}.norm",
-    "mixer.out": f"{MAMBA}.out_proj",
-}
 
 
 def _hybrid_names(config: ModelConfig) -> Names:
     names = DENSE if config.experts is None else granite_moe.NAMES
     forms = {**names.forms, "mixer.conv.weight": BY_CHANNEL}
-    return dataclasses.replace(names, table={**names.table, **MAMBA_TABLE}, forms=forms)
+    return dataclasses.replace(names, table={**names.table, **mamba_fields.table(MAMBA)}, forms=forms)
 
 
 _DEFAULTS: dict[str, Any] = {

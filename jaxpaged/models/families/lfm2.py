@@ -6,7 +6,7 @@ from jaxpaged.models.config import STATE, Experts, LayerKind, ModelConfig
 from jaxpaged.models.families import llama
 from jaxpaged.models.families.family import Family
 from jaxpaged.models.fields import Fields
-from jaxpaged.models.mixers.description import ShortConvolution
+from jaxpaged.models.mixers.short_convolution import ShortConvolution
 from jaxpaged.models.names import BY_CHANNEL, Names
 
 MIXER, ATTENTION = f"{llama.LAYER}.conv", f"{llama.LAYER}.self_attn"

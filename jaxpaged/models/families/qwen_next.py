@@ -9,7 +9,7 @@ from jaxpaged.models.config import STATE, Experts, LayerKind, ModelConfig
 from jaxpaged.models.families import llama, qwen
 from jaxpaged.models.families.family import Family
 from jaxpaged.models.fields import Fields
-from jaxpaged.models.mixers.description import GatedDelta
+from jaxpaged.models.mixers.gated_delta import GatedDelta
 from jaxpaged.models.names import BY_CHANNEL, FormOfLayers, Names, Pieces, Stored, reordered
 
 MIXER = f"{llama.LAYER}.linear_attn"

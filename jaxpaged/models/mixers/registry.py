@@ -3,14 +3,15 @@
 from collections.abc import Callable
 from typing import Any
 
-from jaxpaged.models.mixers.description import GatedDelta, Mamba2, ShortConvolution
-from jaxpaged.models.mixers.gated_delta import GatedDeltaMixer
-from jaxpaged.models.mixers.mamba2 import Mamba2Mixer
-from jaxpaged.models.mixers.short_convolution import ShortConvolutionMixer
+from jaxpaged.models.mixers.gated_delta import GatedDelta, GatedDeltaMixer
+from jaxpaged.models.mixers.mamba1 import Mamba1, Mamba1Mixer
+from jaxpaged.models.mixers.mamba2 import Mamba2, Mamba2Mixer
+from jaxpaged.models.mixers.short_convolution import ShortConvolution, ShortConvolutionMixer
 from jaxpaged.models.weights import Weights
 
 MIXERS: dict[type, Callable[[Weights, Any], Any]] = {
     GatedDelta: GatedDeltaMixer,
+    Mamba1: Mamba1Mixer,
     Mamba2: Mamba2Mixer,
     ShortConvolution: ShortConvolutionMixer,
 }

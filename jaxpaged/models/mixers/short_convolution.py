@@ -1,5 +1,8 @@
 """Gated short convolution: LFM2."""
 
+from dataclasses import dataclass
+from typing import ClassVar
+
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
@@ -8,8 +11,45 @@ from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.models.attention import PassBatch
 from jaxpaged.models.feed_forward import linear, stack
 from jaxpaged.models.mixers import paged
-from jaxpaged.models.mixers.description import ShortConvolution
+from jaxpaged.models.mixers.description import Shape, check_sizes
 from jaxpaged.models.weights import Weights
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShortConvolution:
+    """LFM2's gated short convolution: `C * conv(B * x)` of three parts of one projection."""
+
+    name: ClassVar[str] = "short_convolution"
+    width: int
+    kernel_size: int
+    bias: bool = False  # of the convolution and both projections
+
+    def __post_init__(self) -> None:
+        """Check the sizes, which come from files. Raises `InputError`."""
+        check_sizes(self, "width", "kernel_size")
+
+    def weights(self, hidden_size: int) -> dict[str, Shape]:
+        """Return the shapes of a layer's weights by role: `in` has B, C and x."""
+        shapes: dict[str, Shape] = {
+            "mixer.in.weight": (3 * self.width, hidden_size),
+            "mixer.conv.weight": (self.kernel_size, self.width),
+            "mixer.out.weight": (hidden_size, self.width),
+        }
+        if self.bias:
+            shapes |= {
+                "mixer.in.bias": (3 * self.width,),
+                "mixer.conv.bias": (self.width,),
+                "mixer.out.bias": (hidden_size,),
+            }
+        return shapes
+
+    def pieces(self, role: str, count: int) -> list[int] | None:
+        """Return None: every role is one tensor."""
+        return None
+
+    def arrays(self, block_size: int, dtype: jnp.dtype) -> dict[str, tuple[Shape, jnp.dtype]]:
+        """Return the convolution's inputs in the model's dtype."""
+        return {"conv": ((block_size, self.width), dtype)}
 
 
 class ShortConvolutionMixer(nnx.Module):
