@@ -32,7 +32,7 @@ def unknown(what: str, name: object, known: Iterable[str]) -> UnknownNameError:
 
 
 def shown(value: object) -> str:
-    """Return the value for a message: its `repr`, cut where it is long, its type where it has none.
+    """Return the text of a value for a message: its `repr`, cut if long, or its type if it has none.
 
     Of texts, lists and objects as JSON has them no more is written than is shown, however large they are.
     """
@@ -136,7 +136,7 @@ def parsed_json(name: str, value: object, rule: str) -> Any:
 
 
 def read_finite_json(text: str | bytes) -> Any:
-    """Parse JSON as its standard has it, whose numbers are float64's.
+    """Parse standard JSON, whose numbers must be finite in float64.
 
     Python's own reader takes NaN and Infinity, and makes infinity of 1e999; nothing that is written back may
     have them. Raises `ValueError`, or `RecursionError` for text that is too deep.

@@ -171,7 +171,7 @@ OLD_PATHS: dict[str, str] = {
 
 
 def install() -> None:
-    """Let Python find the paths of all tables, behind all files; a second call does nothing."""
+    """Install the finder for the module paths of all tables, after files; a second call does nothing."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.append(_Finder())
 

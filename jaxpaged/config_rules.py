@@ -38,7 +38,7 @@ def _check_caching(config: Any) -> None:
 
 
 def check_processes(config: Any) -> None:
-    """Raise `InputError` if an `EngineConfig` does not say where its processes meet, and what they share."""
+    """Raise `InputError` unless an `EngineConfig` says where its processes connect and what they share."""
     count, address = config.num_processes, config.distributed_init
     if count == 1:
         check("distributed_init", address, "None unless num_processes is more than 1", address is None)

@@ -46,7 +46,7 @@ def keep_in(folder: Path | None) -> None:
 
 
 def path_of(made_from: object, suffix: str) -> Path | None:
-    """Return where a thing is kept that is made from `made_from`, whose `repr` says all of it.
+    """Return the path of an entry made from `made_from`, whose `repr` identifies it.
 
     None where nothing is kept.
     """
@@ -88,7 +88,7 @@ def write_file(path: Path, content: bytes) -> None:
 
 
 def unfinished_name() -> str:
-    """Return a new name for what is being written. Only such names are removed when they are old."""
+    """Return a new name for an incomplete file. Only such names are removed when they are old."""
     return UNFINISHED + secrets.token_hex(16)
 
 

@@ -43,7 +43,7 @@ PromptType = str | Sequence[int] | TextPrompt | TokensPrompt
 
 
 def check_prompt_keys(prompt: Any) -> None:
-    """Check that a mapping has only what a prompt may have; inputs that are not text must be empty.
+    """Check that a mapping has only the keys of a prompt; inputs other than text must be empty.
 
     Raises `InputError`.
     """

@@ -91,7 +91,7 @@ def number_format(*choices: str) -> Check:
 
 
 def length(name: str, value: Any) -> Any:
-    """Check a length in tokens: None, an int, or what fits."""
+    """Check a length in tokens: None, an int, or 'auto' (-1) for the longest that fits."""
     if value == AUTO if isinstance(value, str) else is_int(value) and value == -1:
         return AUTO
     rule = "None or an int >= 2, at most 2**31 - 1, or 'auto' (-1) for what fits"

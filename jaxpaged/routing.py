@@ -39,7 +39,7 @@ def salt_of(cache_salt: str | None, lora_name: str | None) -> str:
 
 
 def begun(salt: str) -> Any:
-    """Return the hash before a first block. Its `digest()` is no key."""
+    """Return the hash state before a first block; its `digest()` is no key."""
     hashed = hashlib.blake2b(digest_size=8)
     # The salt's own hash, for all are of one length: no salt and content look like another's.
     hashed.update(hashlib.blake2b(salt.encode("utf-8", "surrogatepass")).digest())
@@ -144,5 +144,5 @@ class Router[Name: Hashable]:
                 del known[name]
 
     def __iter__(self) -> Iterator[Name]:
-        """Iterate over the replicas that a request was sent to, or that told what they have."""
+        """Iterate over the replicas that got a request or reported blocks."""
         return iter(self._cached)

@@ -295,11 +295,11 @@ class SamplingParams(metaclass=VllmClass):
     output_kind: RequestOutputKind = option(RequestOutputKind.CUMULATIVE, _output_kind)
 
     def __getattr__(self, name: str) -> Any:
-        """Raise `AttributeError`, with what to take in the place of an attribute of vLLM's."""
+        """Raise `AttributeError` that names a replacement for an attribute of vLLM's."""
         raise missing("SamplingParams", name)
 
     def __post_init__(self) -> None:
-        """Check what several values say together. Raises `InputError`."""
+        """Check the fields against each other. Raises `InputError`."""
         rule = "1 with temperature=0, where all answers are the same"
         check("n", self.n, rule, self.n == 1 or self.temperature > 0)
         max_tokens = self.max_tokens
@@ -316,7 +316,7 @@ class SamplingParams(metaclass=VllmClass):
                 check(name, value, "None with trace_decode_token_ids", not value)
 
     def __setattr__(self, name: str, value: object) -> None:
-        """Set a field; what is kept is Python's own numbers. Raises `InputError` for a value out of range."""
+        """Set a field, converted to Python's own numbers. Raises `InputError` for a value out of range."""
         if name not in _CHECKS:
             raise AttributeError(f"SamplingParams has no option {name!r}")
         object.__setattr__(self, name, _CHECKS[name](name, value))
@@ -349,7 +349,7 @@ class SamplingParams(metaclass=VllmClass):
 
     @classmethod
     def from_optional(cls, **options: Any) -> Self:
-        """Make parameters of what servers get.
+        """Create parameters from the fields of a server's request.
 
         Token ids of `logit_bias` may be texts, and biases beyond 100 count as 100, as in vLLM.
         """
@@ -360,7 +360,7 @@ class SamplingParams(metaclass=VllmClass):
         return cls(**options)
 
     def clone(self) -> Self:
-        """Return a copy that shares nothing with these; `InputError` if values contradict each other."""
+        """Return an independent copy; `InputError` if values contradict each other."""
         return dataclasses.replace(self)
 
 

@@ -17,7 +17,7 @@ def is_path(name: Any) -> bool:
 
 
 def imported(path: str) -> Any:
-    """Import what "package.module:Name" names; Name may have dots.
+    """Import the object with the path "package.module:Name"; Name may have dots.
 
     The current directory is searched behind all other places.
 

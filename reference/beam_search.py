@@ -54,7 +54,7 @@ class BeamSearch:
 
     @property
     def is_decided(self) -> bool:
-        """Whether nothing to come can be among the answers, for sums of logarithms do not rise."""
+        """Whether no unfinished beam can still be among the answers, since sums of logarithms never rise."""
         if not self.beams:
             return True
         if len(self.ended) < self.width:

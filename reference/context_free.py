@@ -10,7 +10,7 @@ Stack = tuple[bytes | str, ...]  # what must still come, the next part first
 
 
 class TokenGrammar:
-    """Grammar over tokens: what an answer may look like.
+    """Grammar over tokens that constrains an answer.
 
     rules: the grammar's, of which `start` is the first.
     tokens: the bytes of each token; b"" may never be written.

@@ -28,7 +28,7 @@ def features(config: Any, weights: Weights, taps: Sequence[np.ndarray]) -> np.nd
 
 
 def taps(config: Any, weights: Weights, tokens: Sequence[int], behind: Sequence[int]) -> list[np.ndarray]:
-    """Return a served model's hidden states behind so many layers."""
+    """Return a served model's hidden states after the given layers."""
     states = [model.embed(config, weights, list(tokens))]
     for number, kind in enumerate(config.layers):
         states.append(model.layer(config, weights, f"layers.{number}", kind, states[-1]))

@@ -295,7 +295,7 @@ class Engine:
         step.preempted[row.index] = "swap" if swaps else "recompute"
 
     def _admit_next(self, step: Step, new: dict[Row, int], tiles_left: int) -> bool:
-        """Let the first request in line run. False if there is none, or it has to wait."""
+        """Admit the first request of the queue. False if there is none, or it has to wait."""
         line = self._in_phase(Phase.WAITING, Phase.SWAPPED)
         running = self._in_phase(Phase.RUNNING, Phase.FOLLOWING)
         if not line or len(running) + line[0].width > self.config.max_num_seqs:
@@ -376,7 +376,7 @@ class Engine:
         return need + np.array(self.config.watermark_blocks) + self.blocks.num_growing(running)
 
     def _need_of_beam(self, prompt_len: int, num_tokens: int) -> Needs:
-        """Return how many blocks a beam of so many tokens needs beside its head's.
+        """Return the number of blocks that a beam of `num_tokens` tokens needs besides its head's.
 
         They are all but those that its prompt fills. With a window those may be gone when it forks.
         """
@@ -394,7 +394,7 @@ class Engine:
         return False
 
     def _go_on(self, group: Group) -> None:
-        """Let a beam search choose its next beams, and its rows hold them."""
+        """Choose the next beams of a beam search, and write them into its rows."""
         search, before = group.search, group.beam_rows
         parents = search.step([group.logprobs_of(beam.tokens) for beam in search.beams])
         sources = [before[parent] for parent in parents]

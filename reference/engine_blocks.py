@@ -168,7 +168,7 @@ class Blocks:
         return grows
 
     def sure_to_be_kept(self, num_tokens: int) -> Needs:
-        """Return how many full blocks of so many tokens never go out of reach."""
+        """Return the number of full blocks of `num_tokens` tokens that stay in reach for ever."""
         return self.of_classes(
             num_tokens // self.config.block_size * reach.is_full for reach in self.config.reaches
         )

@@ -192,7 +192,7 @@ class Row:
         self.rests = False
 
     def leave(self) -> None:
-        """Let a model that drafts begin anew: the blocks are gone."""
+        """Reset a drafting model's progress, because its blocks are gone."""
         if self.drafting is not None:
             self.drafting.has_begun = False
 

@@ -22,7 +22,7 @@ class Policy(Protocol):
 
 
 class Lru:
-    """The longest unused goes first, whether it has content or not: vLLM V1's."""
+    """Policy of vLLM V1: the least recently used block goes first, with content or without."""
 
     def __init__(self, num_blocks: int) -> None:
         self.queue = list(range(1, num_blocks))
@@ -334,7 +334,7 @@ class TinyLfu(Ranked):
 
 
 class QueueLru(Ranked):
-    """Queue-informed LRU (vLLM issue 48485): what waiting requests will find goes last.
+    """Queue-informed LRU (vLLM issue 48485): blocks that waiting requests will hit go last.
 
     Among these blocks what only later ones in the queue want goes first. All others go first, the least
     recently used at first. `wait` says who waits: of each block that the first of them finds, the number is

@@ -48,7 +48,7 @@ def findable(
 
 
 class Follower:
-    """Somebody who applies events, each as a mapping with its kind under "type"."""
+    """Follower of events, each a mapping with its kind under "type"."""
 
     def __init__(self) -> None:
         self.contents: dict[tuple[int, int], Content] = {}  # by group and hash
@@ -82,6 +82,8 @@ class Follower:
 
     @property
     def known(self) -> set[Content]:
-        """All that can be found, as far as was told. A label is the extra keys of a chain's first block."""
+        """All contents that can be found, by the events so far. A label is the extra keys of a chain's first
+        block.
+        """
         assert len({*self.contents.values()}) == len(self.contents)
         return {*self.contents.values()}

@@ -36,7 +36,7 @@ class Layer(Protocol):
 
 
 class Config(Protocol):
-    """The description; `jaxpaged.models.config.ModelConfig` says what each field means."""
+    """Description of a model; `jaxpaged.models.config.ModelConfig` explains each field."""
 
     layers: tuple[Any, ...]
     num_q_heads: int

@@ -31,7 +31,7 @@ class Router:
         self.sent[name] = [prefix for prefix in self.sent.get(name, []) if prefix not in stored]
 
     def forget(self, name: str) -> None:
-        """Record that a replica has nothing."""
+        """Record that a replica has no cached block."""
         self.sent[name], self.reported[name] = [], []
 
     def best(self, blocks: Sequence[Block], loads: Mapping[str, float]) -> str:

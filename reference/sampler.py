@@ -14,7 +14,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class TokenAutomaton:
-    """Automaton over tokens: what an answer may look like.
+    """Automaton over tokens that constrains an answer.
 
     moves: for each state the tokens that may follow, each with the state that it leads to.
     accepting: states at which the answer may end.

@@ -193,7 +193,7 @@ class Credit:
 
 @dataclass
 class Drafting:
-    """Record of how a sequence's drafts have done: it says how many it may make next."""
+    """Record of the results of a sequence's drafts, which decides the number of the next drafts."""
 
     lookup: AnyLookup
     past: Past = field(default_factory=lambda: Past(0))  # of all requests
@@ -254,7 +254,7 @@ class Drafting:
 
     @property
     def catches_up(self) -> bool:
-        """Whether a model that drafts would compute tiles first: of the prompt, or of what came since."""
+        """Whether a drafting model has tiles to compute first: of the prompt, or of tokens since."""
         return isinstance(self.lookup, ByModel) and (not self.has_begun or self.idle >= MOST_BEHIND)
 
     def is_worth_it(self, may_come: int, prompt_len: int) -> bool:

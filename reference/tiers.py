@@ -27,7 +27,7 @@ def keys(
 
 @dataclass
 class Store:
-    """Store of at most so many bytes, which gives up what was used longest ago.
+    """Store of a bounded number of bytes that drops the least recently used blocks.
 
     It keeps some blocks until a time. Until then they count as used by then.
     """
@@ -38,11 +38,11 @@ class Store:
     now: float = 0.0
 
     def contains(self, key: Key) -> bool:
-        """Tell whether a block is here, which is a use of it."""
+        """Return whether a block is stored; this counts as a use of it."""
         return self.get(key) is not None
 
     def get(self, key: Key) -> Hashable | None:
-        """Return a block, which is a use of it; None if it is not here."""
+        """Return a block, which counts as a use of it; None if it is not stored."""
         for i, entry in enumerate(self.entries):
             if entry[0] == key:
                 self.entries.append(self.entries.pop(i))
@@ -85,7 +85,7 @@ class Store:
                 self.kept[key] = self.now + seconds
 
     def wait(self, seconds: float) -> None:
-        """Let time pass. What is kept no longer was used at the end of its time."""
+        """Advance the time. What is kept no longer was used at the end of its time."""
         self.now += seconds
         for key, until in sorted(self.kept.items(), key=lambda item: item[1]):
             if until <= self.now:

@@ -124,7 +124,7 @@ class Cache:
         return lines
 
     def slide(self, lines: Lines) -> None:
-        """Give back what no coming token reads, the last first."""
+        """Free the blocks that no later token reads, the last first."""
         for reach, line in zip(self.reaches, lines, strict=True):
             for i in reversed(self._skipped(reach, len(line))):
                 if (block := line[i]) is not None:

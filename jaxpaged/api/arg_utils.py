@@ -92,7 +92,7 @@ class EngineArgs(_Fields):
 
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace) -> Self:
-        """Return the options of a parsed command line; what it does not have keeps its default."""
+        """Return the options of a parsed command line; an option that it lacks keeps its default."""
         names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]  # as above
         return cls(**{name: getattr(args, name) for name in names if hasattr(args, name)})
 

@@ -34,7 +34,7 @@ NUM_CONTROLS = 8  # threads that wait for the engine's pauses, its sleep and new
 
 @dataclasses.dataclass(frozen=True)
 class Admitted:
-    """A prompt that came through the door: nothing that is done with it can fail."""
+    """Prompt that has been checked and encoded, so that nothing done with it later can fail."""
 
     prompt: str | None  # None where it came as token ids
     requests: Sequence[Request]  # one for each answer
@@ -297,11 +297,11 @@ class AsyncLLM(metaclass=VllmClass):
         return await self._control(self.llm.update_weights, weights, version=version, **others)
 
     async def pause_generation(self, *, mode: str = "abort", clear_cache: bool = True) -> None:
-        """Let nothing run until `resume_generation`: see `LLM.pause_generation`."""
+        """Pause all requests until `resume_generation`: see `LLM.pause_generation`."""
         await self._control(self.engine.pause, mode, clear_cache=clear_cache)
 
     async def resume_generation(self) -> None:
-        """Let requests run again: see `LLM.resume_generation`."""
+        """Resume paused requests: see `LLM.resume_generation`."""
         await self._control(self.engine.resume)
 
     async def is_paused(self) -> bool:
@@ -313,7 +313,7 @@ class AsyncLLM(metaclass=VllmClass):
         await self._control(self.engine.sleep, level, mode)
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Take memory again, and go on: see `LLM.wake_up`."""
+        """Allocate the engine's memory again and resume: see `LLM.wake_up`."""
         await self._control(self.engine.wake_up, tags)
 
     async def is_sleeping(self) -> bool:
@@ -335,7 +335,7 @@ class AsyncLLM(metaclass=VllmClass):
         return self.llm.model_config
 
     def __getattr__(self, name: str) -> Any:
-        """Raise `AttributeError`, with what to take in the place of a method of vLLM's."""
+        """Raise `AttributeError` that names a replacement for a method of vLLM's."""
         raise missing("AsyncLLM", name)
 
     @classmethod
@@ -345,7 +345,7 @@ class AsyncLLM(metaclass=VllmClass):
 
     @property
     def is_stopped(self) -> bool:
-        """Whether the engine answers nothing more."""
+        """Whether the engine has stopped, and answers no further request."""
         return self.engine.stopped is not None
 
     @property

@@ -51,11 +51,11 @@ class Finished:
         return next(self._left)
 
     def stop(self) -> None:
-        """Let the iteration end after the prompts that have finished by now. A signal handler may call it."""
+        """End the iteration after the prompts that have finished so far. A signal handler may call it."""
         self._items.put(None)
 
     def close(self) -> None:
-        """Give up what is left."""
+        """Abort all prompts that have not finished."""
         self._left.close()
 
 

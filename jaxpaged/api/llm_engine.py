@@ -178,7 +178,7 @@ class LLMEngine(VllmMethods, metaclass=VllmClass):
         return outputs
 
     def abort_request(self, request_ids: str | Iterable[str], internal: bool = False) -> None:
-        """Give requests up: no step has anything of them from then on. Others' ids change nothing."""
+        """Abort requests; no later step returns outputs of them. Others' ids change nothing."""
         for each in [request_ids] if isinstance(request_ids, str) else request_ids:
             underway = self._underway.pop(each, None)
             if underway is not None:
@@ -269,7 +269,7 @@ class LLMEngine(VllmMethods, metaclass=VllmClass):
 
 
 class _Underway:
-    """A request under way: its prompt, where that came as text, and its answers so far."""
+    """Request that has not finished: its prompt, if given as text, and its answers so far."""
 
     def __init__(
         self, llm: LoadedModel, prompt: str | None, requests: Sequence[Request], handles: list[Handle]

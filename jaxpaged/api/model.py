@@ -254,7 +254,7 @@ class LoadedModel(VllmMethods):
         return self.read_prompt(prompt, self.engine.export_blocks)[1]
 
     def adopt_blocks(self, blocks: Blocks) -> int:
-        """Let prompts find what another engine has computed: see `Engine.adopt_blocks`."""
+        """Make blocks that another engine has computed available to prompts: see `Engine.adopt_blocks`."""
         return self.engine.adopt_blocks(blocks)
 
     @property
@@ -295,7 +295,7 @@ class LoadedModel(VllmMethods):
         return self.engine.is_paused
 
     def pause_generation(self, mode: str = "abort", *, clear_cache: bool = True) -> None:
-        """Let nothing run until `resume_generation`; requests that come wait.
+        """Pause all requests until `resume_generation`; new requests wait.
 
         mode: "abort" ends what is in flight, with the tokens that it has; "wait" waits until it has ended;
             "keep" freezes it: it goes on when generation is resumed.
@@ -304,7 +304,7 @@ class LoadedModel(VllmMethods):
         self.engine.pause(mode, clear_cache=clear_cache)
 
     def resume_generation(self) -> None:
-        """Let requests run again. Raises `InputError` while the engine sleeps."""
+        """Resume paused requests. Raises `InputError` while the engine sleeps."""
         self.engine.resume()
 
     @property

@@ -61,7 +61,7 @@ class CompletionOutput:
         return self.finish_reason is not None
 
     def __getattr__(self, name: str) -> Any:
-        """Raise `AttributeError`, with what to take in the place of a field of vLLM's."""
+        """Raise `AttributeError` that names a replacement for a field of vLLM's."""
         raise missing("CompletionOutput", name)
 
 
@@ -78,7 +78,7 @@ class BeamSearchSequence:
     lora_request: LoRARequest | None = None  # the adapter it was found with
 
     def __getattr__(self, name: str) -> Any:
-        """Raise `AttributeError`, with what to take in the place of a field of vLLM's."""
+        """Raise `AttributeError` that names a replacement for a field of vLLM's."""
         raise missing("BeamSearchSequence", name)
 
 
@@ -106,7 +106,7 @@ class RequestOutput:
     channels: Mapping[str, Any] = dataclasses.field(default_factory=dict, compare=False)
 
     def __getattr__(self, name: str) -> Any:
-        """Raise `AttributeError`, with what to take in the place of a field of vLLM's."""
+        """Raise `AttributeError` that names a replacement for a field of vLLM's."""
         raise missing("RequestOutput", name)
 
 
@@ -229,7 +229,7 @@ def _places(answers: Sequence[Delta]) -> dict[str, Any]:
 
 
 def _of_all(metrics: Sequence[RequestMetrics]) -> RequestMetrics:
-    """Merge the metrics of a prompt's answers: when it came, its first token and its last, its drafts."""
+    """Merge the metrics of a prompt's answers: arrival, first token, last token and draft counts."""
     first = [each.first_token_time for each in metrics if each.first_token_time is not None]
     begun = [each.first_scheduled_time for each in metrics if each.first_scheduled_time is not None]
     ends = [each.finished_time for each in metrics]

@@ -58,7 +58,7 @@ def tokenization(kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def with_cut(params: Any, kwargs: Mapping[str, Any] | None) -> Any:
-    """Return sampling parameters with what `tokenization_kwargs` say of cutting prompts. Raises `InputError`.
+    """Return sampling parameters with the truncation options of `tokenization_kwargs`. Raises `InputError`.
 
     What is no `SamplingParams` is left as it is, to be refused.
     """

@@ -80,7 +80,7 @@ async def outputs(
 
 
 class Answers:
-    """The answers to one prompt so far, and the outputs to make of them by the prompt's `output_kind`."""
+    """The answers to one prompt so far, and the outputs that the prompt's `output_kind` asks for."""
 
     def __init__(self, requests: Sequence[Request], engine: Engine) -> None:
         self.requests, self._tokenizer = requests, engine.tokenizer

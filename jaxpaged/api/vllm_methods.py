@@ -25,7 +25,7 @@ class VllmMethods:
         return self.config.tensor_parallel_size * replicas
 
     def get_supported_tasks(self) -> tuple[str, ...]:
-        """Return "generate" alone: a model that pools says what it does when it is asked."""
+        """Return "generate" alone; a pooling model has its own list."""
         return ("generate",)
 
     def start_profile(self, profile_prefix: str | None = None, **others: Any) -> None:
@@ -81,7 +81,7 @@ class VllmMethods:
         self._is_updating = True
 
     def finish_weight_update(self, weight_version: int | None = None) -> None:
-        """End an update of weights; `weight_version`, where given, is the version of what came.
+        """End an update of weights; `weight_version`, if given, is the version of the new weights.
 
         Raises `InputError` where none has begun, and for a version below the present one.
         """

@@ -15,7 +15,7 @@ VLLM_HTTP_TIMEOUT_KEEP_ALIVE = int(os.environ.get("VLLM_HTTP_TIMEOUT_KEEP_ALIVE"
 async def serve_http(
     app: Any, sock: Any = None, enable_ssl_refresh: bool = False, **uvicorn_kwargs: Any
 ) -> "asyncio.Future[None]":
-    """Serve an app by uvicorn until a signal ends it; what is returned has ended, too.
+    """Serve an app by uvicorn until a signal ends it; return a completed future.
 
     `sock`: a bound socket in place of `host` and `port`. Raises `InputError` for `enable_ssl_refresh`.
     """
@@ -33,7 +33,7 @@ async def serve_http(
 def with_cancellation[**P, Answer](
     handler: Callable[P, Awaitable[Answer]],
 ) -> Callable[P, Coroutine[Any, Any, Answer | None]]:
-    """Return a handler that is cancelled, and gives None, when its client goes.
+    """Return a handler that is cancelled, and returns None, when its client disconnects.
 
     The request is the argument `raw_request`, or the second one.
     """

@@ -127,7 +127,7 @@ class AnswerFile:
             raise InputError(f"{self._out.title} cannot be put in order: {error}") from error
 
     def _read_back(self) -> None:
-        """Keep the prompts all of whose answers are there. Raises `InputError` for lines of others."""
+        """Read the prompts whose answers are all in the file. Raises `InputError` for lines of others."""
         if not self._out.can_be_read:
             raise InputError(f"{self._out.title} must be a file that can be read, with --resume")
         end = whole = 0

@@ -39,7 +39,7 @@ class LineFile:
 
     @property
     def can_be_read(self) -> bool:
-        """Whether what was written can be read again: of a pipe it cannot."""
+        """Whether written lines can be read back; lines written to a pipe cannot."""
         return self._out.seekable() and Path(self.file).is_file()
 
     def lines(self) -> Iterator[bytes]:

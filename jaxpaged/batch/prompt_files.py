@@ -49,7 +49,7 @@ class PromptLine:
 
 @dataclasses.dataclass(frozen=True)
 class Refused:
-    """A line that asks for nothing that can be answered."""
+    """Line that holds no valid request."""
 
     error: str  # one sentence, with the file and the line
     id: Any = None  # what the line calls itself

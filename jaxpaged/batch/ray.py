@@ -170,7 +170,7 @@ def application(
 
 
 class Replica:
-    """A server without a socket: what it is asked comes from `Ingress`."""
+    """Server without a socket: `Ingress` passes requests to it."""
 
     def __init__(self, model: str, options: ServerOptions, engine_options: Options) -> None:
         self._llm = AsyncLLM(model, **engine_options)
@@ -227,7 +227,7 @@ def _keys(request: PendingRequest | None) -> Sequence[Key]:
 
 
 class Ingress:
-    """Receives requests, and passes on what replicas answer."""
+    """Front end that receives requests, and passes on the replicas' answers."""
 
     def __init__(self, replicas: DeploymentHandle, options: ServerOptions) -> None:
         self._answer = replicas.options(method_name="answer", stream=True)

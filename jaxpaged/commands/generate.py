@@ -213,12 +213,12 @@ class Stdout:
             self._next += 1
 
     def close(self) -> None:
-        """Write what was held back, after an interrupt or an error."""
+        """Write the answers that were held back, after an interrupt or an error."""
         for place in sorted(self._held):
             self._write(place)
 
     def end(self) -> None:
-        """Do nothing: all is in order."""
+        """Do nothing: the answers are in order already."""
 
     def _write(self, place: int) -> None:
         from tqdm import tqdm

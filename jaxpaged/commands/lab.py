@@ -219,7 +219,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _print_tiers(args: argparse.Namespace, trace: "Trace", peak: "Roofline", decoder: "Decoder") -> None:
-    """Replay the trace through tiers, and print what each gives. Raises `InputError`."""
+    """Replay the trace through tiers, and print the hits of each. Raises `InputError`."""
     from jaxpaged.research.lab import tiers
 
     sizes = tiers.sizes_of(args.tiers)

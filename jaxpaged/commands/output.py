@@ -38,7 +38,7 @@ def discard_stdout() -> None:
 
 
 def keep_stdout_for_answers() -> None:
-    """Send what libraries write to file descriptor 1 to standard error.
+    """Send the output of libraries on file descriptor 1 to standard error.
 
     gloo, which connects processes on CPUs, writes lines of its own there.
     """

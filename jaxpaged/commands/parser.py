@@ -22,13 +22,13 @@ class Parser(argparse.ArgumentParser):
     takes_vllms = False
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse what is left when vLLM's flags are taken out. Raises `InputError`."""
+        """Parse the arguments that are left without vLLM's flags. Raises `InputError`."""
         if self.takes_vllms:
             args = without_vllms(sys.argv[1:] if args is None else args, self.has_flag)
         return super().parse_known_args(args, namespace)
 
     def has_flag(self, flag: str) -> bool:
-        """Return whether the command has such a flag of its own."""
+        """Return whether the command itself has this flag."""
         return flag in self._option_string_actions
 
     def error(self, message: str) -> NoReturn:

@@ -82,7 +82,7 @@ def _add_shrink_seconds(parser: argparse.ArgumentParser) -> None:
 
 
 def verify_kernel(args: argparse.Namespace) -> int:
-    """Print the report; the exit code is 0 if something was verified and nothing was wrong."""
+    """Print the report; the exit code is 0 if at least one case was verified and none was wrong."""
     from jaxpaged.research.verify import frameworks, report, shrinking
 
     terms = _terms(args)

@@ -84,7 +84,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Attention:
-    """Attention from outside: functions by operation, and what they serve.
+    """Attention from outside: functions by operation, and the limits of each.
 
     `decode` computes a token a sequence, `prompts` tiles of neighbouring tokens, and `ragged` both. Ours
     computes what has no function.

@@ -62,7 +62,7 @@ class BlockStore(Protocol):
         """Keep a block from now on, in place of an older one, or drop it if there is no room."""
 
     def clear(self, space: bytes) -> None:
-        """Forget all blocks whose keys have this `space`."""
+        """Remove all blocks whose keys have this `space`."""
 
     def close(self) -> None:
         """Finish pending writes, and store nothing more."""

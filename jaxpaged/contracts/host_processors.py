@@ -141,7 +141,7 @@ class HostProcessors:
         self._lock = threading.Lock()
 
     def take(self, params: Any) -> tuple[int, Any]:
-        """Return a number for a request's parameters, and what must be kept while it is used.
+        """Return a number for a request's parameters, and an object to keep as long as the number is used.
 
         Raises `InputError` for what a class refuses.
         """

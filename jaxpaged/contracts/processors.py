@@ -32,7 +32,7 @@ WORDS = 1 + MOST_ARGUMENTS  # of a row: which processors it has, a bit each, and
 
 
 class RequestRows(NamedTuple):
-    """The requests whose logits are processed, a line each."""
+    """Fields of the requests whose logits are processed, one line for each."""
 
     token_ids: Int[Array, "rows max_model_len"]  # prompt and answer; what is behind `num_tokens` is no token
     prompt_lens: Int[Array, " rows"]

@@ -21,7 +21,9 @@ SERVED: dict[str, tuple[int, ...]] = {
 
 
 def imported(option: str, path: str, rule: str) -> Any:
-    """Import what "package.module:Name" names. Raises `InputError`, which names the option and the rule."""
+    """Import the object with the path "package.module:Name". Raises `InputError`, which names the option and
+    the rule.
+    """
     try:
         return outside.imported(path)
     except ValueError as error:

@@ -79,7 +79,7 @@ NEUTRAL = {
 
 
 class Alternatives:
-    """A reader of one schema, that counts the places it comes to.
+    """Reader of one schema that counts the places it reads.
 
     During a proof that a part is void, the alternatives may allow more than the schema does, never less.
     """
@@ -127,7 +127,7 @@ class Alternatives:
         return self.product(groups, place.path)
 
     def used(self, place: Place) -> set[str] | None:
-        """Return the keywords that say what is valid at a place; None where it is a boolean."""
+        """Return the keywords that decide validity at a place; None for a boolean schema."""
         self.spend(place.path, 1)
         if place.path.count("/") > 3 * MAX_DEPTH or len(place.refs) > MAX_DEPTH:
             raise wrong(place.path, f"is more than {MAX_DEPTH} levels deep")

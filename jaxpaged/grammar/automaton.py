@@ -42,11 +42,11 @@ class TokenAutomaton:
         return sum(table.nbytes for table in tables)
 
     def step(self, state: int, token: int) -> int:
-        """Return the state behind one more token; `NOT_ALLOWED` if it may not come."""
+        """Return the state after one more token; `NOT_ALLOWED` if the token is not allowed."""
         return int(self.next_state[state, self.token_class[token]])
 
     def allowed(self, state: int) -> Bool[np.ndarray, "V"]:
-        """Return which tokens may come next."""
+        """Return a mask of the tokens that are allowed next."""
         return self.masks[self.mask_of[state]]
 
 

@@ -54,7 +54,7 @@ class GrammarCache:
         self._finalizer = weakref.finalize(self, _end, self.__dict__)
 
     def get(self, constraint: Constraint, client: Hashable = None) -> Future[TokenAutomaton | Language]:
-        """Return the automaton to come of a constraint, or its language.
+        """Return a future of the automaton or the language of a constraint.
 
         client: who asks. Cancelling the future gives the constraint up, if nobody else waits for it.
 
@@ -82,7 +82,7 @@ class GrammarCache:
 
 
 class _Store:
-    """Files of a cache and what it has refused, for the compiler's thread, too."""
+    """Files of a cache and the constraints that it has refused; the compiler's thread uses it, too."""
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_ids: tuple[int, ...], limits: Limits) -> None:
         self._made_from, self._limits = (tokenizer, vocab_size, eos_ids), limits

@@ -26,7 +26,7 @@ CLOSED = "structured outputs cannot be compiled: the engine was closed"
 
 
 class Job(Turn):
-    """A constraint that is compiled, for all who wait for it.
+    """Constraint under compilation, with everyone who waits for it.
 
     process: None while it is not known.
     pipe: where its answer comes; None while it has no process.
@@ -165,7 +165,7 @@ class Compiler:
                     self._give_up(job)
 
     def _choose(self) -> None:
-        """Let the constraint run whose turn it is."""
+        """Resume the constraint whose turn it is."""
         self._spend()
         chosen = self._turns.next()
         while isinstance(chosen, Job):

@@ -155,7 +155,7 @@ class _Follow:
         return first_bytes, nullable
 
     def walk(self, part: Part, behind: int) -> None:
-        """Note what may follow each part of a part."""
+        """Record the bytes that may follow each part of a rule's part."""
         match part:
             case Leaf(number):
                 self.behind[number] = self.behind.get(number, 0) | behind
@@ -260,7 +260,7 @@ class _AtOnce:
         return one | other
 
     def begins(self, part: Part) -> tuple[_Places, bool]:
-        """Return the places that may come first in a part, and whether it may be empty."""
+        """Return the positions that may be first in a part, and whether the part may be empty."""
         match part:
             case Leaf():
                 return frozenset([self.place(part)]), False
@@ -281,7 +281,7 @@ class _AtOnce:
         return first_places, nullable
 
     def walk(self, part: Part, rows: "set[_Places]") -> None:
-        """Note what rows may follow each part of a part."""
+        """Record the rows that may follow each part of a rule's part."""
         match part:
             case Leaf():
                 self.note(self.behind.setdefault(self.place(part), set()), rows)

@@ -73,7 +73,7 @@ def useful(machine: ByteMachine) -> ByteMachine | None:
 
 
 def merged(machine: ByteMachine) -> ByteMachine:
-    """Return the machine with states merged that nothing tells apart, where few rounds find them."""
+    """Return the machine with equivalent states merged, as far as a few rounds find them."""
     groups, num_groups = machine.accepting.astype(np.int32), 0
     for _ in range(MAX_ROUNDS):
         their = np.append(groups, NOT_ALLOWED)[machine.steps]

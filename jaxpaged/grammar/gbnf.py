@@ -31,7 +31,7 @@ DIGITS, HEX_DIGITS = "0123456789", "0123456789abcdefABCDEF"
 
 
 def is_gbnf(grammar: str) -> bool:
-    """Return whether a grammar is in this notation: its first line with a rule has `::=`."""
+    """Return whether a grammar is in GBNF: its first line with a rule has `::=`."""
     for line in grammar.splitlines():
         if line.strip() and not line.lstrip().startswith("#"):
             return line.lstrip()[:1] not in "%/" and "::=" in line

@@ -10,7 +10,7 @@ Ranges = tuple[tuple[int, int], ...]  # of code points, first and last, in order
 
 
 class GrammarError(InputError):
-    """A grammar that cannot be met, is too large, or has what is not supported.
+    """Error for a grammar that cannot be met, is too large, or uses an unsupported feature.
 
     `path` says where in a schema, as `#/properties/name`; it is "" elsewhere.
     """

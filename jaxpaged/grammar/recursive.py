@@ -141,7 +141,7 @@ class Matcher:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether the parser has given up, and not the grammar come to where nothing follows."""
+        """Whether the parser has given up, although the grammar has not ended."""
         return bool(self._matcher.is_error()) and NO_WAY not in self._matcher.get_error()
 
     def copy(self) -> "Matcher":
@@ -170,7 +170,7 @@ class Matcher:
         return True
 
     def allowed(self) -> Bool[np.ndarray, "V"]:
-        """Return which tokens may come next. Raises `LostError` where none may, nor the end."""
+        """Return the tokens that are allowed next. Raises `LostError` if none is allowed, not even the end."""
         bits = self._last = self._bits()
         size = len(self._tokens.raw)
         made = np.unpackbits(bits, bitorder="little", count=8 * len(bits))[:size].astype(bool)
@@ -253,5 +253,5 @@ class _Vocabulary:
         self.special_token_ids: list[int] = []
 
     def __call__(self, text: Any) -> list[int]:
-        """Refuse to write tokens: nothing is forced, so nobody asks."""
+        """Raise `NotImplementedError`: llguidance asks here for no tokens of a text."""
         raise NotImplementedError(f"the tokens of {text!r} are not known")

@@ -291,7 +291,7 @@ def size(node: Node) -> int:
 
 
 def walk(node: Node) -> Iterator[Node]:
-    """Yield a node and all parts of it, each once."""
+    """Yield a node and all nodes inside of it, each once."""
     seen, waiting = set[int](), [node]
     while waiting:
         node = waiting.pop()
@@ -302,7 +302,7 @@ def walk(node: Node) -> Iterator[Node]:
 
 
 class _Pruner(_Memo):
-    """A rewriting without what has no text."""
+    """Rewriter of nodes that drops parts without a text."""
 
     def __init__(self, productive: set[str]) -> None:
         super().__init__()

@@ -56,7 +56,7 @@ MAX_DISTINCT = 8  # values of items that must differ
 
 
 class Style(NamedTuple):
-    """Choice of what is written between and beside the parts of JSON."""
+    """Style of the white space and separators between the parts of JSON."""
 
     is_compact: bool = False  # one space behind commas and colons, and no other
     space: Node | None = None  # between any two parts; None: any white space
@@ -165,7 +165,7 @@ class _Reader:
         return makers[kind]()
 
     def string(self, alternative: Alternative) -> Node:
-        """Return JSON strings, the same node where the same is said: so it is compiled once."""
+        """Return the node of JSON strings; equal schemas share one node, which is compiled once."""
         said = [
             {key: value for key, value in place.schema.items() if key in scalars.OF_STRINGS}
             for place in alternative

@@ -54,7 +54,7 @@ class Worker:
 
     @property
     def control(self) -> socket.socket | None:
-        """The socket on which notices come; None before it is started."""
+        """Socket for the process's notices; None before the process is started."""
         return self._control
 
     def begin(self, fields: Mapping[str, Any]) -> tuple[int, int]:
@@ -281,7 +281,7 @@ def _message(control: socket.socket) -> tuple[bytes, list[int]]:
 
 
 def _received(control: socket.socket, size: int) -> bytes:
-    """Return so many bytes. Raises `EOFError` if there are fewer."""
+    """Read exactly the given number of bytes. Raises `EOFError` if there are fewer."""
     content = bytearray()
     while len(content) < size:
         chunk = control.recv(min(size - len(content), 1 << 20))

@@ -34,7 +34,7 @@ class Follower:
         self.num_missed = 0  # messages that could not be had again
 
     def poll(self, timeout_ms: int = 0) -> list[Event]:
-        """Return the events that have come, in order, those with them that were missed before."""
+        """Return the events received so far, in order, with missed ones replayed before them."""
         events: list[Event] = []
         while self._socket.poll(timeout_ms):
             timeout_ms = 0
@@ -86,7 +86,7 @@ class Follower:
 
 
 def tell(router: Router[Any], name: Hashable, events: Sequence[Event]) -> None:
-    """Tell a router what a replica has by now."""
+    """Pass a replica's cached blocks, as the events left them, to a router."""
     for event in events:
         match event:
             case AllBlocksCleared():

@@ -80,7 +80,7 @@ class Publisher:
             log(logging.WARNING, "events are lost: more than max_queue_size batches wait to be sent", 1)
 
     def close(self) -> None:
-        """Send what waits, and close the sockets. What was sent is still delivered for a second."""
+        """Send the waiting messages, and close the sockets. What was sent is still delivered for a second."""
         self._closed.set()
         if self._threads:
             self._waiting.put(None)

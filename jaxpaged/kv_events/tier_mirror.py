@@ -45,7 +45,7 @@ class TierMirror:
         return lambda digest, is_there: self._changes.append((medium, digest, is_there))
 
     def note(self, digests: Sequence[bytes], token_ids: np.ndarray, label: Label) -> None:
-        """Note what the digests of a chain's full blocks stand for. Call it before the tiers have them."""
+        """Record the contents of a chain's full blocks. Call it before the tiers have them."""
         size, parent = self._block_size, None
         keys = routing.keys_of_tokens(token_ids[: len(digests) * size], size, label.salt)
         for place, (digest, key) in enumerate(zip(digests, keys, strict=True)):
@@ -92,7 +92,7 @@ class TierMirror:
         ]
 
     def lose_all(self) -> None:
-        """Take over that nothing can be found any more, whatever the tiers have or still get."""
+        """Report all blocks as removed, whatever the tiers store."""
         self._lost += [
             self._removed(medium, reported) for medium, reported in self._reported.items() if reported
         ]

@@ -83,7 +83,7 @@ class Tree:
         return [AllBlocksCleared()]
 
     def name_salt(self, number: int, label: Label) -> list[Event]:
-        """Note what a number of the device's stands for. Return the events.
+        """Record the label that a salt's number on the device means. Return the events.
 
         What the label's former number stood for cannot be found any more.
         """
@@ -98,7 +98,7 @@ class Tree:
         return [*_removed(removed), *self._stored(self._begins_with(number))]
 
     def _unnamed(self, number: int | None) -> list[Node]:
-        """Let a number stand for nothing. Return the nodes that could be found under it."""
+        """Forget the label of a number. Return the nodes that could be found under it."""
         if number is None or number not in self._labels:
             return []
         del self._numbers[self._labels.pop(number)]
@@ -116,7 +116,7 @@ class Tree:
         parents: np.ndarray,
         token_ids: np.ndarray,
     ) -> list[Event]:
-        """Take over what slots hold by now, each named once. Return the events, removals first."""
+        """Apply the changed contents of slots; each slot is given once. Return the events, removals first."""
         gone, new = [], []
         rows = zip(slots.tolist(), generations.tolist(), is_there.tolist(), parents.tolist(), strict=True)
         for i, (slot, generation, there, parent) in enumerate(rows):
@@ -144,7 +144,9 @@ class Tree:
         return [*_removed(removed), *self._stored(new)]
 
     def _hidden(self, nodes: Iterable[Node]) -> list[Node]:
-        """Let nodes, and all behind them, be found no more. Return those that could, a chain's end first."""
+        """Make nodes and all their descendants unfindable. Return the nodes that were findable, a chain's end
+        first.
+        """
         hidden: list[Node] = []
         for top in nodes:
             todo = [top]
@@ -157,7 +159,7 @@ class Tree:
         return hidden[::-1]
 
     def _stored(self, nodes: Iterable[Node]) -> list[Event]:
-        """Let nodes be found whose parents can be, and all behind them. Return the events."""
+        """Make nodes findable whose parents are, with all their descendants. Return the events."""
         shown: list[list[Node]] = [[] for _ in self.kinds]
         for top in nodes:
             todo = [top]
@@ -169,7 +171,7 @@ class Tree:
         return [self._event(run) for nodes in shown for run in _runs(nodes)]
 
     def _show(self, node: Node) -> bool:
-        """Let a node be found if its parent can be; tell whether it can."""
+        """Make a node findable if its parent is; return whether it is."""
         if node.parent[0] == ROOT:
             label = self._labels.get(node.parent[1])
             before = None if label is None else routing.begun(label.salt)

@@ -39,7 +39,7 @@ class Channel:
             self._prove(key)
 
     def send(self, *chunks: bytes | bytearray | memoryview) -> None:
-        """Send one message, given in chunks; return when all of it is on its way."""
+        """Send one message, given in chunks; return when all its bytes are sent."""
         views = [memoryview(chunk).cast("B") for chunk in chunks]
         length = sum(map(len, views))
         whole = [memoryview(length.to_bytes(LENGTH_BYTES, "big")), *views]

@@ -31,7 +31,7 @@ NEUTRAL_OF_POOLING = {"word_embedding_dimension", "embedding_dimension", "includ
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Head:
-    """The head of a pooling model: what it makes of a prompt's hidden states."""
+    """Head of a pooling model: the function from a prompt's hidden states to its result."""
 
     method: Method = "LAST"
     normalise: bool = True  # a vector to length 1
@@ -62,7 +62,7 @@ def _architecture(config: Mapping[str, Any]) -> str:
 def read(
     checkpoint: Checkpoint, pooler_config: Any = None, overrides: Mapping[str, Any] | None = None
 ) -> Head:
-    """Return the head that a model's files describe, with what the user says otherwise.
+    """Return the head that a model's files describe, changed by the user's options.
 
     pooler_config: a mapping, or an object with attributes, of `pooling_type` (one of METHODS) and `normalize`
         or `use_activation`; keys of vLLM's that ask for nothing pass.
@@ -187,7 +187,7 @@ def _rows_of_tokens(checkpoint: Checkpoint, tensors: Mapping[str, Any], tokens: 
 
 
 def body(checkpoint: Checkpoint) -> Checkpoint:
-    """Return the model without a head: what computes hidden states."""
+    """Return the model without a head, which computes hidden states."""
     if not checkpoint.path.is_dir():
         return checkpoint
     embedding = checkpoint.names.table["embedding"]

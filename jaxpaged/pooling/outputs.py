@@ -90,7 +90,7 @@ class PoolingRequestOutput[Output]:
     finished: bool = True
 
     def __getattr__(self, name: str) -> Any:
-        """Raise `AttributeError`, with what to take in the place of a field of vLLM's."""
+        """Raise `AttributeError` that names a replacement for a field of vLLM's."""
         raise missing("PoolingRequestOutput", name)
 
 

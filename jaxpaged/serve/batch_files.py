@@ -25,7 +25,7 @@ BEGINS = b'{"id":'  # each line of the output
 
 
 class LineError(ValueError):
-    """A line that is no request: what is wrong with it, for its line in the output."""
+    """Error in a line that is no request; its message goes into the line's output."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Line:
 
     @property
     def id(self) -> bytes:
-        """Bytes that tell a line from others where it has no `custom_id` of its own."""
+        """Bytes that identify a line without a valid `custom_id`: a digest of its number and content."""
         return _digest(b"line %d " % self.number + (self.content or b""))
 
 

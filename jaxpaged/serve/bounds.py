@@ -83,7 +83,7 @@ class Size(NamedTuple):
 
 
 def measure(body: bytes | bytearray, goes_on: Callable[[Size], bool] = lambda size: True) -> Size:
-    """Count what JSON in UTF-8 has in it, up to where it stops being JSON.
+    """Count the characters, texts and values in UTF-8 JSON, up to its first error.
 
     Chunk by chunk, in NumPy, which lets other threads run; ends early where `goes_on` is false of what was
     counted so far. Behind a mistake the numbers mean nothing: a parser does not come there.

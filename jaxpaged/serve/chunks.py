@@ -51,7 +51,7 @@ class ChunkWriter[Body: (ChatRequest, CompletionRequest)]:
         }
 
     def usage(self, run: Run) -> dict[str, Any]:
-        """Return the usage so far."""
+        """Return the token usage so far."""
         return run.usage()
 
     def fields_at_end(self, run: Run, index: int) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 
 class JsonRequest(Request):
-    """A request that gives the value that `Guard` has made of its body, and forgets the bytes."""
+    """Request that returns the value `Guard` has parsed from its body, and drops the bytes."""
 
     async def body(self) -> bytes:
         if not hasattr(self, "_body"):

@@ -118,7 +118,9 @@ class Metrics:
         )
 
     def note(self, times: Times, prompt: int, output: RequestOutput, answer: CompletionOutput) -> int:
-        """Count what is new of an answer. Its prompt's tokens from the cache, if it is the first to tell."""
+        """Count the new tokens of an answer. Return the prompt's tokens that came from the cache, if this
+        answer is the first to report them; else 0.
+        """
         new = len(answer.token_ids)
         if not new:
             return 0
@@ -174,7 +176,7 @@ class Metrics:
                 self._max_tokens.observe(params.max_tokens)
 
     def note_gone(self, num_answers: int) -> None:
-        """Count answers whose client has gone, or whose engine has died."""
+        """Count answers whose client has disconnected, or whose engine has died."""
         self._success.labels(*self._labels, "abort").inc(num_answers)
 
     def sample(self) -> None:
@@ -187,7 +189,7 @@ class Metrics:
             self._iteration.observe(tokens / steps)
 
     def keep(self) -> None:
-        """Remember the latencies so far, from time to time: `recent` tells what came since."""
+        """Record the latencies so far, from time to time, so that `recent` has those since."""
         now = time.monotonic()
         if not self._kept or now - self._kept[-1][0] >= RECENT_S / RECENT_PARTS:
             self._kept.append((now, self._latencies()))

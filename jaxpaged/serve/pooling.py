@@ -43,7 +43,7 @@ async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
 
 @router.post("/pooling")
 async def pooling(body: EmbeddingRequest, request: Request) -> Response:
-    """Answer vLLM's /pooling: whatever the model makes of each text."""
+    """Answer vLLM's /pooling: the pooled output of each text."""
     service, params = _service(request), body.params(body.dimensions)
     task = body.task or ("classify" if service.pooling.is_classifier else "embed")
     outputs = await service.run(lambda: service.pooling.encode(body.input, params, pooling_task=task))

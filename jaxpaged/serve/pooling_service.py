@@ -75,7 +75,7 @@ class PoolingService:
         return outputs
 
     def give_up(self, error: ApiError) -> None:
-        """End what still waits: the server stops."""
+        """End all waiting requests, because the server stops."""
         for asked in self.open_requests:
             asked.cancel()
 

@@ -71,7 +71,7 @@ def event(value: Any, name: str | None = None) -> bytes:
 
 
 class GoneError(Exception):
-    """The client has gone: nobody is there to answer."""
+    """Error for a client that has disconnected before its answer."""
 
 
 async def unless_gone[T](request: Request, answer: Awaitable[T]) -> T:

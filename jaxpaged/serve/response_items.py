@@ -12,7 +12,7 @@ type Event = tuple[str, dict[str, Any]]
 
 
 class OpenItem:
-    """An item under way, and the event names of its kind."""
+    """Item of a response that is not complete, and the names of its events."""
 
     kind: str
     prefix: str

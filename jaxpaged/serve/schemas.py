@@ -25,7 +25,7 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_null(cls, data: Any) -> Any:
-        """Leave out what is null; but `max_tokens`, where null asks for as many as there is room for."""
+        """Drop fields that are null, but for `max_tokens`, where null means no limit."""
         if not isinstance(data, dict) or None not in data.values():
             return data
         return {name: value for name, value in data.items() if value is not None or name == "max_tokens"}

@@ -74,7 +74,7 @@ def run(
 
 
 class Server(uvicorn.Server):
-    """Tells when it is ready, and gives up what still runs when the time to drain is over."""
+    """Server that reports when it is ready, and ends requests that outlast the time to drain."""
 
     def __init__(self, app: FastAPI, options: ServerOptions, ready: Callable[[], None]) -> None:
         self.room = ConnectionLimits(options, file_room(options))
@@ -107,7 +107,7 @@ class Server(uvicorn.Server):
 
 
 def file_room(options: ServerOptions) -> int:
-    """Let the process have a file for each connection, and return how many connections it has files for.
+    """Raise the process's limit of open files, and return the number of connections that it allows.
 
     Where files run out, the system resets whatever connection comes next.
     """
@@ -150,7 +150,7 @@ class JsonLines(logging.Formatter):
 
 
 def log_to_stderr(level: str) -> None:
-    """Let the server's and uvicorn's logs go to standard error, as JSON lines."""
+    """Send the server's and uvicorn's logs to standard error, as JSON lines."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines())
     for name in ("jaxpaged.serve", "uvicorn"):

@@ -191,7 +191,7 @@ class ToolDeltas:
 
     @property
     def reasoning(self) -> str:
-        """The reasoning so far."""
+        """Text of the reasoning so far."""
         return "".join(self._reasoning)
 
     def feed(self, text: str, *, is_last: bool) -> Iterator[dict[str, Any]]:

@@ -43,7 +43,7 @@ class Choice:
 def advance(
     state: EngineState, new: Scores, slots: DecodeSlots, due: Bool[Array, " rows"]
 ) -> tuple[EngineState, Int[Array, " rows"], Int[Array, " rows"]]:
-    """Let the groups that are due go on by a token; `new` has, for each slot, the candidates for it.
+    """Advance the groups that are due by one token; `new` has the candidates of each slot.
 
     To be called when what the step has computed is published: for rows exchange what they hold. Returns, too,
     for each row the one that had what it holds now, and the one whose blocks it is to hold from now on, its

@@ -31,7 +31,7 @@ type Values = dict[str, Array]  # by the names of channels
 
 
 class Per(enum.Enum):
-    """Kinds of channels: what has a value, and how long the device keeps it."""
+    """Kinds of channels: which entries have a value, and how long the device keeps it."""
 
     TOKEN = enum.auto()  # each token of an answer, from its choice; kept for the last MAX_STEPS tokens
     POSITION = enum.auto()  # each token of prompt and answer but the newest, from its pass; all are kept
@@ -181,7 +181,7 @@ class Channel:
         return self.read(newest[end - num_new : end])
 
     def join(self, parts: Sequence[Any]) -> Any:
-        """Join what consecutive deltas of a request have."""
+        """Join the values of consecutive deltas of a request."""
         if isinstance(parts[0], np.ndarray):
             return np.concatenate(parts)
         return tuple(itertools.chain(*parts))
@@ -229,7 +229,7 @@ def _in_base64(array: np.ndarray) -> str:
 
 
 def _check_candidates(params: Any, prompt_len: int, vocab_size: int, config: Any) -> None:
-    """Check the tokens that a request gives to be scored behind places of its prompt."""
+    """Check a request's candidate tokens for positions of its prompt."""
     name, ids = "prompt_logprob_token_ids", params.prompt_logprob_token_ids
     if ids is None:
         return

@@ -46,7 +46,7 @@ class SuffixLookup:
 
 @dataclass(frozen=True)
 class ByModel:
-    """Drafts by a second model: what it would choose."""
+    """Options of drafts that a second model makes."""
 
     most: int  # drafts of a row in one step
     # Tokens of a prompt, for each token that may still come, that it computes to draft; None: any number.
@@ -55,7 +55,7 @@ class ByModel:
 
 @dataclass(frozen=True)
 class ByGrammar:
-    """Drafts of the text that a row's automaton forces, and of no other; the other ways have these, too."""
+    """Options of drafts of text that a row's automaton forces, and of no others."""
 
     most: int  # drafts of a row in one step
 
@@ -166,7 +166,7 @@ class StepConfig:
         )
 
     def _shared[T: (int, Array)](self, num_groups: int, num_tokens: T, block_size: int) -> T | int:
-        """Return the full blocks of so many tokens in so many groups."""
+        """Return the number of full blocks of `num_tokens` tokens in `num_groups` groups."""
         if num_groups == 0:
             return 0
         of_one = num_tokens // block_size

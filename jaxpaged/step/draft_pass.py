@@ -61,7 +61,7 @@ def serve(
 def compute(
     model: Model, rows: Rows, tables: BlockTables, cache: KVCache, tiles: Tiles, config: StepConfig
 ) -> tuple[Float[Array, "num_tokens hidden"], Float[Array, "num_tokens hidden"] | None, KVCache]:
-    """Run what drafts over tiles whose tokens have slots already, on its own cache.
+    """Run the drafter over tiles whose tokens have slots already, on its own cache.
 
     Returns hidden states for `logits`, a head's own features, and the cache.
     """
@@ -103,6 +103,6 @@ def hand_on(
 
 
 def logits(model: Model, hidden: Float[Array, "rows hidden"]) -> Float[Array, "rows vocab"]:
-    """Return the scores of the next token by what drafts."""
+    """Return the drafter's logits of the next token."""
     draft = of_model(model)
     return draft.logits(hidden, model.logits) if isinstance(draft, HeadDrafter) else draft.logits(hidden)

@@ -46,7 +46,7 @@ class Drafting:
 def write_drafts(
     model: Model, state: EngineState, slots: DecodeSlots, drafts: Drafts, config: StepConfig
 ) -> EngineState:
-    """Write as many drafts behind each row's tokens as it is to have.
+    """Write the planned number of drafts behind each row's tokens.
 
     The tables must have slots for the row's newest token and all its drafts. A row's tokens are computed in
     its own decode slot, one pass after the other, but for many that it is behind with: those in tiles.

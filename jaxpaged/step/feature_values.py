@@ -60,7 +60,7 @@ class DraftAccount:
 
 
 class DraftSizes(NamedTuple):
-    """Sizes of what drafts keep."""
+    """Sizes of the state that drafts keep."""
 
     max_drafts: int  # drafts of a row in one step
     past_tokens: int = 0  # tokens of past answers that drafts are looked up in

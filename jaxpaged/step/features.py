@@ -239,7 +239,7 @@ def encoded(config: Any, request: Any, num_tokens: int) -> Values:
 
 
 def forgotten(shared: Values) -> Values:
-    """Return the shared values of an engine that forgets what it knows of former requests."""
+    """Return the shared values of an engine that has forgotten all former requests."""
     return shared | {name: forget(shared[name]) for name, forget in _hooks("forget", shared).items()}
 
 
@@ -315,7 +315,7 @@ def after_token(values: Values, shared: Values, token_ids: Int[Array, " rows"], 
 
 
 def has_lost(values: Values) -> list[OfRows]:
-    """Return which rows cannot go on, for each feature that says so."""
+    """Return a mask of the rows that cannot go on, for each feature that has one."""
     return [hook(values[name]) for name, hook in _hooks("has_lost", values).items()]
 
 

@@ -145,7 +145,7 @@ def _before(state: EngineState, config: StepConfig) -> Carry:
 def _goes_on(
     carry: Carry, limits: Int[Array, "2"], host_has_more: Bool[Array, ""], config: StepConfig
 ) -> Bool[Array, ""]:
-    """Return whether the loop makes another step: what it may add to a row has room in the report."""
+    """Return whether the loop makes another step: the report must have room for all its tokens."""
     state, progress, prompt_scores, _ = carry
     rows = state.rows
     num_passes = state.counters[Counter.NUM_PROMPT_PASSES] - progress.passes_before
@@ -392,7 +392,7 @@ def put_adapter(
 
 @program(donate="state", results=lambda specs: specs["state"])
 def reset_prefix_cache(state: PerReplica[EngineState]) -> PerReplica[EngineState]:
-    """Forget what can be found of former requests; none may be running. The state is donated."""
+    """Remove all content from the prefix cache; no request may be running. The state is donated."""
     pool, info = block_pool.reset_prefix_cache(state.tables.pool)
     tables = replace(state.tables, pool=pool)
     return replace(
@@ -413,7 +413,7 @@ def abort(state: PerReplica[EngineState], arrivals: Int[Array, " n"]) -> PerRepl
 def step_once(
     graphdef: nnx.GraphDef, params: nnx.State, state: EngineState, *, config: StepConfig
 ) -> tuple[EngineState, Decision]:
-    """Make one step, and return what it decided: a replay looks at each. The state is donated."""
+    """Make one step, and return its decision, for replays. The state is donated."""
     return step(nnx.merge(graphdef, params), state, config)
 
 

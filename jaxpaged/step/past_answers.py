@@ -69,7 +69,7 @@ def stretch(past: Past, first: Int[Array, ""], num: int) -> Stretch:
 
 
 def token_behind(past: Past, place: Int[Array, "*n"], k: Int[Array, ""]) -> Int[Array, "*n"]:
-    """Return the token `k` places behind each place, -1 where its answer has none."""
+    """Return the token `k` entries after each index of the ring, -1 beyond the end of the answer."""
     first = past.next - past.num_tokens
     size = past.token_ids.shape[0]
     at = (first + place + k) % size

@@ -162,8 +162,7 @@ def _swap_out(
 
 
 def fork_tables(state: EngineState, leader_row: Int[Array, " rows"], config: StepConfig) -> EngineState:
-    """Let each row whose leader is another row hold the leader's blocks too, but for those outside the
-    row's window.
+    """Share the blocks of a leader with each row that follows it, except blocks outside the row's window.
 
     One row after the other.
     """

@@ -58,8 +58,8 @@ class Drafts:
 def draft(
     state: EngineState, plan: Plan, slots: DecodeSlots, config: StepConfig
 ) -> tuple[EngineState, Plan, DecodeSlots, Drafts]:
-    """Draft tokens for rows that decode, as many as there are empty slots and free blocks; none while more
-    rows run than may. A second model drafts alike for all, and only for at least half of those that run.
+    """Draft tokens for decoding rows, as many as there are empty slots and free blocks; none if too many rows
+    run. A second model drafts alike for all, and only for at least half of those that run.
 
     Returns the state with the drafts behind the rows' tokens, the plan with a token more for each, the slots
     that are taken now, and the drafts. Where a second model makes the drafts, there are zeros for them.
@@ -212,7 +212,7 @@ def settle(
     due: Bool[Array, " rows"],
     lookup: AnyLookup,
 ) -> tuple[EngineState, Int[Array, ""]]:
-    """Give back what was computed behind wrong drafts, and note how each row's drafts have done.
+    """Free the slots behind wrong drafts, and record the results of each row's drafts.
 
     due: rows that have got a token. Returns the state, and how many blocks were given back.
     """

@@ -150,7 +150,9 @@ NO_ROW = -1
 
 
 class Counter(enum.IntEnum):
-    """Counts of what was done since the state was made. They wrap around: only differences mean anything."""
+    """Indices of the counters of the engine's work since the state was created. They wrap around: only
+    differences mean anything.
+    """
 
     NUM_STEPS = 0
     NUM_PROMPT_TOKENS = 1  # tokens computed in prompt tiles

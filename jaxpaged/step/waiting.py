@@ -16,7 +16,7 @@ from jaxpaged.step.state import EngineState
 
 
 def note_waiting(state: EngineState, config: StepConfig) -> EngineState:
-    """Tell the eviction policy which blocks waiting requests will find; nothing if it does not ask.
+    """Pass the blocks that waiting requests will hit to the eviction policy, if it wants them.
 
     Each block gets the number of rows less the requests before the first one that finds it. Nothing is taken.
     """

@@ -278,7 +278,7 @@ def _role(message: Message, template: Template) -> str:
 def _roles_in_parts(
     tokenizer: Any, template: Template, messages: Sequence[Message], variables: Mapping[str, Any]
 ) -> frozenset[str]:
-    """Return the roles whose content the template takes in parts alone, found out by short conversations.
+    """Return the roles whose content the template accepts only as parts, by rendering short conversations.
 
     What is found without a client's variables is kept, once a template and role. Roles of which nothing is
     written without them are tried with them, and that is not kept: one client's are not another's.

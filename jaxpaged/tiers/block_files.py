@@ -141,7 +141,7 @@ def _entries(folder: Path | str) -> list[os.DirEntry[str]]:
 
 
 def is_ours(path: Path, secret: bytes) -> bool:
-    """Tell whether a file's head was written under this name, with this secret. No array is read."""
+    """Return whether a file's head was written under this name, with this secret. No array is read."""
     try:
         with open(os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0)), "rb") as file:
             length = int.from_bytes(file.read(8), "little")
@@ -154,7 +154,7 @@ def is_ours(path: Path, secret: bytes) -> bool:
 
 
 def _tag(secret: bytes, path: Path, said: str, mac: str) -> str:
-    """Return the keyed digest of a file's name and of what its head says."""
+    """Return the keyed digest of a file's name and its head's fields."""
     made = hmac.new(secret, digestmod=hashlib.sha256)
     for part in ("head", path.parent.name, path.name, said, mac):
         made.update(len(part).to_bytes(8, "little") + part.encode())
@@ -162,7 +162,7 @@ def _tag(secret: bytes, path: Path, said: str, mac: str) -> str:
 
 
 def _mac(secret: bytes, key: BlockKey, said: str, tensors: dict[str, np.ndarray]) -> str:
-    """Return the keyed digest of a key, of what is said of the arrays, and of their bytes."""
+    """Return the keyed digest of a key, the arrays' description, and the arrays' bytes."""
     made = hmac.new(secret, digestmod=hashlib.sha256)
     for part in (key.space, key.parent, key.token_ids, key.digest, said.encode()):
         made.update(len(part).to_bytes(8, "little") + part)

@@ -92,7 +92,7 @@ class DiskStore:
             return self._sum_kept()
 
     def contains(self, key: BlockKey) -> bool:
-        """Tell whether a file is known to be there, which is a use of it. The disk is not asked."""
+        """Return whether a file is known to exist; this counts as a use of it. The disk is not asked."""
         path = self._path(key)
         if time.monotonic() - self._listed > LIST_SECONDS:
             self._listed = time.monotonic()
@@ -165,7 +165,7 @@ class DiskStore:
         done.wait()
 
     def close(self) -> None:
-        """Write what waits, and end the thread."""
+        """Write all waiting blocks, and end the thread."""
         self._jobs.put(None)
         self._thread.join(CLOSE_SECONDS)
 

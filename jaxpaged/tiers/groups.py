@@ -7,7 +7,8 @@ import numpy as np
 
 
 def blocks_read(specs: Sequence[Any], num_blocks: int, block_size: int) -> np.ndarray:
-    """Return which blocks of each group are read behind so many, bool [num_groups, num_blocks].
+    """Return which blocks of each group attention reads after `num_tokens` tokens, bool [num_groups,
+    num_blocks].
 
     specs: a `CacheSpec` for each group; the first group's blocks are all needed.
     """

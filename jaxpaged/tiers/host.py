@@ -42,11 +42,11 @@ class HostStore:
             return self._sum_kept()
 
     def contains(self, key: BlockKey) -> bool:
-        """Tell whether a block is here, which is a use of it."""
+        """Return whether a block is stored; this counts as a use of it."""
         return self.get(key) is not None
 
     def get(self, key: BlockKey) -> StoredBlock | None:
-        """Return a block, which is a use of it; None if it is not here."""
+        """Return a block, which counts as a use of it; None if it is not stored."""
         with self._lock:
             self._let_go()
             if key in self._kept:
@@ -104,7 +104,7 @@ class HostStore:
                     self._first_end = min(self._first_end, until)
 
     def clear(self, space: bytes) -> None:
-        """Forget all blocks whose keys have this space."""
+        """Remove all blocks whose keys have this space."""
         with self._lock:
             for key in [key for key in (*self._blocks, *self._kept) if key.space == space]:
                 self._drop(key)

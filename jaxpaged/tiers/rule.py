@@ -47,7 +47,7 @@ class Rule:
         return UNMEASURED_SECONDS if compute_seconds is None else compute_seconds
 
     def pays(self, compute_seconds: float | None, num_bytes: int, bytes_below: int) -> bool:
-        """Tell whether to fetch blocks that would take so long to compute."""
+        """Return whether to fetch blocks that would take `compute_seconds` to compute."""
         fetch = self.seconds(num_bytes, bytes_below)
         if fetch is None or compute_seconds is None or fetch <= compute_seconds:
             return True

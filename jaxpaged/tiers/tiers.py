@@ -26,7 +26,7 @@ BELOW = "below"  # name of a store of somebody's
 
 @dataclasses.dataclass
 class TierCounts:
-    """Counts of a tier since the engine was made, blocks and bytes, and what it has now."""
+    """Counters of a tier since the engine was created, in blocks and bytes, and its present content."""
 
     num_queries: int = 0  # blocks that prompts looked for
     num_hits: int = 0  # of them blocks that were fetched from here
@@ -92,7 +92,7 @@ class Tiers:
         return num_found
 
     def has(self, key: BlockKey) -> bool:
-        """Tell whether all tiers have a block, which is a use of it."""
+        """Return whether all tiers have a block; this counts as a use of it."""
         is_below = self.below is None or self.below.contains(key)
         return self.host.contains(key) and is_below
 

@@ -65,7 +65,7 @@ def _name(flag: str) -> tuple[str | None, bool]:
 
 
 def _values(left: list[str], kind: str) -> Iterator[str]:
-    """Take a flag's values from what is left of the arguments."""
+    """Remove and return a flag's values from the remaining arguments."""
     max_values = {"flag": 0, "value": 1}.get(kind, len(left))
     while max_values and left and not (left[0].startswith("-") and not _is_number(left[0])):
         max_values -= 1

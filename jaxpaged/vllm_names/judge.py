@@ -139,7 +139,7 @@ def _owner(entry: Mapping[str, Any]) -> str:
 
 
 def _plain(value: object) -> object:
-    """Return a set or tuple as a list, to be compared with what JSON has."""
+    """Return a set or tuple as a list, for comparison with JSON values."""
     if isinstance(value, set | frozenset | tuple):
         return list(value)
     return dict(value) if isinstance(value, Mapping) else value

@@ -228,7 +228,7 @@ class Version:
 
 
 def read(archive: Path) -> Version:
-    """Parse what a source distribution has in `READ`."""
+    """Parse the files of `READ` in a source distribution."""
     version = Version()
     with tarfile.open(archive) as files:
         for member in files:

@@ -148,7 +148,7 @@ class VllmClass(ABCMeta):
     """Class by the name of one of vLLM's: an attribute that it lacks is refused in a sentence."""
 
     def __getattr__(cls, name: str) -> Any:
-        """Raise `AttributeError`, with what to take in the place of an attribute of vLLM's."""
+        """Raise `AttributeError` that names a replacement for an attribute of vLLM's."""
         if name.startswith("__"):
             raise AttributeError(f"type object {cls.__name__!r} has no attribute {name!r}")
         known = known_names()["signatures"]

@@ -28,7 +28,7 @@ type FindTokens = Callable[[Any, int], tuple[jax.Array, Any]]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionProblem(Primitives):
-    """The static shape of an attention call, and what follows from it."""
+    """Static shape of an attention call, and the sizes derived from it."""
 
     num_kv_heads: int
     group_size: int  # query heads that share a kv head

@@ -62,7 +62,7 @@ TILED = common.tiled(NUM_OUTPUTS)  # the transforms of weights in shared memory
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Problem(Primitives):
-    """The static shape of a call, and what follows from it."""
+    """Static shape of a product, and the sizes derived from it."""
 
     num_blocks: int  # of rows
     num_columns: int  # rows of a block, a multiple of 8: the columns of a wgmma

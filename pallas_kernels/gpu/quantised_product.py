@@ -53,7 +53,7 @@ MAX_STAGES = 8
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Problem(Primitives):
-    """The static shape of a call, and what follows from it."""
+    """Static shape of a product, and the sizes derived from it."""
 
     num_rows: int  # rows of x, in whole blocks
     num_columns: int  # rows of a block, a multiple of 8: the columns of a wgmma

@@ -113,7 +113,7 @@ def _bytes_beside_stages(
 def two_have_registers(
     head_dim: int, cache_dtype: jnp.dtype, columns: int, target: Target = HOPPER, *, has_extras: bool = False
 ) -> bool:
-    """Return whether a multiprocessor has the registers of two programs, 128 a thread; so compilers say.
+    """Return whether a multiprocessor has registers for two programs, at 128 for each thread.
 
     The kernel was compiled with JAX 0.11.2 and 0.12.0.1; `test_compile_h200.py` and `test_mosaic_mma.py` hold
     it. Without TMA a narrow cache takes 128, and up to 138 with slopes, sinks or a window.

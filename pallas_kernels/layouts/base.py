@@ -179,8 +179,8 @@ class Layout(abc.ABC):
         return self
 
     def keys_alone(self) -> "Layout | None":
-        """Return the form for latent attention, whose values are a part of its keys: it has no place for
-        them. None if there is none.
+        """Return the layout's form for latent attention, whose values are a part of its keys. None if there
+        is none.
         """
         return None
 

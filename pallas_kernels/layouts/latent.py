@@ -19,7 +19,7 @@ class Latent(Dense):
 
     @property
     def names(self) -> tuple[str, str]:
-        """The array of K, and once more for V."""
+        """Name of the array of K, for K and again for V."""
         return LATENT, LATENT
 
     def write(

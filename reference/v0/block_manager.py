@@ -215,7 +215,7 @@ class BlockSpaceManager:
         return [] if copy_pair is None else [copy_pair]
 
     def fork(self, parent_seq: Sequence, child_seq: Sequence) -> None:
-        """Let the child hold all blocks of its parent. Takes no block, so it cannot run out."""
+        """Share all blocks of the parent with the child. Takes no block, so it cannot run out."""
         block_table = self.block_tables[parent_seq.seq_id]
         for block in _once_each(block_table):
             block.ref_count += 1
@@ -305,7 +305,7 @@ class BlockSpaceManager:
             allocator.free(block)
 
     def free(self, seq: Sequence) -> None:
-        """Let go of all blocks of a sequence, first to last. A sequence without a table is no error."""
+        """Free all blocks of a sequence, first to last. A sequence without a table is no error."""
         if seq.seq_id in self.block_tables:
             self._free_block_table(self.block_tables.pop(seq.seq_id))
 

@@ -235,13 +235,13 @@ class SequenceGroup:
         return self.seqs_dict[seq_id]
 
     def add(self, seq: Sequence) -> None:
-        """Let a sequence join; ValueError when its id is taken."""
+        """Add a sequence to the group; ValueError if its id is taken."""
         if seq.seq_id in self.seqs_dict:
             raise ValueError(f"Sequence {seq.seq_id} already exists.")
         self.seqs_dict[seq.seq_id] = seq
 
     def remove(self, seq_id: int) -> None:
-        """Let a sequence go; ValueError when the group has none of this id."""
+        """Remove a sequence from the group; ValueError if the group has none with this id."""
         if seq_id not in self.seqs_dict:
             raise ValueError(f"Sequence {seq_id} not found.")
         del self.seqs_dict[seq_id]

@@ -158,7 +158,7 @@ class SelfAttnBlockSpaceManager:
             self._last_access[seq.seq_id] = now
 
     def mark_blocks_as_computed(self) -> None:
-        """Note that a step is scheduled: what became full for it, of all sequences, counts as computed."""
+        """Mark the blocks that the scheduled step fills as computed, for all sequences."""
         if self._cache is not None:
             self._cache.mark_blocks_as_computed()
 

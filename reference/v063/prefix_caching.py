@@ -54,7 +54,7 @@ class PrefixCachingBlockAllocator(NaiveBlockAllocator):
             self.last_accessed[block_id] = NEVER_ACCESSED
 
     def _make_findable(self, block: Block) -> None:
-        """Let a block that has become full be found. If its twin can be found already, take the twin's id."""
+        """Publish a block that has become full. If its twin can be found already, take the twin's id."""
         assert block.content_hash is not None
         assert block.block_id is not None
         twin_id = self.cached_ids.get(block.content_hash)

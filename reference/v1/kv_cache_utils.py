@@ -120,7 +120,7 @@ class FreeKVCacheBlockQueue:
         return [self.popleft() for _ in range(n)]
 
     def remove(self, block: KVCacheBlock) -> None:
-        """Take this block, wherever it is. RuntimeError when it is not in a queue."""
+        """Remove this block from the queue, at any position. RuntimeError when it is not in a queue."""
         if block.prev_free_block is None or block.next_free_block is None:
             raise RuntimeError(f"remove() called on an invalid block: {block}")
         _link(block.prev_free_block, block.next_free_block)

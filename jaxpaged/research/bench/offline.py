@@ -156,7 +156,7 @@ def _timed(run: Callable[[], Any]) -> float:
 
 @contextlib.contextmanager
 def _profile(folder: str) -> Any:
-    """Let JAX's profiler write what happens into a folder."""
+    """Record a run with JAX's profiler into a folder."""
     with jax.profiler.trace(folder):
         yield
     print(f"the profile is in {folder}: tensorboard --logdir {folder}")

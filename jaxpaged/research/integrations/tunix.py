@@ -110,7 +110,7 @@ class JaxpagedRollout(base_rollout.BaseRollout):
         return int(self._tokenizer.eos_id())
 
     def model(self) -> None:
-        """Return None: the engine has weights of its own, so that Tunix sends it the actor's."""
+        """Return None: the engine has weights of its own, so that Tunix sends it the actor's weights."""
 
     def _sampling(self, config: Any, index: int, more: dict[str, Any]) -> SamplingParams:
         """Return a prompt's sampling parameters. Raises `InputError`."""

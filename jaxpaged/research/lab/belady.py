@@ -39,7 +39,7 @@ def named(name: str) -> Policy:
 
 
 def trace_anew(names: Iterable[str]) -> None:
-    """Drop what JAX has traced of former versions of policies from outside.
+    """Drop JAX's traces of former versions of policies from outside.
 
     Raises `InputError` for an unknown one.
     """

@@ -46,7 +46,7 @@ class Requests:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Cache:
-    """One cache that requests go through."""
+    """State of one simulated cache: block tables and statistics."""
 
     tables: BlockTables
     next_row: Int[Array, ""]
@@ -120,7 +120,8 @@ def replay(
     kinds: tuple[CacheSpec, ...] = (),
     step_blocks: int = CHUNK,
 ) -> tuple[Cache, Int[Array, " n"]]:
-    """Let the requests go through, and say how many blocks each has hit. The cache is donated.
+    """Pass the requests through the cache, and return the number of blocks that each has hit. The cache is
+    donated.
 
     Each takes the row of the one that has been there for longest; where blocks are short, those after it go
     early, too. `next_use`, of each symbol, is for policies that know the future. With `kinds`, as in
@@ -207,7 +208,7 @@ def _send(
         return tables, status | info.status
 
     def compute(carry: Carry) -> Carry:
-        """Compute a step of the prompt: take, make findable, and give back what no layer reads."""
+        """Compute one step of a prompt: allocate blocks, publish them, and free those that no layer reads."""
         tables, status = carry
         count = jnp.where(is_row, jnp.minimum(request.num_held - tables.seq_lens[row], step_blocks), 0)
         tables, info = block_table.append(tables, count, max_new_blocks=step_blocks * len(kinds))

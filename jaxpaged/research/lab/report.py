@@ -55,7 +55,7 @@ def numbers(
     serving: Serving | None,
     command: str | None = None,
 ) -> dict[str, Any]:
-    """Return all numbers that the report shows, and when and by what `command` it was made."""
+    """Return all numbers of the report, with its time and its `command`."""
     return {
         "made": {
             "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

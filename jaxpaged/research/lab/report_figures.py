@@ -224,5 +224,5 @@ def ticks(axis: Any, places: Sequence[float], label: Callable[[Any], str]) -> No
 
 
 def empty(axis: Axes, why: str) -> None:
-    """Say why nothing is drawn."""
+    """Draw a sentence about the reason why a figure is empty."""
     axis.text(0.5, 0.5, why, transform=axis.transAxes, ha="center", va="center", color="gray")

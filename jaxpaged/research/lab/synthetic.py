@@ -147,7 +147,7 @@ def agents(num_requests: int = 1000, seed: int = 0, *, sessions_a_second: float 
                 yield from helped(prompt, start)
 
     def helped(prompt: _Prompt, start: _Prompt) -> Iterator[tuple[float, Request]]:
-        """Let helpers call in turns, as if at the same time."""
+        """Merge the calls of helpers in turns, as if they ran at the same time."""
         at_work = []
         for _ in range(3):
             helper = prompt.forked()

@@ -113,7 +113,7 @@ def layouts(
     block_size: int | None = None,
     **options: Any,
 ) -> Table:
-    """Return a row for each layout: how many tokens a cache of `cache_bytes` holds in it, and what it hits.
+    """Return one row for each layout: the tokens that `cache_bytes` hold in it, and its hit rate.
 
     Args:
         trace: as in `hit_rates`.

@@ -168,7 +168,7 @@ def differentiable(
     tokens: Int[Array, "batch length"],
     lengths: Int[Array, " batch"],
 ) -> Float[Array, "batch length_minus_1"]:
-    """Compute `log_probs`, whose gradients are `gradients`."""
+    """Compute `log_probs` with `gradients` as its gradients."""
     return log_probs(program, params, adapter, tokens, lengths)
 
 

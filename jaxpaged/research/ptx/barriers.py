@@ -60,7 +60,7 @@ class MemoryBarrier:
         self.end_if_complete()
 
     def end_if_complete(self) -> None:
-        """End the phase if nothing is to come."""
+        """End the barrier's phase if no arrivals and no bytes are missing."""
         if self.pending == 0 and self.num_bytes == 0:
             self.pending = self.arrivals
             self.phase += 1

@@ -114,7 +114,7 @@ def _arrival(machine: "Machine", one: Instruction) -> "Step":
 
 
 def _land(machine: "Machine", warp: "Warp", copy: Copy, lanes: Array) -> None:
-    """Let a copy of these lanes land."""
+    """Complete a copy of these lanes."""
     agent = warp.agent(races.COPIES_IN)
     for size in set(copy.num_read[lanes].tolist()):
         chosen = lanes & (copy.num_read == size)
@@ -132,7 +132,7 @@ def _drop(warp: "Warp") -> None:
 
 
 def land(machine: "Machine", warp: "Warp", chance: float) -> None:
-    """Let some copies land, and the arrivals come whose lanes' copies before them have landed."""
+    """Complete some copies, and the arrivals of lanes whose earlier copies are complete."""
     if not warp.copies:
         return
     under_way, waiting = np.zeros(32, bool), np.zeros(32, bool)

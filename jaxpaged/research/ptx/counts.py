@@ -12,7 +12,7 @@ BANKS, BANK_BYTES, SECTOR_BYTES = 32, 4, 32
 
 @dataclasses.dataclass
 class Counts:
-    """Counts of what the warps of a launch did.
+    """Counts of the actions of a launch's warps.
 
     Roles are warpgroups of a thread block. Barriers are in `instructions`; waits that poll depend on the
     schedule.
@@ -62,6 +62,6 @@ def wavefronts(addresses: Array, width: int) -> int:
 
 
 def least_wavefronts(addresses: Array, width: int) -> int:
-    """Return the passes that so many different bytes take at least."""
+    """Return the least number of passes that this many different bytes take."""
     words = np.unique(addresses[:, None] // BANK_BYTES + np.arange(max(1, width // BANK_BYTES)))
     return max(1, -(-len(words) // BANKS))

@@ -7,7 +7,7 @@ NOWHERE = -2  # lanes that part never meet again: every way ends
 
 
 def meeting_points(program: Program) -> dict[int, int]:
-    """Return, for each branch with a guard, the first instruction that all ways from it come to.
+    """Return, for each guarded branch, the first instruction that all paths from it reach.
 
     It is the branch's immediate post-dominator, by the usual iteration over basic blocks.
     """

@@ -12,7 +12,9 @@ from jaxpaged.research.ptx.faults import Fault
 
 @dataclasses.dataclass
 class Call:
-    """A launch as its host function has it. Maps are arguments of `TensorMap`, with a buffer for the base."""
+    """A kernel launch as the host function makes it. Maps are arguments of `TensorMap`, with a buffer for the
+    base.
+    """
 
     parameters: list[int | str]  # a buffer's number, or "maps"
     maps: list[dict[str, object]]

@@ -116,14 +116,14 @@ COMPILERS: dict[str, Compiler] = {
 
 
 def land(machine: "Machine", warp: "Warp", chance: float) -> None:
-    """Let some of what a warp has started happen."""
+    """Complete some of the asynchronous actions that a warp has started."""
     copies.land(machine, warp, chance)
     tensor_copies.land(machine, warp, chance)
     warpgroup_products.land(machine, warp, chance)
 
 
 def finish(machine: "Machine", warp: "Warp") -> None:
-    """Let all happen that a warp that has ended has started."""
+    """Complete all asynchronous actions of a warp that has ended."""
     while warp.copies or warp.stores:
         copies.land(machine, warp, 1.0)
         while warp.stores:

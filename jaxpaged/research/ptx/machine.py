@@ -21,7 +21,7 @@ TURN = 60  # a warp runs fewer instructions than this before another does
 
 
 class Machine:
-    """A kernel and what runs it.
+    """Interpreter of one kernel: its memories, warps and clocks.
 
     memory: the buffers; arguments: an address, a number or a list of `TensorMap` for each parameter.
     grid: thread blocks in x, y and z.
@@ -149,11 +149,11 @@ class Machine:
         self.races[what, self.at] += 1
 
     def described_races(self) -> list[str]:
-        """Return the races: what, how often, and by which instruction."""
+        """Return descriptions of the races, each with its number of occurrences and its instruction."""
         return [f"{what} ({n} times): {self.program.code[at]}" for (what, at), n in self.races.most_common()]
 
     def random_bits(self, size: int, bits: int) -> Array:
-        """Return registers that nothing has written."""
+        """Return the random content of registers that were never written."""
         if bits == 1:
             return self.rng.integers(0, 2, size).astype(bool)
         return np.frombuffer(self.rng.bytes(size * bits // 8), UNSIGNED[bits // 8]).copy()

@@ -22,12 +22,12 @@ class Clocks:
         self.known = np.eye(num_agents, dtype=np.int32)
 
     def learn(self, agent: int, other: Array) -> None:
-        """Let an agent know what a snapshot says."""
+        """Merge a snapshot of another agent's clock into an agent's clock."""
         row = self.known[agent]
         np.maximum(row, other, out=row)
 
     def follow(self, agent: int, starter: int) -> None:
-        """Let an agent's next act come after all that its starter knows."""
+        """Order an agent's next action after everything that its starter knows."""
         self.learn(agent, self.known[starter])
 
     def release(self, agent: int) -> Array:
@@ -37,7 +37,7 @@ class Clocks:
         return snapshot
 
     def meet(self, agents: list[int]) -> None:
-        """Let agents that met at a barrier know what each knew."""
+        """Merge the clocks of agents that met at a barrier."""
         self.known[agents] = self.known[agents].max(0)
         self.known[agents, agents] += 1
 
@@ -140,7 +140,7 @@ class Shadow:
             self.strong.setdefault(cell, {})[agent] = int(self._clocks.known[agent, agent])
 
     def synchronise(self, agent: int, cells: Array) -> None:
-        """Check that a barrier's initialisation comes before an agent's use of it."""
+        """Check that the initialisation of a barrier is ordered before an agent's use of it."""
         self._check_writer(agent, cells, "a use of a barrier, not ordered after its initialisation")
 
     def fence(self, agent: int) -> None:
@@ -157,7 +157,7 @@ class Shadow:
 
 
 class NoShadow:
-    """A detector that looks for nothing, which takes less time."""
+    """Detector that detects nothing, which takes less time."""
 
     cell = 1
 

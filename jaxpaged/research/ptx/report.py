@@ -14,7 +14,7 @@ POLLS = ("bra", "mbarrier.test_wait", "mbarrier.try_wait")  # how often depends 
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """A line for people, and whether what it says is right."""
+    """Line of a report, and whether its check has passed."""
 
     text: str
     is_right: bool

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass
 class Line:
-    """A line of a box on its way into shared memory."""
+    """One line of a box that is being copied into shared memory."""
 
     at: Array
     addresses: Array
@@ -188,7 +188,7 @@ def _wait(machine: "Machine", one: Instruction) -> "Step":
 
 
 def advance(machine: "Machine", warp: "Warp", store: Store) -> None:
-    """Let a store read its bytes, or, if it has, write them."""
+    """Read a store's bytes, or write them if they have been read."""
     if store.data is None:
         store.data = warp.block.bytes[store.at].copy()
     else:
@@ -197,7 +197,7 @@ def advance(machine: "Machine", warp: "Warp", store: Store) -> None:
 
 
 def land(machine: "Machine", warp: "Warp", chance: float) -> None:
-    """Let lines of the block's loads land, in any order, and the warp's stores go on."""
+    """Complete some lines of the block's loads, in any order, and advance the warp's stores."""
     block, rng = warp.block, machine.rng
     for _ in range(len(block.loads) if chance >= 1 else min(8, len(block.loads))):
         if chance < 1 and rng.random() >= chance:

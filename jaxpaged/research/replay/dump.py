@@ -79,7 +79,7 @@ def dump(
     events: Sequence[Event] = (),
     answers: Mapping[int, Sequence[int]] | None = None,
 ) -> None:
-    """Write a state, except K and V, and what came later, as .npz: arrays by name, and a JSON header."""
+    """Write a state, without K and V, and the later events as .npz: arrays by name, and a JSON header."""
     cache, kv = state.tables.pool.prefix_cache, state.kv_cache
     check(
         "hash_fn",
@@ -137,7 +137,7 @@ def load(
     attention: Any = None,
     sampler: Any = None,
 ) -> Dump:
-    """Read what `dump` wrote; the file may come from anybody.
+    """Read a file of `dump`; the file may be untrusted.
 
     layout, policy, attention, sampler: "package.module:Name", where those of the state are not ours. A file's
         own words for them import nothing. Without the attention or the sampler, ours stands in its place:
@@ -190,7 +190,7 @@ def _step_config(words: Mapping[str, Any], given: Outsiders) -> StepConfig:
 
 
 def _anew[P: (Attention, Sampler, Policy)](part: P) -> P:
-    """Return the part; what JAX has traced of a former version of its code is dropped."""
+    """Return the part, after dropping JAX's traces of a former version of its code."""
     trace_anew_if_changed(part.name, digest_of(part))
     return part
 

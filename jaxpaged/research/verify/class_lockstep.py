@@ -53,7 +53,7 @@ MAY_BE_REFUSED = {"append", "admit", "swap_out", "swap_in", "reset_cache"}
 
 
 class ClassLockstep(History):
-    """One history under way, of a class of this generation."""
+    """One history of a user's class of this generation, run beside its oracle."""
 
     def __init__(self, generation: str, theirs: Callable[..., Any], block_size: int, path: str = "") -> None:
         made_with = {"as": generation, "path": path, "block_size": block_size}
@@ -218,7 +218,7 @@ class ClassLockstep(History):
         return [row for row in rows if row in self.oracle.device_rows()]
 
     def _have(self, rows: list[int], num_tokens: list[int]) -> bool:
-        """Return whether each row is there and has so many tokens."""
+        """Return whether each row exists and has the given number of tokens."""
         there = self._there(rows)
         return there == rows and all(num_tokens[row] <= len(self.oracle.tokens[row]) for row in rows)
 

@@ -28,7 +28,7 @@ def entries(what: str, values: Iterable[Any]) -> dict[str, Any]:
 
 
 def copies(what: str, pairs: Iterable[Sequence[int]]) -> dict[str, str]:
-    """Return copies of blocks as text, each under `what` with its index in the place of {}."""
+    """Return block copies as text, by name: `what` with {} replaced by the index."""
     return entries(what, [f"block {source} to block {target}" for source, target in pairs])
 
 

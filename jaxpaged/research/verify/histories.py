@@ -145,7 +145,7 @@ def machine(make: Callable[[], History], block_size: int) -> type[RuleBasedState
             @having("can_allocate")
             @rule(num_tokens=st.integers(1, (NUM_BLOCKS + 1) * block_size), row=rows)
             def admit(self, num_tokens: int, row: int) -> None:
-                """Ask, then do it, if there is a line for it."""
+                """Ask `can_allocate` for tokens, and append them if the row is free and has room."""
                 self.lockstep.run("can_allocate", num_tokens)
                 if row not in self.lockstep.oracle.tokens and num_tokens <= room:
                     self.lockstep.run("append", [num_tokens * (i == row) for i in range(MAX_SEQS)], 1)
@@ -193,7 +193,7 @@ def machine(make: Callable[[], History], block_size: int) -> type[RuleBasedState
 def run(
     make: Callable[[], History], block_size: int, *, max_examples: int, steps: int, seed: int | None = None
 ) -> None:
-    """Run so many histories, each of at most so many steps. Raises: what the first that fails raises."""
+    """Run `max_examples` histories of at most `steps` steps. Raises: what the first that fails raises."""
     histories = machine(make, block_size)
     if seed is not None:
         histories = hypothesis.seed(seed)(histories)

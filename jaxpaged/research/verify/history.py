@@ -32,7 +32,9 @@ class Unusable(Disagreement):
 
 
 class History:
-    """One under way. A subclass says in `step` what a verb is, on both sides."""
+    """History of calls that is being made, and recorded call by call. A subclass says in `step` what a verb
+    is, on both sides.
+    """
 
     oracle: Any  # an oracle of `generations`
     block_size: int

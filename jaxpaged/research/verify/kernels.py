@@ -29,7 +29,7 @@ NEUTRAL: dict[str, Any] = {
 
 
 class NotServed(NotImplementedError):
-    """The function says that it does not serve the case."""
+    """Error of a function that does not serve the case."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -325,7 +325,7 @@ def _check_copies(layout: Layout, pool: Pool, expected: dict[int, tuple[np.ndarr
 
 
 def _check_view(pool: Pool, expected: dict[int, tuple[np.ndarray, np.ndarray]]) -> None:
-    """Check that kernels, which read by the view, find what `read` gives."""
+    """Check that the view, by which kernels read, finds the numbers that `read` returns."""
     view = pool.layout.view()
     if view is None:
         return

@@ -37,7 +37,9 @@ NEEDS = {
 
 
 class Lockstep(History):
-    """One history under way. Every verb returns whether it was done (False: both refused)."""
+    """History of calls that is made on functions and on their oracle in lockstep. Every verb returns whether
+    it was done (False: both refused).
+    """
 
     def __init__(
         self,
@@ -109,7 +111,7 @@ class Lockstep(History):
         return expected == Status.OK
 
     def _on_oracle(self, do: Callable[[Any], Any]) -> tuple[Status, Any]:
-        """Try on a copy; keep it if nothing was refused."""
+        """Apply a change to a copy of the oracle; keep the copy if nothing was refused."""
         trial = self.oracle.trial()
         try:
             result = do(trial)

@@ -185,7 +185,7 @@ def verify_policy(
 
 
 def _is_plain(policy: Policy, ranking: Ranking) -> bool:
-    """Return whether a policy is its ranking alone, without functions of its own beside it."""
+    """Return whether a policy consists of its ranking alone, without functions of its own."""
     made = eviction.policy("", ranking)
     same = ("take", "remove", "note_hits", "note_content", "note_waiting", "sweeps")
     return str([getattr(policy, name) for name in same]) == str([getattr(made, name) for name in same])

@@ -52,7 +52,7 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether something was verified, and nothing was wrong."""
+        """Whether at least one case was verified, and none was wrong."""
         return bool(self.passed) and not self.wrong
 
     @property

@@ -70,7 +70,7 @@ class Marks:
 
 
 class Source:
-    """An answer's text, as far as it has come and is not read yet."""
+    """Text of an answer that has been received and not yet read."""
 
     def __init__(self) -> None:
         self.is_whole = False
@@ -88,7 +88,7 @@ class Source:
         return text
 
     def record(self) -> None:
-        """Keep what is read from here on, until `forget` or the next `record`."""
+        """Keep the text that is read from now on, until `forget` or the next `record`."""
         self._record = []
 
     def recorded(self) -> str:
@@ -124,7 +124,7 @@ class Source:
             yield None
 
     def rest(self, give: Give) -> Reads[None]:
-        """Read all that is left, and give it as it comes."""
+        """Read all remaining text, and give it as it arrives."""
         while True:
             if self._at < len(self._text):
                 yield give(self._take(len(self._text)))

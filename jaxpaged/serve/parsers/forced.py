@@ -30,6 +30,6 @@ class ForcedArguments(Parser):
     """Reads an answer that is the arguments of the only tool."""
 
     def read(self, source: Source) -> Reads[None]:
-        """Yield the call as it comes."""
+        """Yield the fragments of the call as its text arrives."""
         yield Begin(self.tools[0]["function"]["name"])
         yield from source.rest(Arguments)

@@ -67,7 +67,7 @@ class Qwen3Coder(Parser):
 
     @staticmethod
     def _end(source: Source) -> Reads[None]:
-        """Read the marks behind a call, so far as they are there."""
+        """Read the marks behind a call, as many of them as there are."""
         source.record()
         yield from source.run(SPACE)
         if not (yield from source.takes(END)):
@@ -76,7 +76,7 @@ class Qwen3Coder(Parser):
 
     @staticmethod
     def _parameters(source: Source, types: ParameterTypes, function: str) -> Reads[None]:
-        """Give the parameters as members of an object; what stands between them is left out."""
+        """Give the parameters as members of an object; text between them is dropped."""
         before, mark = "{", ""
         while True:
             if mark != PARAMETER:

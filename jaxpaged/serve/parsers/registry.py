@@ -12,7 +12,7 @@ FORCED_PARSERS: dict[str, type[Parser]] = {}
 
 
 class ReadsAnswers(Protocol):
-    """Reader of one answer as its text comes."""
+    """Protocol of a reader of one answer's text."""
 
     def feed(self, text: str) -> list[Fragment]:
         """Return the fragments that these characters complete."""

@@ -24,7 +24,7 @@ class ParameterTypes:
                 self._schemas[name] = schema if isinstance(schema, Mapping) else {}
 
     def is_text(self, function: str, parameter: str) -> bool:
-        """Return whether a parameter is nothing but a text: so is one of which the schema says nothing."""
+        """Return whether a parameter is always a text; so is one that the schema does not describe."""
         return self._types(function, parameter) <= {"string"}
 
     def json(self, function: str, parameter: str, text: str) -> str:
@@ -80,7 +80,7 @@ def _target(name: object, whole: Mapping[str, Any]) -> object:
 
 
 def _types_of(schema: object, whole: Mapping[str, Any], depth: int) -> set[str]:
-    """Return the names of types that a JSON schema allows, as far as it says so, or what it refers to."""
+    """Return the names of types that a JSON schema and its references allow, as far as they say so."""
     if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
         return set()
     types = schema.get("type")

@@ -64,7 +64,7 @@ class KernelCase:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Names of what the indices of an answer's element count."""
+        """Names of the axes of an answer's array."""
         return ("row", "head", "element")
 
     def place(self, number: int, at: tuple[int, ...]) -> str:
@@ -74,7 +74,7 @@ class KernelCase:
 
     @property
     def is_sound(self) -> bool:
-        """Whether it is a problem at all: of what shrinking puts together, not everything is."""
+        """Whether the case is a valid problem; shrinking also makes invalid ones."""
         return True
 
     @property
@@ -88,7 +88,7 @@ class KernelCase:
 
     @property
     def features(self) -> set[str]:
-        """Names of what the case asks of a function beside sizes and types, of `FEATURES`."""
+        """Names of the `FEATURES` of a function that the case needs, besides sizes and types."""
         names = {name for name in FLAGS if getattr(self, name, None)}
         derived = {
             "quantised": self.is_quantised,

@@ -109,7 +109,7 @@ def _conversation(of: random.Random, sizes: Sizes) -> History:
 
 
 def _pressure(of: random.Random, sizes: Sizes) -> History:
-    """Fill the cache, so that what was cached is evicted, wholly or in part, and come again."""
+    """Fill the cache, so that earlier prompts are evicted, wholly or in part, and ask them again."""
     room = sizes.num_tokens or 16 * sizes.longest
     first, rounds, filled = Request((("P", sizes.length(of)),), of.randint(1, 6)), [], 0
     again = Request((*first.parts, ("S", of.randint(1, sizes.block + 1))), 3)
@@ -143,7 +143,7 @@ def _company(of: random.Random, sizes: Sizes) -> History:
 
 
 def _crowd(of: random.Random, sizes: Sizes) -> History:
-    """Make prompts that fit together, and answers that do not: some must give way, and come back."""
+    """Ask prompts that fit together with answers that do not, so that some are preempted and resumed."""
     number = of.randint(3, 6)
     room = int(sizes.num_tokens * of.uniform(0.6, 1.8)) // number if sizes.num_tokens else sizes.longest
     length = max(2, min(room, sizes.longest) - of.randint(0, sizes.block))

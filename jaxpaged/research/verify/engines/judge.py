@@ -50,7 +50,7 @@ class EngineReport:
 
     @property
     def ok(self) -> bool:
-        """Whether something was verified, and nothing was wrong."""
+        """Whether at least one property was verified, and no finding was made."""
         return not self.findings and self.seen.checks.get("reuse", 0) > 0
 
 

@@ -402,7 +402,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class Stored:
-    """Content of a hash: parent, tokens, adapter, and what its key has beside."""
+    """Content of a hash: parent, tokens, adapter, and the further parts of its key."""
 
     parent: Any
     tokens: tuple[Any, ...]

@@ -179,7 +179,7 @@ class ServerAdapter:
         return gauges
 
     def _events(self) -> list[Any]:
-        """Return events until none has come for a moment."""
+        """Return the events that have arrived, after a moment without a new one."""
         events, self._late = self._late, []
         while new := self._follower.poll(50):
             events += new

@@ -46,7 +46,7 @@ def compare(walk: Walk) -> int:
 
 
 def oracle_of(world: World) -> Engine:
-    """Make the oracle of a world, before anything has come."""
+    """Build the oracle of a world before its first event."""
     config = reference.EngineConfig(
         max_num_seqs=world.max_num_seqs,
         num_rows=len(world.asks),

@@ -73,7 +73,7 @@ class Walk:
 
 
 def explore(world: World, *, max_states: int = 1_000_000) -> Walk:
-    """Walk a world breadth first until something is wrong, all states are met, or so many are."""
+    """Walk a world breadth first until an invariant is broken, or all states or `max_states` are seen."""
     began = time.monotonic()
     programs, walk = (
         Programs(world),

@@ -31,7 +31,7 @@ VOCAB = 5
 
 @dataclass(frozen=True)
 class Ask:
-    """Request of a world: it comes at any time, once."""
+    """Request of a world; it arrives at any time, once."""
 
     prompt: tuple[int, ...]
     max_num_tokens: int  # length at which it ends
@@ -71,7 +71,7 @@ class World:
         return Features.on(drafts=DraftSizes(self.most_drafts)) if self.most_drafts else NO_FEATURES
 
     def state(self) -> EngineState:
-        """Return the state before anything has come."""
+        """Return the state before the first event."""
 
         def parts(num_blocks: int, *, caches: bool) -> tuple[Any, KVCache]:
             line = cdiv(self.max_model_len, self.block_size)

@@ -90,11 +90,11 @@ class ManagerOracle(Oracle):
         raise NotImplementedError
 
     def _extend(self, seq: Any, tokens: list[int]) -> list[Pair]:
-        """Append to what has begun; copies, in the manager's ids."""
+        """Append tokens to rows that have begun; return the copies in the manager's block ids."""
         raise NotImplementedError
 
     def _cut(self, table: Any, num_tokens: int) -> None:
-        """Give back a table's blocks past so many tokens."""
+        """Free a table's blocks beyond the given number of tokens."""
         raise NotImplementedError
 
     def _group(self, rows: list[int]) -> Any:

@@ -49,7 +49,7 @@ class Identities:
 
 
 class Labels:
-    """Names of contents by what a pool writes into `block_hash`.
+    """Names of contents by the value that a pool writes into `block_hash`.
 
     A pool may write bytes, a tuple or an object of its own. Equal labels must stand for equal contents, and
     different ones for different contents.
