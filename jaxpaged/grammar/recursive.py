@@ -170,7 +170,7 @@ class Matcher:
         return True
 
     def allowed(self) -> Bool[np.ndarray, "V"]:
-        """Return the tokens that are allowed next. Raises `LostError` if none is allowed, not even the end."""
+        """Return the tokens that are allowed next. Raises `LostError` if none is, not even the end."""
         bits = self._last = self._bits()
         size = len(self._tokens.raw)
         made = np.unpackbits(bits, bitorder="little", count=8 * len(bits))[:size].astype(bool)
