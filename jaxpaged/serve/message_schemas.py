@@ -12,7 +12,6 @@ from jaxpaged.text.templates import template_kwargs
 # Fields of Anthropic's that would change the answer and are not served, each with its rule.
 REFUSED = {
     "container": "left out: code runs at the client",
-    "context_management": "left out: the client edits its own history",
     "mcp_servers": "left out: tools run at the client",
 }
 THINKING = ("enabled", "adaptive", "between_tools", "disabled")
@@ -32,6 +31,7 @@ class MessagesRequest(SamplingRequest):
     cache_control: dict[str, Any] | None = None
     diagnostics: dict[str, Any] | None = None
     metadata: dict[str, Any] | None = None
+    context_management: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     def check(self, *, counts: bool = False) -> None:
@@ -43,6 +43,10 @@ class MessagesRequest(SamplingRequest):
             value = (self.model_extra or {}).get(name)
             if value:
                 raise InputError(f"{name}={shown(value)} must be {rule}")
+        edits = (self.context_management or {}).get("edits")
+        keeps = {"type": "clear_thinking_20251015", "keep": "all"}
+        if edits and any(edit != keeps for edit in edits):
+            raise InputError(f"context_management.edits={shown(edits)} must keep all: clients edit histories")
         if self.max_tokens is None and not counts:
             raise InputError("max_tokens=None must be an int >= 0")
         if self.max_tokens == 0 and self.stream:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import functools
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from jaxpaged.api.async_llm import TOKENIZED_HERE
 from jaxpaged.serve.json_route import JsonRoute
 from jaxpaged.serve.message_blocks import Blocks
 from jaxpaged.serve.message_errors import message_error
@@ -49,9 +51,9 @@ async def create_message(body: MessagesRequest, request: Request) -> Response:
     conversation = ConversationReader(body).read()
     form = _form(body, conversation, service)
     prompt = await _render(body, conversation, service)
-    fingerprint = Fingerprint.of(
-        service.scope(request, body.cache_salt), model, conversation.tools, conversation.messages
-    )
+    scope = service.scope(request, body.cache_salt)
+    read = functools.partial(Fingerprint.of, scope, model, conversation.tools, conversation.messages)
+    fingerprint = await asyncio.to_thread(read) if len(prompt["prompt"]) > TOKENIZED_HERE else read()
     session = await Session.of(service, fingerprint, body.previous_message_id, prompt)
     prompt = session.prompt
     form = dataclasses.replace(form, prompt=prompt["prompt"], begun=_begun(conversation))
@@ -325,7 +327,7 @@ class MessageWriter:
         ids = np.concatenate([prompt, np.asarray(self._answer, np.int32)])
         num_findable = len(ids) - 1 if config.reuse_answers else len(prompt)
         turn = Turn(
-            self._run.id, session.fingerprint, ids, num_findable if config.enable_prefix_caching else 0
+            self._run.id, session.fingerprint.brief, ids, num_findable if config.enable_prefix_caching else 0
         )
         if config.reuse_answers and self._is_exact(choice):
             text = "".join([session.prompt["prompt"], *self._texts])

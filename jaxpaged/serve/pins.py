@@ -20,6 +20,7 @@ from jaxpaged.engine.engine import Engine
 from jaxpaged.routing import keys_of_tokens, salt_of
 from jaxpaged.tiers.host import KEPT_SHARE
 
+ENDS = 64  # pins of one number of seconds end at no more than twice as many times
 CLIENT_SHARE = 2  # one part in so many of all pins may be one client's
 LABELS = ("model_name", "engine")
 
@@ -65,16 +66,21 @@ class Pins:
         self._let_go()
         return len(self._until.get(client, ())) * self.block_size
 
-    def pin(self, client: Hashable, admitted: Admitted, spans: Sequence[Span]) -> tuple[Admitted, list[Span]]:
-        """Return a prompt whose spans are pinned as far as there is room, and these spans.
-
-        0 seconds end a pin.
-        """
+    def keys_of(self, admitted: Admitted, spans: Sequence[Span]) -> list[bytes]:
+        """Return a key for each full block of a prompt that the spans cover. Any thread may ask."""
         request = admitted.requests[0]
         adapter = None if request.adapter is None else str(request.adapter.number)
-        salt = salt_of(request.cache_salt, adapter)
         longest = max((span.num_tokens for span in spans), default=0)
-        keys = keys_of_tokens(request.prompt_token_ids[:longest], self.block_size, salt)
+        salt = salt_of(request.cache_salt, adapter)
+        return keys_of_tokens(request.prompt_token_ids[:longest], self.block_size, salt)
+
+    def pin(
+        self, client: Hashable, admitted: Admitted, spans: Sequence[Span], keys: Sequence[bytes]
+    ) -> tuple[Admitted, list[Span]]:
+        """Return a prompt whose spans are pinned as far as there is room, and these spans.
+
+        keys: of `keys_of`. 0 seconds end a pin.
+        """
         granted = []
         for span in sorted(spans, key=lambda span: span.num_tokens):
             num = self._take(client, keys[: span.num_tokens // self.block_size], span.seconds)
@@ -92,43 +98,52 @@ class Pins:
     def _take(self, client: Hashable, keys: Sequence[bytes], seconds: float) -> int:
         """Take the blocks of a chain in. Return how many, from the first on."""
         self._let_go()
-        until = self._until.setdefault(client, {})
         if not seconds:
             for key in keys:
-                self._drop(client, key)
+                if key in self._until.get(client, ()):
+                    self._move(client, key, None)
             return len(keys)
-        end = math.ceil(self._clock() + seconds)
+        end = _end(self._clock() + seconds, seconds)
         for num, key in enumerate(keys):
-            before = until.get(key)
-            if before is None:
+            until = self._until.get(client, {})
+            if key not in until:
                 if self._num_blocks >= self._max_blocks or len(until) >= self._max_blocks // CLIENT_SHARE:
                     self.num_refused += (len(keys) - num) * self.block_size
                     return num
-                self._num_blocks += 1
                 self.num_granted[seconds] += self.block_size
-            elif before >= end:
-                continue
-            else:
-                self._ending[before].discard((client, key))
-            until[key] = end
-            self._ending[end].add((client, key))
+                self._move(client, key, end)
+            elif until[key] < end:
+                self._move(client, key, end)
         return len(keys)
 
-    def _drop(self, client: Hashable, key: bytes) -> None:
-        end = self._until.get(client, {}).pop(key, None)
-        if end is not None:
-            self._ending[end].discard((client, key))
+    def _move(self, client: Hashable, key: bytes, end: int | None) -> None:
+        """Let a block's pin end at another second; None: now."""
+        until = self._until.setdefault(client, {})
+        before = until.pop(key, None)
+        if before is not None:
             self._num_blocks -= 1
+            self._ending[before].remove((client, key))
+            if not self._ending[before]:
+                del self._ending[before]
+        if end is not None:
+            self._num_blocks += 1
+            until[key] = end
+            self._ending[end].add((client, key))
+        if not until:
+            del self._until[client]
 
     def _let_go(self) -> None:
         """Forget the pins whose time is over."""
         now = self._clock()
         for end in [end for end in self._ending if end <= now]:
-            for client, key in self._ending.pop(end):
-                del self._until[client][key]
-                self._num_blocks -= 1
-        for client in [client for client, blocks in self._until.items() if not blocks]:
-            del self._until[client]
+            for client, key in [*self._ending[end]]:
+                self._move(client, key, None)
+
+
+def _end(time_s: float, seconds: float) -> int:
+    """Return the second at which a pin of so many seconds is let go: few pins have seconds of their own."""
+    width = 2 ** max(0, math.frexp(seconds / ENDS)[1] - 1)
+    return math.ceil(time_s / width) * width
 
 
 def num_keepable(engine: Engine) -> int:

@@ -145,13 +145,13 @@ class Service:
         adapter = self.adapters.get(self.check_model(body.model))
         its_salt = self._salt(request, body.cache_salt)
         salt = {} if its_salt is None else {"cache_salt": its_salt}
-        admitted = list[Admitted]()
+        admitted, pinned = list[Admitted](), list[Span]()
 
         async def admit_all() -> None:
             for each in prompts:
                 prompt, order = _mapping(each) | salt | {"kv_cache_ttl": body.kv_cache_ttl}, body.priority
                 admit = self.llm.admit(prompt, params, priority=order, lora_request=adapter, client=client)
-                admitted.append(await admit)
+                admitted.append(await self._pinned(client, await admit, spans, pinned))
                 await asyncio.sleep(0)  # others need not wait until all of many prompts are read
 
         began = time.monotonic()
@@ -160,21 +160,27 @@ class Service:
             await self._openings.wait(request, opening, admit_all(), self.options.request_timeout_s)
         finally:
             self.num_open -= num_answers
-        pinned: list[Span] = []
-        if self.llm.weight_version != self._pinned_version:  # tiers have nothing of older weights
-            self.pins.clear()
-            self._pinned_version = self.llm.weight_version
-        for i, each in enumerate(admitted):
-            asked = [*spans, *(Span(*span) for span in each.requests[0].kv_cache_ttl or ())]
-            if asked:
-                admitted[i], granted = self.pins.pin(client, each, asked)
-                pinned += granted
         response_id = f"{prefix}-{request.state.request_id}"
         run = Run(self, response_id, f"{response_id}-{next(self._numbers)}", admitted, params)
         run.route, run.pinned = request.url.path, pinned
         run.times.arrived = request.state.began
         run.open(time.monotonic() - began)
         return run
+
+    async def _pinned(
+        self, client: Hashable, admitted: Admitted, spans: Sequence[Span], pinned: list[Span]
+    ) -> Admitted:
+        """Return a prompt whose blocks are kept as far as there is room, and add what is to `pinned`."""
+        asked = [*spans, *(Span(*span) for span in admitted.requests[0].kv_cache_ttl or ())]
+        if not asked:
+            return admitted
+        keys = await asyncio.to_thread(self.pins.keys_of, admitted, asked)
+        if self.llm.weight_version != self._pinned_version:  # tiers have nothing of older weights
+            self.pins.clear()
+            self._pinned_version = self.llm.weight_version
+        admitted, granted = self.pins.pin(client, admitted, asked, keys)
+        pinned += granted
+        return admitted
 
     def _client(self, request: Request) -> Hashable:
         """Return the client of a request: its API key if there are several, else its address."""

@@ -31,7 +31,8 @@ class Fingerprint:
     """Digests of a request.
 
     scope: within which turns are found: who asks, and the salt of the caches.
-    chain: after each message the digest of all before it, with the model and the tools.
+    chain: after each message the digest of all before it, with the model and the tools; of a turn that is
+        remembered the last one only.
     """
 
     scope: str
@@ -39,6 +40,12 @@ class Fingerprint:
     tools: bytes
     system: bytes
     chain: tuple[bytes, ...]
+    num_messages: int
+
+    @property
+    def brief(self) -> "Fingerprint":
+        """The fingerprint with the last digest only."""
+        return dataclasses.replace(self, chain=self.chain[-1:])
 
     @classmethod
     def of(
@@ -55,7 +62,7 @@ class Fingerprint:
             hashed.update(_digest(message))
             chain.append(hashed.digest())
         system = [message for message in messages[:1] if message.get("role") == "system"]
-        return cls(scope, model, of_tools, _digest(system), tuple(chain))
+        return cls(scope, model, of_tools, _digest(system), tuple(chain), len(messages))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +76,7 @@ class Turn:
     """
 
     message_id: str
-    fingerprint: Fingerprint
+    fingerprint: Fingerprint  # brief
     token_ids: np.ndarray  # [num_tokens] int32
     num_findable: int
     text_size: int | None = None
@@ -173,8 +180,8 @@ def _changed(before: Fingerprint, now: Fingerprint) -> str:
     for name in ("model", "tools", "system"):
         if getattr(before, name) != getattr(now, name):
             return name
-    size = len(before.chain)
-    return "template" if now.chain[size - 1 : size] == before.chain[-1:] else "messages"
+    size = before.num_messages
+    return "template" if now.chain[size - 1 : size] == before.chain else "messages"
 
 
 async def rejoined(

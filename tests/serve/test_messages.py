@@ -51,7 +51,7 @@ def joined(told):
 def test_a_message_has_thinking_text_and_calls_whole_and_streamed(served, says, monkeypatch):
     monkeypatch.setattr(served.service.chat_prompts, "reasoning_parser", "qwen3")
     says(SAID)
-    asked = ASKED | {"tools": [TOOL], "max_tokens": 60}
+    asked = ASKED | {"tools": [TOOL], "max_tokens": 12}
     post(served, asked)  # so that all that follow find as much of the prompt
     reply = post(served, asked)
     whole = reply.json()
@@ -143,6 +143,8 @@ def test_an_answer_ends_for_a_reason(served):
     assert full["stop_reason"] == "model_context_window_exceeded"
     warm = post(served, ASKED | {"max_tokens": 0}).json()
     assert (warm["content"], warm["usage"]["output_tokens"], warm["stop_reason"]) == ([], 0, "max_tokens")
+    keeps = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+    assert post(served, ASKED | {"context_management": keeps}).json()["content"] == whole["content"]
     begun = ASKED["messages"] + [{"role": "assistant", "content": block["text"][:2]}]
     assert post(served, ASKED | {"messages": begun, "max_tokens": 2}).json()["content"][0]["text"]
 
@@ -169,6 +171,12 @@ KEPT = TEXT | {"cache_control": {"type": "ephemeral"}}
         ({"messages": []}, 400, "invalid_request_error", "messages: "),
         ({"temperature": -1}, 400, "invalid_request_error", "temperature=-1"),
         ({"mcp_servers": [{"url": "x"}]}, 400, "invalid_request_error", "mcp_servers=[{'url': 'x'}] must be"),
+        (
+            {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}},
+            400,
+            "invalid_request_error",
+            "context_management.edits=[{'type': 'clear_tool_uses_20250919'}] must keep all",
+        ),
         ({"guided_json": {"a": 1}}, 400, "invalid_request_error", "guided_json"),
         ({"thinking": {"type": "hard"}}, 400, "invalid_request_error", "thinking.type='hard' must be one of"),
         ({"tool_choice": {"type": "x"}}, 400, "invalid_request_error", "tool_choice.type='x' must be one of"),
@@ -246,3 +254,11 @@ def test_a_full_queue_and_a_stop_are_told_in_anthropics_form(llm, monkeypatch):
         assert told[-1]["error"]["type"] == "api_error"
         reply = post(served, ASKED)
         assert (reply.status_code, reply.json()["error"]["type"]) == (500, "api_error")
+
+
+def test_a_reader_who_leaves_ends_the_answer(served):
+    asked = ASKED | {"max_tokens": 100, "ignore_eos": True, "stream": True}
+    with served.http.stream("POST", "/v1/messages", json=asked) as reply:
+        assert next(reply.iter_lines()) == "event: message_start"
+    served.wait_for_silence()
+    assert not served.service.num_open

@@ -36,12 +36,14 @@ def samples(collector):
 
 def test_pins_are_bounded_for_a_client_and_for_all():
     clock = Clock()
+    clock.now = 0.0
     pins = Pins(20 * BLOCK, BLOCK, clock)
 
     def pin(client, begin, size, *spans, salt=None):
         tokens = np.arange(begin, begin + size, dtype=np.int32)
         admitted = Admitted(None, [Asked(tokens, salt), Asked(tokens, salt)])
-        kept, granted = pins.pin(client, admitted, [Span(*span) for span in spans])
+        asked = [Span(*span) for span in spans]
+        kept, granted = pins.pin(client, admitted, asked, pins.keys_of(admitted, asked))
         told = [tuple(dataclasses.astuple(span)) for span in granted]
         assert [each.kv_cache_ttl for each in kept.requests] == [tuple(told)] * 2
         return told
@@ -61,9 +63,9 @@ def test_pins_are_bounded_for_a_client_and_for_all():
     }
     assert pin("b", 1000, 80, (80, 0)) == [(80, 0)], "0 seconds end a pin"
     assert pin("c", 1000, 40, (40, 301), salt="x") == [(40, 301)]
-    clock.now += 300
+    clock.now = 300
     assert (pins.num_tokens_of("a"), pins.num_tokens_of("c")) == (16, 40)
-    clock.now += 3300
+    clock.now = 3616  # seconds are rounded up, by a part in 64 at most
     assert pins.num_tokens == 0
     assert pin("a", 0, 16, (16, 5)) == [(16, 5)]
     pins.clear()
@@ -71,10 +73,12 @@ def test_pins_are_bounded_for_a_client_and_for_all():
     assert Pins(0, BLOCK, clock).max_tokens == 0
 
 
+def print_of(contents, scope="s"):
+    return Fingerprint.of(scope, "m", None, [{"role": "user", "content": content} for content in contents])
+
+
 def turn_of(name, contents, tokens, scope="s", **more):
-    messages = [{"role": "user", "content": content} for content in contents]
-    fingerprint = Fingerprint.of(scope, "m", None, messages)
-    return Turn(name, fingerprint, np.asarray(tokens, np.int32), len(tokens) - 1, **more)
+    return Turn(name, print_of(contents, scope).brief, np.asarray(tokens, np.int32), len(tokens) - 1, **more)
 
 
 def test_a_turn_is_known_by_its_messages_or_its_name_within_a_scope():
@@ -82,18 +86,18 @@ def test_a_turn_is_known_by_its_messages_or_its_name_within_a_scope():
     first, second = turn_of("1", "a", range(20)), turn_of("2", "abc", range(40))
     turns.add(first)
     turns.add(second, first)
-    assert turns.before(turn_of("?", "abcd", ()).fingerprint) is second
-    assert turns.before(turn_of("?", "abc", ()).fingerprint) is first, "not the request itself"
-    assert turns.before(turn_of("?", "ax", ()).fingerprint) is first
-    assert turns.before(turn_of("?", "xa", ()).fingerprint) is None
-    assert turns.before(turn_of("?", "xa", ()).fingerprint, "2") is second
-    other = turn_of("?", "ax", (), scope="t").fingerprint
+    assert turns.before(print_of("abcd")) is second
+    assert turns.before(print_of("abc")) is first, "not the request itself"
+    assert turns.before(print_of("ax")) is first
+    assert turns.before(print_of("xa")) is None
+    assert turns.before(print_of("xa"), "2") is second
+    other = print_of("ax", "t")
     assert turns.before(other) is turns.before(other, "1") is None
     turns.add(turn_of("3", "q", range(30), scope="t"))
     turns.add(turn_of("2", "abcde", range(41)), second)
     assert (len(turns), turns.num_tokens) == (3, 91), "a name is one turn's"
     turns.add(turn_of("4", "z", range(10)))
-    assert turns.before(turn_of("?", "ax", ()).fingerprint) is None, "the oldest of who has most"
+    assert turns.before(print_of("ax")) is None, "the oldest of who has most"
     assert (len(turns), turns.num_tokens) == (3, 81)
     for i in range(5, 9):
         turns.add(turn_of(str(i), "z", range(1)))
@@ -113,8 +117,8 @@ def test_a_turn_is_known_by_its_messages_or_its_name_within_a_scope():
     ],
 )
 def test_a_prompt_leaves_the_turn_before_it_at_a_token(contents, tokens, want):
-    turns, turn, now = Turns(), turn_of("1", "abc", range(40)), turn_of("2", contents, tokens)
-    said = turns.compare(turn, now.fingerprint, now.token_ids, BLOCK)
+    turns, turn, now = Turns(), turn_of("1", "abc", range(40)), print_of(contents)
+    said = turns.compare(turn, now, np.asarray(tokens, np.int32), BLOCK)
     assert (said and (said.changed, said.token, said.num_missed_tokens)) == want
     missed = 0 if want is None else want[2]
     name = "jaxpaged:session_"
