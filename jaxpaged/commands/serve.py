@@ -70,6 +70,11 @@ def add_serve(commands: Commands) -> None:
         help="unread bytes of a stream at which its reader counts as too slow (default 1 MiB)",
     )
     group.add_argument(
+        "--max-pinned-tokens",
+        type=int,
+        help="tokens of prompts that requests may have kept (default: half of --kv-offloading-size)",
+    )
+    group.add_argument(
         "--drain-seconds",
         type=float,
         metavar="S",

@@ -209,7 +209,7 @@ class Door:
             max_num_tokens=max_num_tokens,
             adapter=adapter,
             cache_salt=cache_salt,
-            kv_cache_ttl=kv_cache_ttl,
+            kv_cache_ttl=None if kv_cache_ttl is None else ((len(prompt), kv_cache_ttl),),
             arguments=words_of(processors, extra, params),
             grammar=grammar,
             grammar_opens=None if grammar is None or asked is None else grammar.opens(asked),

@@ -38,7 +38,8 @@ class Request:
     is_continued: bool = False  # whether some answers to the prompt are known in part
     continues: tuple[int, ...] = ()  # the answer's first tokens, which are known already
     cache_salt: str | None = None
-    kv_cache_ttl: float | None = None  # seconds for which tiers keep its prompt's blocks; 0: no longer
+    # Spans of the prompt that tiers keep: tokens from its beginning, and seconds; 0 seconds: no longer.
+    kv_cache_ttl: tuple[tuple[int, float], ...] | None = None
     arguments: tuple[int, ...] = ()  # words of `contracts.processors.words_of`
     is_read_whole: bool = False  # whether nobody reads its tokens before its end
     request_id: int = 0  # rises from request to request, from 1 on; given to it when it is queued

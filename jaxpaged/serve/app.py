@@ -1,4 +1,4 @@
-"""The application: routes behind their guards, and every mistake reported in OpenAI's form."""
+"""The application: routes behind their guards, and every mistake reported in the form of its route."""
 
 import asyncio
 import contextlib
@@ -16,8 +16,20 @@ import jaxpaged
 from jaxpaged.api.async_llm import AsyncLLM
 from jaxpaged.checks import InputError
 from jaxpaged.engine.handle import EngineDeadError
-from jaxpaged.serve import adapters, chat, completions, health, models, page, responses, rollouts, tokens
+from jaxpaged.serve import (
+    adapters,
+    chat,
+    completions,
+    health,
+    messages,
+    models,
+    page,
+    responses,
+    rollouts,
+    tokens,
+)
 from jaxpaged.serve.guard import Guard, Load
+from jaxpaged.serve.message_errors import error_reply
 from jaxpaged.serve.options import ServerOptions
 from jaxpaged.serve.replies import ApiError, GoneError
 from jaxpaged.serve.service import Service, dead
@@ -37,7 +49,7 @@ def create_app(llm: AsyncLLM, model_name: str, options: ServerOptions) -> FastAP
         redoc_url=None,
     )
     app.state.service, app.state.load = Service(llm, model_name, options), 0
-    for routes in (models, completions, chat, responses, tokens, health, page):
+    for routes in (models, completions, chat, responses, messages, tokens, health, page):
         app.include_router(routes.router)
     if options.enable_lora_updates:
         app.include_router(adapters.router)
@@ -48,7 +60,7 @@ def create_app(llm: AsyncLLM, model_name: str, options: ServerOptions) -> FastAP
 
 
 def guarded(app: FastAPI, options: ServerOptions) -> FastAPI:
-    """Put an application behind its guards, and let it tell every mistake in OpenAI's form."""
+    """Put an application behind its guards, and let it tell every mistake in the form of its route."""
     app.add_middleware(Load)
     app.add_middleware(Guard, options=options)
     if options.allowed_origins:  # else no other site's page reads an answer
@@ -96,11 +108,16 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
 
 
 async def _api_error(request: Request, error: ApiError) -> Response:
-    return error.response()
+    return _reply(request, error)
+
+
+def _reply(request: Request, error: ApiError) -> Response:
+    """Return the error in the form of its route."""
+    return error_reply(error, request.url.path, getattr(request.state, "request_id", None))
 
 
 async def _input_error(request: Request, error: InputError) -> Response:
-    return ApiError(400, str(error), param=_param(str(error))).response()
+    return _reply(request, ApiError(400, str(error), param=_param(str(error))))
 
 
 async def _invalid(request: Request, error: RequestValidationError) -> Response:
@@ -111,15 +128,16 @@ async def _invalid(request: Request, error: RequestValidationError) -> Response:
         return await _input_error(request, ours)
     path = ".".join(str(step) for step in first.get("loc", ()) if step != "body")
     message = f"{path}: {first.get('msg', 'invalid')}" if path else str(first.get("msg", "invalid"))
-    return ApiError(400, message, param=path or None).response()
+    return _reply(request, ApiError(400, message, param=path or None))
 
 
 async def _http_error(request: Request, error: HTTPException) -> Response:
-    return ApiError(error.status_code, str(error.detail), headers=dict(error.headers or {})).response()
+    reported = ApiError(error.status_code, str(error.detail), headers=dict(error.headers or {}))
+    return _reply(request, reported)
 
 
 async def _engine_dead(request: Request, error: EngineDeadError) -> Response:
-    return dead(error).response()
+    return _reply(request, dead(error))
 
 
 async def _gone(request: Request, error: GoneError) -> Response:
@@ -132,7 +150,7 @@ async def _unexpected(request: Request, error: Exception) -> Response:
     uvicorn then closes the connection: so the client is told not to ask again on it.
     """
     message = f"{type(error).__name__}: the server's log says more"
-    return ApiError(500, message, headers={"connection": "close"}).response()
+    return _reply(request, ApiError(500, message, headers={"connection": "close"}))
 
 
 def _param(message: str) -> str | None:

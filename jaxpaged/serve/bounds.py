@@ -41,6 +41,7 @@ FIELDS = {
     "metadata": Most(16, 16 * (64 + 512)),  # OpenAI's bounds
     "model": Most(chars=1024),
     "stop": Most(MAX_STOPS, MAX_STOP_CHARS),
+    "stop_sequences": Most(MAX_STOPS, MAX_STOP_CHARS),
     "stop_token_ids": Most(MAX_STOP_TOKENS),
     "tools": Most(1024),
 }

@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from jaxpaged.checks import shown
 from jaxpaged.serve.bounds import Limits, parsed
 from jaxpaged.serve.hosts import Hosts
+from jaxpaged.serve.message_errors import ROOT, error_reply, is_messages
 from jaxpaged.serve.options import ServerOptions
 from jaxpaged.serve.replies import ApiError, reply
 
@@ -62,6 +63,8 @@ class Guard:
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
                 MutableHeaders(scope=message)["x-request-id"] = request_id
+                if is_messages(scope["path"]):  # where Anthropic's client looks for it
+                    MutableHeaders(scope=message)["request-id"] = request_id
             await send(message)
 
         try:
@@ -69,12 +72,15 @@ class Guard:
             if scope["method"] != "OPTIONS":
                 state["key"] = self._key(headers)
                 if state["key"] is None and self._keys and scope["path"] not in OPEN_PATHS:
-                    await reply({"error": "Unauthorized"}, 401)(scope, receive, send_with_id)
+                    refusal = reply({"error": "Unauthorized"}, 401)
+                    if is_messages(scope["path"]):
+                        refusal = error_reply(ApiError(401, "invalid x-api-key"), ROOT, request_id)
+                    await refusal(scope, receive, send_with_id)
                     return
                 if scope["method"] in ("POST", "PUT", "PATCH") and not self._is_left(scope["path"], headers):
                     receive = await self._with_body(headers, receive, state)
         except ApiError as error:
-            await error.response()(scope, receive, send_with_id)
+            await error_reply(error, scope["path"], request_id)(scope, receive, send_with_id)
             return
         await self._app(scope, receive, send_with_id)
 
@@ -88,9 +94,9 @@ class Guard:
     def _key(self, headers: Headers) -> int | None:
         """Return which key was given, in a time that does not tell how much of it is right; None for none."""
         scheme, _, key = headers.get("authorization", "").partition(" ")
-        given = _digest(key)
-        matches = [secrets.compare_digest(given, known) for known in self._keys]
-        return matches.index(True) if scheme.lower() == "bearer" and any(matches) else None
+        digests = [_digest(key if scheme.lower() == "bearer" else ""), _digest(headers.get("x-api-key", ""))]
+        matches = [[secrets.compare_digest(digest, known) for known in self._keys] for digest in digests]
+        return next((match.index(True) for match in matches if any(match)), None)
 
     def _is_left(self, path: str, headers: Headers) -> bool:
         """Return whether the body is left to the route: there is none, or it is one of weights."""
@@ -170,7 +176,15 @@ def _digest(key: str) -> bytes:
 class Load:
     """ASGI middleware that counts requests with a computed answer, for `/load`."""
 
-    COUNTED = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize")
+    COUNTED = (
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/v1/responses",
+        ROOT,
+        f"{ROOT}/count_tokens",
+        "/tokenize",
+        "/detokenize",
+    )
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

@@ -37,6 +37,7 @@ class ServerOptions:
     request_timeout_s: float = 600.0  # from a request to the end of its answer
     drain_seconds: float = 30.0  # after SIGTERM, for what runs
     max_unread_bytes: int = 2**20  # bytes of a stream that its client has not read
+    max_pinned_tokens: int | None = None  # that requests may have kept; None: half of host memory's tier
     allowed_hosts: tuple[str, ...] = ()  # names to be asked by, beside this machine's own; "*": any
     allowed_origins: tuple[str, ...] = ()  # sites whose pages may read the answers; "*": all
     allowed_methods: tuple[str, ...] = ("*",)
@@ -66,6 +67,8 @@ class ServerOptions:
         checked_int("max_head_bytes", self.max_head_bytes, "an int in [1024, 2**20]", 1024, 2**20)
         checked_int("max_connections", self.max_connections, "an int >= 8", 8)
         checked_int("max_unread_bytes", self.max_unread_bytes, "an int >= 1024", 1024)
+        if self.max_pinned_tokens is not None:
+            checked_int("max_pinned_tokens", self.max_pinned_tokens, "an int >= 0", 0)
         for name in ("head_timeout_s", "body_timeout_s", "request_timeout_s", "drain_seconds"):
             checked_number(name, getattr(self, name), "a number > 0", 0, above=True)
         checked_choice("log_level", self.log_level, get_args(LogLevel))

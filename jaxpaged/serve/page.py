@@ -141,6 +141,7 @@ class Watch:
             "tiers": {
                 name: tier_fields(tier, engine.config.block_size) for name, tier in stats.tiers.items()
             },
+            "pins": {"tokens": service.pins.num_tokens, "max_tokens": service.pins.max_tokens},
             "drafts": {"drafted": stats.num_draft_tokens, "accepted": stats.num_accepted_tokens}
             if engine.config.speculative_config
             else None,

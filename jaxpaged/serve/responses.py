@@ -118,7 +118,6 @@ class ResponseWriter:
         self._num_top = _num_top(body)
         self._reasoned = ReasoningTokens(form.reasoning, service.llm.tokenizer)
         self._fragments, self._items = AnswerFragments(form, self._reasoned), Items()
-        self._service = service
         self._sequence_number = -1
 
     def whole(self, choice: Choice) -> dict[str, Any]:
@@ -157,13 +156,6 @@ class ResponseWriter:
         fragments = self._fragments.feed(choice.text, is_last=choice.finish_reason is not None)
         return [*self._items.add(fragments, logprobs)]
 
-    @property
-    def _num_written(self) -> int:
-        """Tokens of the prompt whose blocks the prefix cache did not have, and has now."""
-        config = self._service.llm.engine.config
-        whole = self._run.num_prompt_tokens // config.block_size * config.block_size
-        return max(0, whole - self._run.num_cached_tokens) if config.enable_prefix_caching else 0
-
     def _ended(self, choice: Choice) -> dict[str, Any]:
         status, usage = _status(choice), self._run.usage()
         is_whole = status == "completed"
@@ -175,7 +167,7 @@ class ResponseWriter:
                 "input_tokens": usage["prompt_tokens"],
                 "input_tokens_details": {
                     "cached_tokens": self._run.num_cached_tokens,
-                    "cache_write_tokens": self._num_written,
+                    "cache_write_tokens": self._run.num_written_tokens,
                 },
                 "output_tokens": usage["completion_tokens"],
                 "output_tokens_details": {"reasoning_tokens": self._reasoned.num},

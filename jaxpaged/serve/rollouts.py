@@ -110,6 +110,7 @@ async def reset_prefix_cache(request: Request, reset_running_requests: bool = Fa
     """
     if not await service_of(request).llm.reset_prefix_cache(reset_running_requests):
         raise ApiError(409, "requests are under way, and use the cached prefixes")
+    service_of(request).pins.clear()
     return _told(request, status="reset")
 
 

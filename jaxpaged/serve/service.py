@@ -7,7 +7,7 @@ import itertools
 import logging
 import time
 from collections import Counter, defaultdict
-from collections.abc import AsyncGenerator, Hashable, Sequence
+from collections.abc import AsyncGenerator, Callable, Hashable, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -25,8 +25,10 @@ from jaxpaged.serve.chat_prompts import ChatPrompts
 from jaxpaged.serve.metrics import Metrics, Times
 from jaxpaged.serve.opening import Opening, Openings
 from jaxpaged.serve.options import ServerOptions
+from jaxpaged.serve.pins import PinCollector, Pins, Span, num_keepable
 from jaxpaged.serve.replies import ApiError, EventStream, event, unless_gone
 from jaxpaged.serve.schemas import QueuedRequest
+from jaxpaged.serve.turns import TurnCollector, Turns
 from jaxpaged.serve.versions import VersionSpans
 from jaxpaged.step import channels
 
@@ -51,6 +53,14 @@ class Service:
         self.max_model_len = llm.engine.door.max_model_len
         self.chat_prompts = ChatPrompts(llm, options)
         self.metrics = Metrics(self.model_names[0], llm.engine)
+        max_tokens, block_size = num_keepable(llm.engine), llm.engine.config.block_size
+        if options.max_pinned_tokens is not None:
+            max_tokens = min(max_tokens, options.max_pinned_tokens)
+        self.pins, self.turns = Pins(max_tokens, block_size), Turns()
+        self._pinned_version = llm.weight_version
+        labels = self.model_names[0], "0"
+        for collector in (PinCollector(self.pins, labels), TurnCollector(self.turns, labels)):
+            self.metrics.registry.register(collector)
         self.open_runs: set[Run] = set()
         self.is_stopping = asyncio.Event()
         self.num_open = 0  # answers that have been asked for and have not ended
@@ -114,8 +124,12 @@ class Service:
         prefix: str,
         prompts: Sequence[Prompt],
         params: SamplingParams,
+        *,
+        spans: Sequence[Span] = (),
     ) -> "Run":
         """Check prompts and take them in; `body.model` may be an adapter's name.
+
+        spans: beginnings of the prompts for the tiers to keep, beside what `body.kv_cache_ttl` asks for.
 
         Raises `InputError`, or `ApiError` where there is no room.
         """
@@ -131,13 +145,13 @@ class Service:
         adapter = self.adapters.get(self.check_model(body.model))
         its_salt = self._salt(request, body.cache_salt)
         salt = {} if its_salt is None else {"cache_salt": its_salt}
-        admitted = list[Admitted]()
+        admitted, pinned = list[Admitted](), list[Span]()
 
         async def admit_all() -> None:
             for each in prompts:
                 prompt, order = _mapping(each) | salt | {"kv_cache_ttl": body.kv_cache_ttl}, body.priority
                 admit = self.llm.admit(prompt, params, priority=order, lora_request=adapter, client=client)
-                admitted.append(await admit)
+                admitted.append(await self._pinned(client, await admit, spans, pinned))
                 await asyncio.sleep(0)  # others need not wait until all of many prompts are read
 
         began = time.monotonic()
@@ -148,10 +162,25 @@ class Service:
             self.num_open -= num_answers
         response_id = f"{prefix}-{request.state.request_id}"
         run = Run(self, response_id, f"{response_id}-{next(self._numbers)}", admitted, params)
-        run.route = request.url.path
+        run.route, run.pinned = request.url.path, pinned
         run.times.arrived = request.state.began
         run.open(time.monotonic() - began)
         return run
+
+    async def _pinned(
+        self, client: Hashable, admitted: Admitted, spans: Sequence[Span], pinned: list[Span]
+    ) -> Admitted:
+        """Return a prompt whose blocks are kept as far as there is room, and add what is to `pinned`."""
+        asked = [*spans, *(Span(*span) for span in admitted.requests[0].kv_cache_ttl or ())]
+        if not asked:
+            return admitted
+        keys = await asyncio.to_thread(self.pins.keys_of, admitted, asked)
+        if self.llm.weight_version != self._pinned_version:  # tiers have nothing of older weights
+            self.pins.clear()
+            self._pinned_version = self.llm.weight_version
+        admitted, granted = self.pins.pin(client, admitted, asked, keys)
+        pinned += granted
+        return admitted
 
     def _client(self, request: Request) -> Hashable:
         """Return the client of a request: its API key if there are several, else its address."""
@@ -171,6 +200,13 @@ class Service:
         if num_answers > max_answers:
             message = f"the request asks for {num_answers} answers, must ask for at most {max_answers}"
             raise ApiError(400, message, param="n")
+
+    def scope(self, request: Request, cache_salt: str | None) -> str:
+        """Return within which bounds requests know each other's sessions: a client, and a salt.
+
+        Raises `InputError` for a salt that is none.
+        """
+        return repr((self._client(request), self._salt(request, cache_salt)))
 
     def _salt(self, request: Request, given: str | None) -> str | None:
         """Return the salt of the prefix cache for a request; with several API keys, each key has its own
@@ -200,10 +236,16 @@ class Service:
         for run in [*self.open_runs]:
             run.give_up(error)
 
-    def stream(self, run: "Run", events: AsyncGenerator[bytes]) -> EventStream:
+    def stream(
+        self,
+        run: "Run",
+        events: AsyncGenerator[bytes],
+        error_event: Callable[[ApiError], bytes] = lambda error: event(error.body),
+    ) -> EventStream:
+        """Return the response that streams a run's events; `error_event` tells an error of the server's."""
         slow = ApiError(408, f"over {self.options.max_unread_bytes} bytes of the stream were not read")
         return EventStream(
-            _to_the_end(events),
+            _to_the_end(events, error_event),
             max_unread_bytes=self.options.max_unread_bytes,
             slow=lambda: run.give_up(slow, "slow_reader"),
             closed=run.close,
@@ -235,6 +277,8 @@ class Run:
         self.prompts, self.params = prompts, params
         self.created = int(time.time())
         self.route = ""
+        self.pinned: list[Span] = []  # beginnings of its prompts that the tiers keep
+        self.log_fields: dict[str, Any] = {}  # further fields of its line in the log
         self.times = Times(time.time(), len(prompts) * params.n)
         self.num_cached_tokens = 0
         self.num_prompt_tokens = sum(len(each.prompt_token_ids) for each in prompts)
@@ -295,6 +339,13 @@ class Run:
         finally:
             self.close()
 
+    @property
+    def num_written_tokens(self) -> int:
+        """Tokens of the prompt whose blocks the prefix cache did not have, and has now."""
+        config = self._service.llm.engine.config
+        whole = self.num_prompt_tokens // config.block_size * config.block_size
+        return max(0, whole - self.num_cached_tokens) if config.enable_prefix_caching else 0
+
     def usage(self) -> dict[str, Any]:
         return {
             "prompt_tokens": self.num_prompt_tokens,
@@ -335,11 +386,14 @@ class Run:
             "e2e_s": _seconds(now, times.arrived),
             "finished": dict(self._reasons),
             "given_up": why,
+            **self.log_fields,
         }
         log.info("request", extra={"fields": line})
 
 
-async def _to_the_end(events: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
+async def _to_the_end(
+    events: AsyncGenerator[bytes], error_event: Callable[[ApiError], bytes]
+) -> AsyncGenerator[bytes]:
     """Yield the events; an error of the server's own is the last of them, not a connection that breaks."""
     try:
         async with aclosing(events):
@@ -347,7 +401,7 @@ async def _to_the_end(events: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
                 yield each
     except Exception as error:
         log.exception("a stream ends by an error")
-        yield event(ApiError(500, f"{type(error).__name__}: the server's log says more").body)
+        yield error_event(ApiError(500, f"{type(error).__name__}: the server's log says more"))
 
 
 def dead(error: EngineDeadError) -> ApiError:

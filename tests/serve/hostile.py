@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 SIZE = 4 * 2**20
 COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
+MESSAGES = "/v1/messages"
 
 
 class Hostile(NamedTuple):
@@ -78,6 +79,18 @@ BODIES: dict[str, Hostile] = {
     "a prompt of backslashes": Hostile(COMPLETIONS, text('{"prompt":"', "\\\\", '"}'), 400, "characters"),
     "a prompt of spaces": Hostile("/tokenize", text('{"prompt":"', " ", '"}'), 400, "characters"),
     "messages 1": Hostile(CHAT, filled('{"messages":[', "1", "]}"), 400, "values"),
+    "blocks {}": Hostile(
+        MESSAGES,
+        filled('{"max_tokens":2,"messages":[{"role":"user","content":[', "{}", "]}]}"),
+        400,
+        "objects",
+    ),
+    "a long system": Hostile(
+        MESSAGES,
+        text('{"max_tokens":2,"system":"', "ab ", '","messages":[{"role":"user","content":"x"}]}'),
+        400,
+        "characters",
+    ),
     "messages {}": Hostile(CHAT, filled('{"messages":[', "{}", "]}"), 400, "objects and lists"),
     "messages of nothing": Hostile(
         CHAT, filled('{"messages":[', '{"role":"user","content":""}', "]}"), 400, "objects and lists"

@@ -137,12 +137,13 @@ def test_a_body_is_parsed_once_and_its_bytes_are_not_kept(llm, monkeypatch):
 
     async def run():
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as http:
-            routes = ("v1/completions", "v1/chat/completions", "v1/responses", "tokenize", "detokenize")
+            routes = ("v1/completions", "v1/chat/completions", "v1/responses", "v1/messages")
+            routes += ("tokenize", "detokenize")
             updates = ("v1/load_lora_adapter", "v1/unload_lora_adapter")
             return [(await http.post(f"/{each}", json={"x": 1})).status_code for each in (*routes, *updates)]
 
-    assert asyncio.run(run()) == [400] * 7
-    assert len(seen) == 7
+    assert asyncio.run(run()) == [400] * 8
+    assert len(seen) == 8
 
 
 def test_a_full_queue_refuses_and_takes_again(llm, brake):

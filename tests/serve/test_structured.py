@@ -185,6 +185,23 @@ def test_a_response_has_formats_and_forced_calls_too(served):
     assert (call.name, json.loads(call.arguments)) == ("f", {"x": True})
 
 
+def test_a_message_has_formats_and_forced_calls_too(served):
+    tools = [
+        {"name": tool["function"]["name"], "input_schema": tool["function"]["parameters"]} for tool in TOOLS
+    ]
+    for choice, names in (({"type": "any"}, ("f", "gg")), ({"type": "tool", "name": "gg"}, ("gg",))):
+        asked = {"messages": MESSAGES, "tools": tools, "max_tokens": 120, "tool_choice": choice, "seed": 5}
+        asked["tool_choice"] = choice | {"disable_parallel_tool_use": True}
+        made = served.http.post("/v1/messages", json=asked).json()
+        [call] = made["content"]
+        assert (call["name"] in names, made["stop_reason"]) == (True, "tool_use")
+        assert call["input"]["x"] in {"f": [True], "gg": [1, 2]}[call["name"]]
+    output = {"format": {"type": "json_schema", "schema": SCHEMA}}
+    asked = {"messages": MESSAGES, "max_tokens": 60, "output_config": output}
+    [block] = served.http.post("/v1/messages", json=asked).json()["content"]
+    assert json.loads(block["text"])["a"] in (1, 22)
+
+
 STRICT = [{**tool, "function": {**tool["function"], "strict": True}} for tool in TOOLS]
 
 

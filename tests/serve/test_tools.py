@@ -12,28 +12,6 @@ from tests.serve.test_parsers import CASES
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 
 
-@pytest.fixture
-def says(served, monkeypatch):
-    """Make the model write a text: the engine's own outputs, with their texts exchanged."""
-    stream = served.llm.stream
-
-    def speak(text):
-        async def scripted(prompts, request_id):
-            left, count = text, prompts[0].requests[0].params.max_tokens
-            size = -(-len(text) // count)
-            async for i, output in stream(prompts, request_id):
-                [answer] = output.outputs
-                reason = "stop" if answer.finish_reason else None
-                end = len(left) if reason else size * len(answer.token_ids)
-                fragment, left = left[:end], left[end:]
-                answer = dataclasses.replace(answer, text=fragment, finish_reason=reason)
-                yield i, dataclasses.replace(output, outputs=[answer])
-
-        monkeypatch.setattr(served.llm, "stream", scripted)
-
-    return speak
-
-
 def test_the_client_gets_parallel_calls_whole_and_streamed(served, says):
     case = CASES[0]
     text, content, calls = case.text, case.content, [*case.calls]

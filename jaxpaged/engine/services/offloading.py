@@ -381,7 +381,8 @@ class Offloading(Service):
         """Let the blocks of a prompt leave that are new to the tiers."""
         all_keys = self._leave(request, request.prompt_token_ids)
         if request.kv_cache_ttl is not None:
-            self.departures.keep(all_keys, request.kv_cache_ttl)
+            for num_tokens, seconds in request.kv_cache_ttl:
+                self.departures.keep(all_keys[: num_tokens // self._config.block_size], seconds)
             self.departures.begin()
 
     def _leave(self, request: Request, tokens: np.ndarray) -> list[BlockKey]:
