@@ -1,16 +1,17 @@
-"""Decode attention on a CPU of rows behind one prompt, which is read by each row, or once for all.
+"""Decode attention on a CPU of rows behind one prompt: read by each row, or once for all.
 
     python -m benchmarks.shared_prefixes [--rounds 10] [--out FILE]
 
-JSON lines on stdout. First what all cores can do (`benchmarks.peaks`). Then a line for each model, cache and
-number of rows: the least and the median milliseconds of a layer's attention both ways, in turns. Blocks lie in
-a random order, and nothing of them is in the caches. `times` is the ratio of the least. A prompt of 0 tokens
+JSON lines on stdout. First what all cores can do (`benchmarks.peaks`). Then a line for each model, cache
+and number of rows: the least and the median milliseconds of a layer's attention both ways, in turns. Blocks
+lie in a random order, and nothing of them is in the caches. `times` is the ratio of the least. `cpu_ms` is the
+time of all cores, which counts no waiting for other programs; `cpu_times` its ratio. A prompt of 0 tokens
 shows what it costs to look for prefixes where there are none.
 
 `floor` has milliseconds: K and V of each row, and of each token once, at the bandwidth of memory; and the
 products at the peak, scores in the cache's type and sums of V in float32, as the kernels compute them.
-`most_times` is what sharing gains at most: the longer one of reading alone and arithmetic, over the longer one
-of reading once and arithmetic. Rows that are read one after the other may find a short prompt in the last
+`most_times` is what sharing gains at most: the longer one of reading alone and arithmetic, over the longer
+one of reading once and arithmetic. Rows that are read one after the other may find a short prompt in the last
 cache, so that less is gained.
 """
 
@@ -28,7 +29,7 @@ from benchmarks import record
 from benchmarks.peaks import measure_peaks
 from pallas_kernels import layouts, native, ops
 from pallas_kernels.layouts import LAYOUTS, Pool
-from pallas_kernels.native import library
+from pallas_kernels.native import attention, library
 
 _ROUNDS = flags.DEFINE_integer("rounds", 10, "through all layers, of each way")
 _OUT = flags.DEFINE_string("out", None, "append the lines to this file as well")
@@ -71,8 +72,10 @@ def main(argv: Sequence[str]) -> None:
         case = case_of(MODELS[model], dtype, layout, num_rows, prompt, own)
         found = measure(case, _ROUNDS.value)
         floor = floor_of(case, peaks, prompt)
-        times = round(found["alone"]["min"] / found["together"]["min"], 2)
-        results.put(line | {"ms": found, "times": times, "floor": floor})
+        for name, its in found.items():
+            line |= {f"{name}ms": its}
+            line |= {f"{name}times": round(its["alone"]["min"] / its["together"]["min"], 2)}
+        results.put(line | {"floor": floor})
 
 
 def case_of(
@@ -100,25 +103,33 @@ def pool_of(layout: str, dtype: str, num_blocks: int, num_kv_heads: int, head_di
     return jax.block_until_ready(ops.write(pool, k, v, slots))
 
 
-def measure(case: Case, rounds: int) -> dict[str, dict[str, float]]:
-    """Return milliseconds of a layer, the prompt read by each row and once, in turns."""
-    ways = {"alone": -1, "together": native.attention.LEAST_SAVED}
+def measure(case: Case, rounds: int) -> dict[str, dict[str, dict[str, float]]]:
+    """Return milliseconds of a layer, the prompt read by each row and once, in turns: by the clock (""), and
+    of all cores ("cpu_").
+    """
+    ways = {"alone": -1, "together": attention.LEAST_SAVED}
+    clocks = {"": time.perf_counter, "cpu_": time.process_time}
     programs = {name: program_of(case, least_saved) for name, least_saved in ways.items()}
-    times: dict[str, list[float]] = {name: [] for name in ways}
+    times: dict[str, dict[str, list[float]]] = {clock: {name: [] for name in ways} for clock in clocks}
     answers: dict[str, bytes] = {}
     flushed = np.zeros(FLUSHED_BYTES, np.uint8)
     for turn in range(rounds + 1):
         for pool in case.pools:
             for name, program in programs.items():
                 flushed += 1
-                start = time.perf_counter()
+                starts = {clock: read() for clock, read in clocks.items()}
                 out = jax.block_until_ready(program(case.q, pool))
-                if turn:  # the first one warms up
-                    times[name].append(1e3 * (time.perf_counter() - start))
+                for clock, start in starts.items():
+                    if turn:  # the first one warms up
+                        times[clock][name].append(1e3 * (clocks[clock]() - start))
                 answers[name] = np.asarray(out).tobytes()
             assert answers["alone"] == answers["together"], "the bits differ"
-    spreads = {name: record.spread(its) for name, its in times.items()}
-    return {name: {"min": its["min"], "median": its["median"]} for name, its in spreads.items()}
+    return {
+        clock: {
+            name: {key: record.spread(its)[key] for key in ("min", "median")} for name, its in both.items()
+        }
+        for clock, both in times.items()
+    }
 
 
 def program_of(case: Case, least_saved: int) -> Callable[[jax.Array, Pool], jax.Array]:

@@ -16,7 +16,7 @@ namespace native {
 
 // Pieces of prefixes begin at multiples of so many tokens: whole chunks of any cache.
 constexpr int64_t kShareUnit = 32;
-// Weights of one kv head that a part has at most, unless it has eight tiles or fewer.
+// Weights of one kv head that a part has at most, unless it has sixteen tiles or fewer.
 constexpr int64_t kPartBytes = 1 << 21;
 
 // Where sharing pays. It saves reading, not arithmetic, and its lists of work cost time.
@@ -119,18 +119,18 @@ class SharedPlanner {
     }
   }
 
-  // Returns into how many parts some tiles are divided, and how many items each has, so that they keep their share of
-  // the threads busy. Eight tiles of a part read little more than more would, and heads side by side are read faster.
+  // Returns into how many parts some tiles are divided, and how many items each has, so that each thread has two of them,
+  // as far as these tiles are all. Sixteen tiles of a part read little more than more would.
   std::pair<int64_t, int64_t> Division(int64_t first, int64_t end) const {
     const auto divided = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
     int64_t tokens = 0;
     for (int64_t i = first; i < end; ++i) tokens = std::max(tokens, candidates_[i].tokens);
-    const int64_t count = end - first, items = divided(num_threads_ * count, num_tiles_);
+    const int64_t count = end - first, items = divided(2 * num_threads_ * count, num_tiles_);
     const int64_t bytes = count * worth_.num_rows * tokens * static_cast<int64_t>(sizeof(float));
-    const int64_t parts = std::clamp<int64_t>(count / 8, 1, std::max(items, divided(bytes, kPartBytes)));
+    const int64_t parts = std::clamp<int64_t>(count / 16, 1, std::max(items, divided(bytes, kPartBytes)));
     const int64_t of_part = divided(items, parts);
     if (of_part > num_kv_heads_) return {divided(items, num_kv_heads_), num_kv_heads_};
-    return num_kv_heads_ % of_part == 0 ? std::pair{parts, of_part} : std::pair{items, int64_t{1}};
+    return {parts, num_kv_heads_ % of_part == 0 ? of_part : num_kv_heads_};
   }
 
   // Makes parts of some neighbours: of all, if that saves enough, else of those that have more in common.
