@@ -39,7 +39,7 @@ ffi::Error Attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, f
                      ffi::Buffer<ffi::S32> first_block, ffi::Buffer<ffi::S32> table_rows,
                      ffi::Buffer<ffi::F32> slopes, ffi::Buffer<ffi::F32> sinks,
                      ffi::Result<ffi::AnyBuffer> out, float scale, float soft_cap, int64_t window, int64_t chunk,
-                     ffi::Span<const int64_t> places, int64_t block_stride) {
+                     ffi::Span<const int64_t> places, int64_t block_stride, int64_t least_saved) {
   const auto queries = q.dimensions();
   const int64_t* at = places.begin();
   const bool has_scales = k_scales.element_count() > 0;
@@ -75,7 +75,8 @@ ffi::Error Attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, f
                                          OrNull(table_rows),
                                          soft_cap,
                                          OrNull(slopes),
-                                         OrNull(sinks)};
+                                         OrNull(sinks),
+                                         least_saved};
     AttendAll(pool, call);
   });
 }
@@ -103,4 +104,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpaged_attention, Attention,
                                   .Attr<int64_t>("window")
                                   .Attr<int64_t>("chunk")
                                   .Attr<ffi::Span<const int64_t>>("places")
-                                  .Attr<int64_t>("block_stride"));
+                                  .Attr<int64_t>("block_stride")
+                                  .Attr<int64_t>("least_saved"));

@@ -13,6 +13,7 @@ from pallas_kernels.native import library
 CACHE_DTYPES = ("int8", "float8_e4m3fn", "float8_e5m2")  # beside the queries' own
 UNBOUNDED = 2**31 - 1  # tokens: a window or chunk that holds any sequence
 MOST_HEADS = 16  # query heads of one KV head that a tile has: more are tiles of their own, for other threads
+LEAST_SAVED = 256  # tokens: for fewer, the lists of work of a shared prefix take as long as reading it again
 GROUP = 16  # tokens of a packed cache that have K's scales in common
 
 
@@ -68,11 +69,15 @@ def tiled_paged_attention(
     soft_cap: float | None = None,
     alibi_slopes: Float[Array, " num_q_heads"] | None = None,
     sinks: Float[Array, " num_q_heads"] | None = None,
+    least_saved: int | None = None,
 ) -> Float[Array, "num_tiles tile_len num_q_heads head_dim"]:
     """Compute `ops.tiled_paged_attention`, where `serves(q.dtype)` and `why_not_layout` is None.
 
     table_rows: each tile's row of block_tables; None: tile t has row t.
     window, chunk: the options `sliding_window` and `attention_chunk`. Others have their names.
+    least_saved: how many tokens less must be read for tiles to be computed together, whose rows of
+        block_tables begin with the same blocks (`shared_prefixes.h`); None: LEAST_SAVED, 0: any number. A
+        negative number keeps all apart. The bits are the same.
 
     Queries at or beyond seq_lens get zeros.
     """
@@ -90,6 +95,7 @@ def tiled_paged_attention(
             window=window,
             chunk=chunk,
             soft_cap=soft_cap,
+            least_saved=least_saved,
         )
         return out.reshape(split.shape).swapaxes(1, 2).reshape(q.shape)
     function = library.registered(_function(pool.layout, q.dtype), q.dtype)
@@ -107,6 +113,7 @@ def tiled_paged_attention(
     bounds = {"window": np.int64(window or UNBOUNDED), "chunk": np.int64(chunk or UNBOUNDED)}
     numbers = {"scale": np.float32(scale), "soft_cap": np.float32(soft_cap or 0)}
     options = {**numbers, "block_stride": np.int64(stride), **bounds}
+    options["least_saved"] = np.int64(LEAST_SAVED if least_saved is None else least_saved)
     return call(*given, first, rows, *biases, **options, places=np.array(places, np.int64))
 
 

@@ -48,6 +48,7 @@ struct AttentionCall {
   const int32_t* table_rows = nullptr;  // of each tile; null: in their order
   float soft_cap = 0;                   // 0: none
   const float *slopes = nullptr, *sinks = nullptr;  // [num_q_heads]; null: none
+  int64_t least_saved = 256;                        // see `Worth`
 
   bool HasChanges() const { return soft_cap != 0 || slopes || sinks; }
   Changes ChangesOf(int64_t q_head) const {
@@ -99,6 +100,9 @@ struct Job {
   static constexpr int64_t kChunk = Packing<C>::kChunk;
   const AttentionCall<T, C>& call;
   int64_t first_head, num_heads, num_rows, num_tokens;
+  int64_t rows_of_head;  // from a row to that of the next head
+  int64_t first;         // the job's first token, counted as the rows' tokens are
+  int64_t stride;        // from the weights of a row to those of the next
   int64_t width, num_groups;  // columns of a head, and groups of them; narrow heads are padded to one group
   int64_t num_factors;        // words of a query, as `Spread` writes it
   const char *k, *v;          // of the first kv head
@@ -106,38 +110,47 @@ struct Job {
   int64_t* scale_offsets;     // [num_tokens]: of scales from a head's first one; slots, if numbers are packed
   int64_t* ends;              // [num_rows]: the number of tokens up to and including a row's own
   int64_t* begins;            // [num_rows]: the first token that a row sees
-  int64_t* places;            // [num_heads, num_rows]: each row's offset in q and out
-  uint32_t* factors;          // [num_heads, num_rows, num_factors]
-  float* weights;             // [num_heads, num_rows, num_tokens]
-  float* totals;              // [num_heads, num_rows], of weights
-  float* sums;                // [num_heads, num_rows, num_groups * kGroup]
+  int64_t* places;            // [num_heads, rows_of_head]: each row's offset in q and out
+  uint32_t* factors;          // [num_heads, rows_of_head, num_factors]
+  float* weights;             // [num_heads, rows_of_head, stride]
+  float* totals;              // [num_heads, rows_of_head], of weights
+  float* sums;                // [num_heads, rows_of_head, num_groups * kGroup]
   char* copy;                 // [kChunk, width]: a padded or unpacked chunk
-  const char* next_k;         // of the first kv head of the job after this one
-  const int64_t* next_offsets;  // [kChunk]: from next_k
-  int64_t num_next;             // how many of these there are
+  // What is prefetched at the end of K and of V, for the first kv head, and how many tokens that are.
+  const char *after_k, *after_v;
+  const int64_t *offsets_after_k, *offsets_after_v;  // [kChunk]
+  int64_t num_after_v;
 
-  int64_t index(int64_t head, int64_t row) const { return head * num_rows + row; }
-  float* weight(int64_t head, int64_t row) const { return weights + index(head, row) * num_tokens; }
-  int64_t begin(int64_t row) const { return begins[row]; }
+  int64_t index(int64_t head, int64_t row) const { return head * rows_of_head + row; }
+  float* weight(int64_t head, int64_t row) const { return weights + index(head, row) * stride + first; }
+  int64_t begin(int64_t row) const { return begins[row] - first; }
+  int64_t end(int64_t row) const { return ends[row] - first; }
   // Returns whether any of `count` rows sees any of `tokens` tokens.
   bool Sees(int64_t row, int64_t count, int64_t token, int64_t tokens) const {
-    return token < ends[row + count - 1] && begin(row) < token + tokens;
+    return token < end(row + count - 1) && begin(row) < token + tokens;
+  }
+  // Returns the job on `rows` rows from `row` on, and `tokens` tokens from `token` on.
+  Job Of(int64_t row, int64_t rows, int64_t token, int64_t tokens, int64_t* its_offsets, int64_t* its_scale_offsets) const {
+    Job some = *this;
+    some.num_rows = rows, some.num_tokens = tokens, some.first = token;
+    some.offsets = its_offsets, some.scale_offsets = its_scale_offsets;
+    some.ends += row, some.begins += row, some.places += row, some.totals += row;
+    some.factors += row * num_factors, some.weights += row * stride, some.sums += row * num_groups * kGroup;
+    return some;
   }
   // Returns the first column of a group. The last group ends with the head, and may overlap the one before.
   int64_t column(int64_t group) const { return std::min(group * kGroup, width - kGroup); }
   Heads At(const char* base, int64_t head, int64_t token) const {
     return {base + head * call.strides.head, offsets + token};
   }
-  // Returns what to prefetch while a head of the chunk of K before `chunk_end` is computed: K's next chunk, or, at the
-  // end, V's first.
+  // Returns what to prefetch while a head of the chunk of K before `chunk_end` is computed.
   NextHeads AfterK(int64_t head, int64_t chunk_end) const {
-    return chunk_end < num_tokens ? Ahead(k, offsets + chunk_end, kChunk, head) : Ahead(v, offsets, kChunk, head);
+    return chunk_end < num_tokens ? Ahead(k, offsets + chunk_end, kChunk, head) : Ahead(after_k, offsets_after_k, kChunk, head);
   }
-  // Returns what to prefetch while `count` tokens of V before `end` are computed: its next ones, or the next job's
-  // first tokens of K.
+  // Returns what to prefetch while `count` tokens of V before `end` are computed.
   NextHeads AfterV(int64_t head, int64_t end, int64_t count, int64_t part = 0, int64_t num_parts = 1) const {
     if (end < num_tokens) return Ahead(v, offsets + end, count, head, part, num_parts);
-    return num_next > 0 ? Ahead(next_k, next_offsets, count, head, part, num_parts) : NextHeads{};
+    return num_after_v > 0 ? Ahead(after_v, offsets_after_v, count, head, part, num_parts) : NextHeads{};
   }
   // A chunk of tokens, of which whole registers can be read.
   Heads Chunk(const char* base, int64_t head, int64_t token) const {

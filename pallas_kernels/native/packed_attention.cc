@@ -20,7 +20,7 @@ ffi::Error PackedAttention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::Buffer<f
                            ffi::Buffer<ffi::S32> first_block, ffi::Buffer<ffi::S32> table_rows,
                            ffi::Buffer<ffi::F32> slopes, ffi::Buffer<ffi::F32> sinks,
                            ffi::Result<ffi::AnyBuffer> out, float scale, float soft_cap, int64_t window, int64_t chunk,
-                           ffi::Span<const int64_t> places, int64_t block_stride) {
+                           ffi::Span<const int64_t> places, int64_t block_stride, int64_t least_saved) {
   for (const auto& numbers : {q, k_new}) {
     if (auto error = CheckType(numbers.element_type()); error.failure()) return error;
   }
@@ -59,7 +59,8 @@ ffi::Error PackedAttention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::Buffer<f
                                                       OrNull(table_rows),
                                                       soft_cap,
                                                       OrNull(slopes),
-                                                      OrNull(sinks)};
+                                                      OrNull(sinks),
+                                                      least_saved};
   AttendAll(pool, call);
   return ffi::Error::Success();
 }
@@ -91,4 +92,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpaged_packed_attention, PackedAttention,
                                   .Attr<int64_t>("window")
                                   .Attr<int64_t>("chunk")
                                   .Attr<ffi::Span<const int64_t>>("places")
-                                  .Attr<int64_t>("block_stride"));
+                                  .Attr<int64_t>("block_stride")
+                                  .Attr<int64_t>("least_saved"));

@@ -131,7 +131,7 @@ void ScoreFew(const Job<T, C>& job) {
       InBlocks(job.num_rows, kDotRows, [&](int64_t row, int64_t count) {
         if (!job.Sees(row, count, chunk, kChunk)) return;
         const int64_t first = std::max<int64_t>(job.begin(row) - chunk, 0) / kLanes * kLanes;
-        const int64_t end = std::min(job.ends[row + count - 1] - chunk, kChunk);
+        const int64_t end = std::min(job.end(row + count - 1) - chunk, kChunk);
         const NextHeads next = row == 0 ? job.AfterK(head, chunk + kChunk) : NextHeads{};
         const uint32_t* x[kDotRows];
         float* y[kDotRows];
@@ -253,7 +253,7 @@ void ScoreMany(const Job<T, C>& job) {
         // The last block may overlap the one before: these rows get the same sums again.
         const int64_t row = std::min(block * kTileRows, job.num_rows - kTileRows);
         if (!job.Sees(row, kTileRows, chunk, kChunk)) continue;
-        const int64_t end = std::min(job.ends[row + kTileRows - 1] - chunk, kChunk);
+        const int64_t end = std::min(job.end(row + kTileRows - 1) - chunk, kChunk);
         int64_t tile = std::max<int64_t>(job.begin(row) - chunk, 0) / kTileTokens;
         for (; tile * kTileTokens < end; ++tile) {
           const uint32_t* x[kTileRows];

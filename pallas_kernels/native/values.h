@@ -64,7 +64,7 @@ void GatherFew(const Job<T, C>& job) {
       InBlocks(job.num_rows, kSumRows, [&](int64_t row, int64_t count) {
         if (!job.Sees(row, count, chunk, kChunk)) return;
         const int64_t first = std::max<int64_t>(job.begin(row) - chunk, 0);
-        const int64_t end = std::min(job.ends[row + count - 1] - chunk, kChunk);
+        const int64_t end = std::min(job.end(row + count - 1) - chunk, kChunk);
         float* sums = job.sums + job.index(head, row) * stride;
         const float* weights = job.weight(head, row) + chunk;
         WithConstant<kSumRows>(count, [&](auto rows) {
@@ -75,7 +75,7 @@ void GatherFew(const Job<T, C>& job) {
             for (int i = 0; i < groups; ++i) group_bytes[i] = job.column(group + i) * sizeof(typename C::Value);
             const NextHeads next =
                 row > 0 ? NextHeads{} : job.AfterV(head, chunk + kChunk, kChunk, call++, num_calls);
-            AddValues<C, rows, groups>(weights, job.num_tokens, v, group_bytes, first, end, next, sums + group * kGroup,
+            AddValues<C, rows, groups>(weights, job.stride, v, group_bytes, first, end, next, sums + group * kGroup,
                                        stride);
           };
           int64_t group = 0;
@@ -119,7 +119,7 @@ void GatherMany(const Job<T, C>& job) {
   for (int64_t chunk = 0; chunk < job.num_tokens; chunk += kSome) {
     const int64_t num_tokens = std::min(kSome, job.num_tokens - chunk);
     const int64_t num_left = job.num_tokens - chunk - num_tokens;
-    const int64_t num_next = num_left > 0 ? std::min(kSome, num_left) : job.num_next;
+    const int64_t num_next = num_left > 0 ? std::min(kSome, num_left) : job.num_after_v;
     for (int64_t head = 0; head < job.num_heads; ++head) {
       for (int64_t t = 0; t < num_tokens; t += kChunk) {
         WidenValues<C>(job, job.ChunkOfV(head, chunk + t), panels + t * kGroup, kSome * kGroup);
@@ -131,13 +131,13 @@ void GatherMany(const Job<T, C>& job) {
         next.AskPart(block++, num_blocks, num_next);
         if (!job.Sees(row, count, chunk, num_tokens)) return;
         const int64_t first = std::max<int64_t>(job.begin(row) - chunk, 0);
-        const int64_t end = std::min(job.ends[row + count - 1] - chunk, num_tokens);
+        const int64_t end = std::min(job.end(row + count - 1) - chunk, num_tokens);
         float* sums = job.sums + job.index(head, row) * stride;
         const float* weights = job.weight(head, row) + chunk;
         WithConstant<kSumRows>(count, [&](auto rows) {
           for (int64_t group = 0; group < job.num_groups; ++group) {
             const Heads v{reinterpret_cast<const char*>(panels + group * kSome * kGroup), offsets};
-            AddValues<Float32, rows, 1>(weights, job.num_tokens, v, &no_bytes, first, end, {}, sums + group * kGroup,
+            AddValues<Float32, rows, 1>(weights, job.stride, v, &no_bytes, first, end, {}, sums + group * kGroup,
                                         stride);
           }
         });
@@ -146,10 +146,9 @@ void GatherMany(const Job<T, C>& job) {
   }
 }
 
-// Computes sums = weights @ V, a chunk of tokens at a time, which stays in the first-level cache.
+// Adds weights @ V to sums, a chunk of tokens at a time, which stays in the first-level cache.
 template <typename T, typename C>
 void Gather(const Job<T, C>& job) {
-  std::fill_n(job.sums, job.num_heads * job.num_rows * job.num_groups * kGroup, 0.0f);
   if (job.num_rows >= 2 * kSumRows) {
     GatherMany(job);
   } else {

@@ -69,7 +69,8 @@ class Scratch {
  public:
   // Returns room for `count` values, which are uninitialised.
   Value* Get(int64_t count) {
-    lines_.resize((count * sizeof(Value) + sizeof(Line) - 1) / sizeof(Line));
+    const size_t lines = (count * sizeof(Value) + sizeof(Line) - 1) / sizeof(Line);
+    if (lines > lines_.size()) lines_.resize(lines);
     return reinterpret_cast<Value*>(lines_.data());
   }
 

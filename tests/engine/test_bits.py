@@ -16,6 +16,7 @@ from jaxpaged.models.decoder import Decoder
 from jaxpaged.models.families.llama import NAMES
 from jaxpaged.models.weights import StoredWeights, random_weights
 from jaxpaged.sampling_params import SamplingParams
+from pallas_kernels.native import attention
 from tests import tiny, tiny_lora
 from tests.marks import slow_and_nightly
 from tests.models.test_decoder import FAMILIES, GOLDENS
@@ -135,6 +136,22 @@ def test_an_answer_is_the_same_bit_for_bit_in_any_company(dtype, options, use_na
     assert driver.stats.num_hit_tokens > 0
     assert driver.stats.num_preemptions > 0
     tiny.assert_nothing_is_held(driver)
+
+
+@pytest.mark.slow
+def test_answers_behind_one_prefix_have_the_bits_that_they_have_alone(monkeypatch):
+    """Attention reads the prefix once for all rows, however short it is: a program of this test alone."""
+    monkeypatch.setattr(attention, "LEAST_SAVED", 0)
+    shared = tiny.prompts([40], seed=1)[0]
+    prompts = [shared + own for own in tiny.prompts([5, 3, 9, 1])]
+    params = [SamplingParams(max_tokens=12, temperature=t, seed=t, logprobs=5) for t in (0, 1, 0, 1)]
+    driver = tiny.driver(keep_programs=False, num_blocks=1 + 40)
+    alone = []
+    for prompt, p in zip(prompts, params, strict=True):
+        assert driver.reset_prefix_cache()
+        alone += everything(driver, [prompt], [p])
+    assert everything(driver, prompts, params) == alone
+    assert driver.stats.num_hit_tokens > 0
 
 
 # It has few numbers in some rows, so that a narrower pass would have other bits.
