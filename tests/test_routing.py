@@ -44,7 +44,8 @@ def test_prompts_go_where_the_oracle_sends_them(max_blocks, max_lead, tells):
         router.note(first, keys)
         oracle.note(first, blocks)
         if tells and first in ("r0", "r1"):
-            new = [i for i in range(1, len(keys) + 1) if tuple(blocks[:i]) not in oracle.reported.get(first, [])]
+            known = oracle.reported.get(first, [])
+            new = [i for i in range(1, len(keys) + 1) if tuple(blocks[:i]) not in known]
             stored = [keys[i - 1] for i in new], [tuple(blocks[:i]) for i in new]
             old = [i for i in range(1, len(keys) + 1) if i not in new and rng.random() < 0.3]
             removed = [keys[i - 1] for i in old], [tuple(blocks[:i]) for i in old]

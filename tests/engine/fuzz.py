@@ -41,7 +41,7 @@ from jaxpaged.step.channels import CANDIDATES
 from jaxpaged.step.config import MAX_STEPS
 from jaxpaged.step.state import FinishReason
 from tests import tiny, tiny_grammars, tiny_lora, tiny_recursive
-from tests.engine.fuzz_settings import NUM_DEVICES, SETTINGS
+from tests.engine.fuzz_settings import ALONE, NUM_DEVICES, SETTINGS
 from tests.tiny_states import NAMES
 
 NUM_ASKS = 40  # different ones a setting; each is answered alone once for each set of weights
@@ -172,6 +172,7 @@ class Fuzz:
     def __init__(self, setting: str, folder: Path, asks_of: str | None = None) -> None:
         self.setting, self._folder, self.scores = setting, folder, False
         self.driver = driver = SETTINGS[setting](folder)
+        self._answering_alone = ALONE[setting](folder) if setting in ALONE else driver
         has_grammars = driver.config.arena_words > 0 and recursive.is_installed()
         if has_grammars:
             tiny_recursive.with_languages(driver)
@@ -179,7 +180,7 @@ class Fuzz:
         model_config = dataclasses.replace(driver.door.model_config, eos_token_ids=(*ends, 5, 11, 40, 41))
         driver.door = dataclasses.replace(driver.door, model_config=model_config, tokenizer=Tokenizer())
         self.num_runs = self.num_preempted = self.num_changes = 0
-        self._weights, self._takes_weights = 0, "quantised" not in setting
+        self._weights, self._takes_weights = 0, "quantised" not in setting and setting not in ALONE
         rng = random.Random(asks_of or setting)
         seeds = range(1 + driver.config.max_loras) if driver.config.enable_lora else ()
         self._asks: list[Ask] = []
@@ -198,10 +199,12 @@ class Fuzz:
         """Return the answer to the request of this number when nothing else runs."""
         found = self._alone.get((number, self._weights))
         if found is None:
-            requests = self._asks[number].requests(self.driver, self._folder)
+            driver = self._answering_alone
+            driver.door = self.driver.door
+            requests = self._asks[number].requests(driver, self._folder)
             for request in requests:
-                self.driver.add(request)
-            answers = tiny.drain(self.driver)
+                driver.add(request)
+            answers = tiny.drain(driver)
             found = self._alone[number, self._weights] = [
                 _bare(answers[request.request_id]) for request in requests
             ]
@@ -214,7 +217,7 @@ class Fuzz:
         config, params = self.driver.config, ask.params
         if isinstance(params, BeamSearchParams) or config.logprobs_mode != "raw_logprobs":
             return
-        if params.structured_outputs is not None:  # scores of an answer are of the tokens that its mask allows
+        if params.structured_outputs is not None:  # an answer's scores are of the tokens that its mask allows
             return
         for answer in answers:
             if params.logprobs is None or not answer.token_ids:

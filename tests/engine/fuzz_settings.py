@@ -66,6 +66,16 @@ def _of_kinds(*kinds: LayerKind, draft: Draft | None = None, **options: Any) -> 
     return tiny.driver(functools.partial(tiny.load, config=config), config, draft=draft, **options)
 
 
+def _on_devices(size: int, *kinds: LayerKind, **options: Any) -> Driver:
+    """Create an engine on so many devices, whose sums are those of four."""
+    wide = dataclasses.replace(
+        tiny.CONFIG, num_q_heads=8, num_kv_heads=4, intermediate_size=128, layers=kinds
+    )
+    weights = random_weights(wide, NAMES, 0)
+    options |= {"tensor_parallel_size": size, "tensor_parallel_sums": 4}
+    return tiny.driver(lambda form: Decoder(StoredWeights(wide, NAMES, weights, form)), wide, **options)
+
+
 # A model of other sizes, whose drafts are hardly ever right.
 _OTHER = dataclasses.replace(
     tiny.CONFIG, hidden_size=16, num_q_heads=2, num_kv_heads=1, layers=tiny.CONFIG.layers[:1]
@@ -192,5 +202,17 @@ SETTINGS: dict[str, Callable[[Path], Driver]] = {
     ),
     "groups": lambda _: tiny.driver(**TIGHT, data_parallel_size=2),
     "swapping groups": lambda _: tiny.driver(**SWAP, data_parallel_size=2),
+    "four devices, drafts": lambda _: _on_devices(4, FULL, FULL, **SWAP | BY_NGRAMS),
+    "two devices, two kinds of layers": lambda _: _on_devices(
+        2, FULL, WINDOW, **TIGHT | {"num_blocks": 1 + 27}
+    ),
+}
+# Settings whose requests another engine answers alone.
+ALONE: dict[str, Callable[[Path], Driver]] = {
+    "four devices, drafts": lambda _: _on_devices(1, FULL, FULL, **SWAP),
+    "two devices, two kinds of layers": lambda _: _on_devices(
+        4, FULL, WINDOW, **TIGHT | {"num_blocks": 1 + 27}
+    ),
 }
 NUM_DEVICES = {name: 2 for name in SETTINGS if "groups" in name or "replicas" in name}
+NUM_DEVICES |= dict.fromkeys(ALONE, 4)
