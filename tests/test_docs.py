@@ -308,6 +308,8 @@ def is_others(path: str) -> bool:
 def test_paths_and_dotted_names_exist(name):
     text = BLOCK.sub("", (ROOT / name).read_text())
     for found in TICKED.findall(text):
+        if test := re.fullmatch(r"(tests/[\w/]+\.py)::(\w+)", found):
+            assert f"def {test[2]}(" in (ROOT / test[1]).read_text(), found
         for word in re.findall(r"[\w./-]+", found):
             word = word.rstrip(".")
             if A_PATH.fullmatch(word) and not is_others(word):
