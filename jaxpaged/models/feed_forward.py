@@ -40,7 +40,7 @@ class MLP(nnx.Module):
             wide = self._activated(self._sparse(gate, layer), layer) * up
         else:
             wide = self._activated(wide, layer)
-        out = times(self.down(wide.astype(x.dtype), layer, adapters), self.config.factors.down)
+        out = self.down(wide.astype(x.dtype), layer, adapters)
         return out if self.shards is None else self.shards.total(out)
 
     def _sparse(
