@@ -12,6 +12,7 @@ def mixer(config: Any, weights: Weights, name: str, x: np.ndarray) -> np.ndarray
     """Compute the mixer of a layer for a whole sequence, [num_tokens, hidden_size]."""
     by_name = {
         "gated_delta": gated_delta,
+        "lightning": lightning,
         "mamba1": mamba1,
         "mamba2": mamba2,
         "short_convolution": short_convolution,
@@ -83,6 +84,18 @@ def mamba1(config: Any, weights: Weights, name: str, x: np.ndarray) -> np.ndarra
     out, _ = selective_scan(given, dt, b, c, -np.exp(weights[f"{name}.a_log"]))
     out = (out + given * weights[f"{name}.d"]) * silu(z)
     return linear(weights, f"{name}.out", out.astype(x.dtype))
+
+
+def lightning(config: Any, weights: Weights, name: str, x: np.ndarray) -> np.ndarray:
+    """Compute lightning attention; its output normed, all heads together, and gated."""
+    d = config.mixer
+    number = config.state_layers.index(int(name.split(".")[1]))
+    qkv = silu(linear(weights, f"{name}.in", x)).reshape(len(x), 3, d.num_heads, d.head_dim)
+    log_decay = np.broadcast_to(np.array(d.log_decays[number]), (len(x), d.num_heads))
+    out, _ = recurrence(*np.moveaxis(qkv, 1, 0), log_decay[..., None], None)
+    out = root_mean_square_normed(out.reshape(len(x), -1), d.norm_eps) * weights[f"{name}.norm.weight"]
+    gate = 1 / (1 + np.exp(-linear(weights, f"{name}.gate", x)))
+    return linear(weights, f"{name}.out", (gate * out).astype(x.dtype)) * x.dtype.type(d.out_scale)
 
 
 def short_convolution(config: Any, weights: Weights, name: str, x: np.ndarray) -> np.ndarray:

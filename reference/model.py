@@ -58,6 +58,7 @@ class Config(Protocol):
     parallel: bool
     shared_norm: bool
     residual_scale: float
+    normed_residual: bool
     factors: Any  # of what goes into parts and comes out
     qk_norm: str | None
     norm_after_rope: bool
@@ -193,7 +194,9 @@ def layer(
             given = normed * x.dtype.type(config.factors.attention_in)
             attended = attention(config, weights, name, kind, given, cache, shared)
             mixed = mixed + attended * x.dtype.type(config.factors.attention_out)
-        attended = x + out("attention", mixed)
+        factor = config.factors.mixer_residual if kind.has_state else config.factors.attention_residual
+        beside = normed if config.normed_residual else x
+        attended = beside * x.dtype.type(factor) + out("attention", mixed)
     if config.altup is not None:
         attended = altup.with_laurel(config, weights, name, attended, normed)
     if not kind.feeds:
@@ -204,8 +207,12 @@ def layer(
     elif before:
         given = norm(config, weights, f"{name}.mlp_norm", given)
     if f"{name}.router.weight" in weights:
-        return attended + out("mlp", experts(config, weights, name, given, attended, routed))
-    return attended + out("mlp", mlp(config, weights, name, given, sparsity=kind.sparsity))
+        fed = experts(config, weights, name, given, attended, routed)
+    else:
+        fed = mlp(config, weights, name, given, sparsity=kind.sparsity)
+    beside = given if config.normed_residual else attended
+    beside = beside * x.dtype.type(config.factors.mlp_residual)
+    return beside + out("mlp", fed * x.dtype.type(config.factors.down))
 
 
 def attention(
@@ -318,7 +325,7 @@ def mlp(
     if sparsity:
         gate = altup.sparse(gate, statistics.NormalDist().inv_cdf(sparsity))
     gate = gate * x.dtype.type(config.factors.gate)
-    return linear(weights, down, activate(config, gate) * up) * x.dtype.type(config.factors.down)
+    return linear(weights, down, activate(config, gate) * up)
 
 
 def experts(

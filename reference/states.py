@@ -27,14 +27,14 @@ def recurrence(
     q, k, v, log_decay = (np.asarray(x, np.float64) for x in (q, k, v, log_decay))
     q, k = (np.repeat(x, num_heads // x.shape[1], axis=1) for x in (q, k))
     s = np.zeros((num_heads, k.shape[2], v_dim)) if state is None else np.asarray(state, np.float64)
-    out = np.zeros((num_tokens, num_heads, v_dim))
+    out, decay = np.zeros((num_tokens, num_heads, v_dim)), np.exp(log_decay)
     for t in range(num_tokens):
-        s = np.exp(log_decay[t])[:, :, None] * s
+        s = decay[t][:, :, None] * s
         u = v[t]
         if beta is not None:
-            u = np.asarray(beta[t], np.float64)[:, None] * (u - np.einsum("hkv,hk->hv", s, k[t]))
+            u = np.asarray(beta[t], np.float64)[:, None] * (u - (k[t][:, None] @ s)[:, 0])
         s = s + k[t][:, :, None] * u[:, None, :]
-        out[t] = np.einsum("hkv,hk->hv", s, q[t])
+        out[t] = (q[t][:, None] @ s)[:, 0]
     return out, s
 
 

@@ -15,6 +15,7 @@ from jaxpaged.models.families import llama
 from jaxpaged.models.load_as import LoadAs
 from jaxpaged.models.mixers.description import Mixer
 from jaxpaged.models.mixers.gated_delta import GatedDelta
+from jaxpaged.models.mixers.lightning import Lightning
 from jaxpaged.models.mixers.mamba1 import Mamba1
 from jaxpaged.models.mixers.mamba2 import Mamba2
 from jaxpaged.models.mixers.short_convolution import ShortConvolution
@@ -26,6 +27,8 @@ from tests import tiny
 DELTA = GatedDelta(num_heads=16, num_key_heads=8, k_dim=16, v_dim=16, kernel_size=4)
 MAMBA = Mamba2(num_heads=16, head_dim=16, state_size=16, num_groups=2, kernel_size=4, norm_groups=2)
 MAMBA_1 = Mamba1(width=32, state_size=16, dt_rank=16, kernel_size=4, norms="weighted")
+DECAYS = tuple(tuple(-0.5 / 2**head * (2 - layer) for head in range(4)) for layer in range(2))
+LIGHTNING = Lightning(num_heads=4, head_dim=16, log_decays=DECAYS)
 CONVOLUTION = ShortConvolution(width=32, kernel_size=3, bias=True)
 FULL, WINDOW = tiny.CONFIG.layers[0], dataclasses.replace(tiny.CONFIG.layers[0], sliding_window=11)
 BOTH = dataclasses.replace(FULL, has_state=True)  # side by side
@@ -35,7 +38,7 @@ ONE_PART = (
     *(dataclasses.replace(FULL, feeds=False), dataclasses.replace(STATE, feeds=False)),
 )
 ROLES = ("in", "ba", "conv", "a_log", "d", "dt_bias", "norm", "out")
-ROLES += ("x", "dt", "dt_norm", "b_norm", "c_norm")
+ROLES += ("gate", "x", "dt", "dt_norm", "b_norm", "c_norm")
 NAMES = Names(table=llama.TABLE | {f"mixer.{role}": f"{llama.LAYER}.mixer.{role}" for role in ROLES})
 
 

@@ -134,12 +134,15 @@ class InputTable:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Factors:
-    """Factors of what goes into parts of each layer, and of what comes out, as in Falcon-H1."""
+    """Factors of what goes into parts of each layer, of what comes out, and of the residuals beside them."""
 
     attention_in: float = 1.0
     attention_out: float = 1.0
     gate: float = 1.0  # of a feed-forward part, before its activation
     down: float = 1.0  # of a feed-forward part's output
+    attention_residual: float = 1.0  # in layers with attention and no mixer
+    mixer_residual: float = 1.0  # in layers with a mixer
+    mlp_residual: float = 1.0
 
     def __post_init__(self) -> None:
         """Check that all are positive. Raises `InputError`."""
@@ -183,6 +186,7 @@ class ModelConfig:
     parallel: bool = False
     shared_norm: bool = False
     residual_scale: float = 1.0
+    normed_residual: bool = False  # whether the residual beside a part is what the norm before it gives
     factors: Factors = Factors()  # of parts; those of a mixer are in its description
 
     # Attention.
@@ -253,6 +257,10 @@ class ModelConfig:
         rule = "False where a layer has one part alone, or norms in other places"
         for name in ("parallel", "shared_norm"):
             check(f"model config: {name}", getattr(self, name), rule, is_whole or not getattr(self, name))
+        is_plain = len(self.layers_normed("before")) == self.num_layers and not self.parallel
+        rule = "False where norms come after parts alone, or parts are parallel"
+        is_allowed = is_plain or not self.normed_residual
+        check("model config: normed_residual", self.normed_residual, rule, is_allowed)
         for number, kind in enumerate(self.layers):
             if kind not in self.layers[:number]:
                 self._check_kind(kind)
@@ -534,6 +542,7 @@ _FLAGS = (
     "norm_bias",
     "parallel",
     "shared_norm",
+    "normed_residual",
     "qkv_bias",
     "o_bias",
     "sinks",

@@ -288,12 +288,14 @@ class DecoderLayers(nnx.Module):
     ) -> tuple[Float[Array, "num_tokens hidden"], KVCache]:
         """Return the layer's output: that of its parts, and of the shortcut of a model that has one."""
         whole, batch = batch, batch.in_layer(layer == self.config.num_layers - 1)
-        kind = self._kind(layer)
+        kind, factors = self._kind(layer), self.config.factors
         normed, after = x, x
         if kind.attends or kind.has_state:
             normed = self._normed(x, "attention_norm", layer)
             mixed, cache = self._mixed(normed, cache, layer, tables, batch, whole)
-            after = self._added(x, mixed, "attention_out_norm", layer)
+            factor = factors.mixer_residual if kind.has_state else factors.attention_residual
+            beside = times(normed if self.config.normed_residual else x, factor)
+            after = self._added(beside, mixed, "attention_out_norm", layer)
         if self.laurel is not None:
             after = (after + self.laurel(normed, layer)) * jnp.asarray(HALF, x.dtype)
         if not kind.feeds:
@@ -307,7 +309,8 @@ class DecoderLayers(nnx.Module):
         out, experts = self._fed_forward(given, after, layer, batch, tells=tells)
         if tells and experts is not None:
             cache = cache.with_value(ROUTED_EXPERTS, layer, experts)
-        return self._added(after, out, "mlp_out_norm", layer), cache
+        beside = times(given if self.config.normed_residual else after, factors.mlp_residual)
+        return self._added(beside, times(out, factors.down), "mlp_out_norm", layer), cache
 
     def _normed(
         self, x: Float[Array, "num_tokens hidden"], role: str, layer: layers.Layer

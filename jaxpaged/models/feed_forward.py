@@ -50,8 +50,7 @@ class MLP(nnx.Module):
             wide = self._activated(self._sparse(gate, layer), layer) * up
         else:
             wide = self._activated(wide, layer)
-        pieces = self.down.pieces(wide.astype(x.dtype), layer, adapters)
-        return [times(piece, self.config.factors.down) for piece in pieces]
+        return self.down.pieces(wide.astype(x.dtype), layer, adapters)
 
     def _sparse(
         self, x: Float[Array, "num_tokens width"], layer: layers.Layer

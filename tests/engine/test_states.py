@@ -14,6 +14,7 @@ CASES = [
     (tiny_states.DELTA, (), 4, 64),
     (tiny_states.MAMBA, (), 2, 66),
     (tiny_states.MAMBA_1, (), 2, 66),
+    (tiny_states.LIGHTNING, (), 2, 66),
     (tiny_states.MAMBA, tiny_states.ONE_PART, 2, 66),
     (tiny_states.MAMBA, (tiny_states.BOTH, tiny_states.BOTH), 2, 66),
 ]

@@ -129,4 +129,17 @@ HYBRID: dict[str, dict[str, Any]] = {
         **{name: value for name, value in DELTA.items() if name.startswith(("linear", "layer", "num"))},
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     },
+    "minimax": {
+        "num_hidden_layers": 3,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "num_local_experts": 4,
+        "intermediate_size": 24,
+        "block_size": 8,
+        "full_attn_alpha_factor": 1.5,
+        "full_attn_beta_factor": 0.75,
+        "linear_attn_alpha_factor": 1.25,
+        "linear_attn_beta_factor": 0.875,
+        "mlp_alpha_factor": 1.375,
+        "mlp_beta_factor": 0.625,
+    },
 }

@@ -129,7 +129,7 @@ ADDED = ("llama4_text", "llama4", "gemma3n_text", "gemma4_text", "gemma4_large",
 LAST = ("bamba",)
 # Those of layers by type: behind all others.
 BY_TYPE = ("nemotron_h", "nemotron_h_experts", "falcon_h1", "falcon_h1_normed", "jamba", "mamba")
-BY_TYPE += ("falcon_mamba", "mamba2", "olmo_hybrid")
+BY_TYPE += ("falcon_mamba", "mamba2", "olmo_hybrid", "minimax")
 ADDED += (
     *NEWER,
     "cohere2_vision",

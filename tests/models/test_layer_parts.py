@@ -38,6 +38,10 @@ def test_a_weight_is_there_for_the_layers_that_have_its_part():
         ),
         ({"parallel": True}, "parallel=True must be False where a layer has one part"),
         ({"shared_norm": True}, "shared_norm=True must be False where a layer has one"),
+        (
+            {"normed_residual": True, "norm_place": "after"},
+            "normed_residual=True must be False where norms come after parts alone",
+        ),
         ({"mixer": None}, "layers with states must have a mixer, and only they"),
         (
             {"experts": Experts(num_experts=4, num_chosen=2, renormalise=True, dense_layers=(0,))},
@@ -92,6 +96,8 @@ def test_of_falcon_h1_other_factors_are_refused(change, message):
     [
         ("jamba", {"attn_layer_offset": 4}, "attn_layer_offset=4 must be less than attn_layer_period=4"),
         ("jamba", {"hidden_act": "gelu"}, "hidden_act='gelu' must be 'silu'"),
+        ("minimax", {"sliding_window": 8}, "sliding_window=8 must be None or left out"),
+        ("minimax", {"mlp_beta_factor": 0}, "mlp_beta_factor=0 must be a number > 0"),
         ("mamba", {"hidden_act": "gelu"}, "hidden_act='gelu' must be 'silu' or left out"),
         ("mamba2", {"head_dim": 5}, "head_dim=5 must be 64 / num_heads=8"),
         ("falcon_mamba", {"time_step_rank": 0}, "time_step_rank=0 must be an int >= 1"),

@@ -18,7 +18,7 @@ TABLE = [3, 1, 5, 6, 2, 4]
 NUM_TOKENS = 37  # ends within a chunk
 
 
-SLOW = (tiny_states.DELTA, tiny_states.MAMBA, tiny_states.MAMBA_1)
+SLOW = (tiny_states.DELTA, tiny_states.MAMBA, tiny_states.MAMBA_1, tiny_states.LIGHTNING)
 
 
 class Walk:

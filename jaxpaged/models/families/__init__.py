@@ -46,6 +46,7 @@ from jaxpaged.models.families.llama4 import LLAMA4
 from jaxpaged.models.families.mamba import FALCON_MAMBA, MAMBA, MAMBA2
 from jaxpaged.models.families.mimo import MIMO_V2, MIMO_V2_FLASH
 from jaxpaged.models.families.minimax import MINIMAX_M2
+from jaxpaged.models.families.minimax_text import MINIMAX
 from jaxpaged.models.families.mixtral import MIXTRAL
 from jaxpaged.models.families.mpt import MPT
 from jaxpaged.models.families.nanochat import NANOCHAT
@@ -117,6 +118,7 @@ FAMILIES = (
     KIMI_K2,
     MISTRAL4,
     MINICPM3,
+    MINIMAX,
     MINIMAX_M2,
     MIMO_V2_FLASH,
     MIMO_V2,
