@@ -147,12 +147,16 @@ def _end(time_s: float, seconds: float) -> int:
 
 
 def num_keepable(engine: Engine) -> int:
-    """Return how many tokens the host memory of an engine's tiers keeps at most; 0 without tiers."""
+    """Return how many tokens the host memory of an engine's tiers keeps at most; 0 without tiers.
+
+    A block of tokens has one block in each group of layers; states, of which few are stored, are not counted.
+    """
     size_gib, size = engine.config.kv_offloading_size, engine.cache_size
     if size_gib is None or not engine.config.enable_prefix_caching:
         return 0
     num_bytes = int(size_gib * 2**30) // KEPT_SHARE
-    return num_bytes // max(size.bytes_by_class[0], 1) * size.block_size
+    num_groups = len(engine.door.step_config.grouping.groups_of_class(0))
+    return num_bytes // max(size.bytes_by_class[0] * num_groups, 1) * size.block_size
 
 
 class PinCollector(Collector):

@@ -113,7 +113,8 @@ class Turns:
     def before(self, fingerprint: Fingerprint, message_id: str | None = None) -> Turn | None:
         """Return the turn of the message of this id, or else the longest that the request goes on from."""
         if message_id is not None:
-            return self._turns.get(fingerprint.scope, {}).get(message_id)
+            turns = self._turns.get(fingerprint.scope)
+            return None if turns is None else turns.get(message_id)
         for digest in fingerprint.chain[-2::-1]:
             if (turn := self._by_digest.get(digest)) is not None:
                 return turn

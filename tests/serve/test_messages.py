@@ -141,6 +141,8 @@ def test_an_answer_ends_for_a_reason(served):
     assert (ended["stop_reason"], ended["content"]) == ("end_turn", [])
     full = post(served, ASKED | {"max_tokens": 500, "ignore_eos": True}).json()
     assert full["stop_reason"] == "model_context_window_exceeded"
+    kept = post(served, ASKED | {"cache_control": {"type": "ephemeral"}}).json()["usage"]["cache_creation"]
+    assert kept == {"ephemeral_5m_input_tokens": 0, "ephemeral_1h_input_tokens": 0, "kept": []}, "no tiers"
     warm = post(served, ASKED | {"max_tokens": 0}).json()
     assert (warm["content"], warm["usage"]["output_tokens"], warm["stop_reason"]) == ([], 0, "max_tokens")
     keeps = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
@@ -227,8 +229,14 @@ def test_keys_and_forms_of_errors(llm):
     asked += [("POST", "/v1/messages", {"json": ASKED, "headers": version})]
     asked += [("GET", "/v1/messages", {"headers": version}), ("GET", "/v1/models", {"headers": version})]
     asked += [("POST", "/v1/completions", {"json": {}, "headers": {"x-api-key": "a"}})]
+    named = ASKED | {"diagnostics": {"previous_message_id": "msg-first"}}
+    for key, body in (("a", ASKED), ("a", named), ("b", named)):
+        headers = {"x-api-key": key, "x-request-id": "first"}
+        asked += [("POST", "/v1/messages", {"json": body, "headers": headers})]
     replies = through(llm, asked, api_keys=("a", "b"))
-    assert [reply.status_code for reply in replies] == [401, 200, 200, 401, 200, 405, 200, 400]
+    assert [reply.status_code for reply in replies] == [401, 200, 200, 401, 200, 405, 200, 400, *[200] * 3]
+    missing = {"cache_miss_reason": {"type": "previous_message_not_found"}}
+    assert [reply.json()["diagnostics"] for reply in replies[8:]] == [None, None, missing], "keys share none"
     assert replies[0].json()["error"] == {"type": "authentication_error", "message": "invalid x-api-key"}
     assert replies[5].json()["error"]["type"] == "invalid_request_error"
     assert replies[7].json()["error"]["type"] == "BadRequestError"
