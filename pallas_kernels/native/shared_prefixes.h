@@ -28,7 +28,7 @@ struct Worth {
   // rows and more is arithmetic, where nothing else reads.
   bool Pays(int64_t saved, int64_t alone) const {
     if (least_saved == 0 || saved < least_saved) return saved > 0 && least_saved == 0;
-    return num_rows == 1 ? 3 * saved >= alone : num_rows == 2 ? 2 * saved >= alone : 4 * saved >= 3 * alone;
+    return num_rows == 1 ? 3 * saved >= alone : num_rows == 2 ? 2 * saved >= alone : 8 * saved >= 7 * alone;
   }
 };
 
