@@ -4,9 +4,9 @@
 
 JSON lines on stdout. First what all cores can do (`benchmarks.peaks`). Then a line for each model, cache
 and number of rows: the least and the median milliseconds of a layer's attention both ways, in turns. Blocks
-lie in a random order, and nothing of them is in the caches. `times` is the ratio of the least. `cpu_ms` is the
-time of all cores, which counts no waiting for other programs; `cpu_times` its ratio. A prompt of 0 tokens
-shows what it costs to look for prefixes where there are none.
+lie in a random order, and nothing of them is in the caches. `times` is the ratio of the least. `cpu_ms` is
+the time of all cores, which counts no waiting for other programs, and `cpu_times` its ratio. A prompt of 0
+tokens shows what it costs to look for prefixes where there are none.
 
 `floor` has milliseconds: K and V of each row, and of each token once, at the bandwidth of memory; and the
 products at the peak, scores in the cache's type and sums of V in float32, as the kernels compute them.

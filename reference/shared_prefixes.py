@@ -51,10 +51,10 @@ def plan(rows: Rows, num_query_rows: int, least_saved: int) -> list[list[Piece]]
 
 
 def pays(saved: int, alone: int, num_query_rows: int, least_saved: int) -> bool:
-    """Return whether `alone` tokens are read enough fewer: a third, half or three quarters of them."""
+    """Return whether `alone` tokens are read enough fewer: a third, half or seven eighths of them."""
     if least_saved == 0:
         return saved > 0
-    share = {1: 1 / 3, 2: 1 / 2}.get(num_query_rows, 3 / 4)
+    share = {1: 1 / 3, 2: 1 / 2}.get(num_query_rows, 7 / 8)
     return saved >= least_saved and saved >= share * alone - 1e-6
 
 

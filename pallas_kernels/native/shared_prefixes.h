@@ -28,7 +28,7 @@ struct Worth {
   // rows and more is arithmetic, where nothing else reads.
   bool Pays(int64_t saved, int64_t alone) const {
     if (least_saved == 0 || saved < least_saved) return saved > 0 && least_saved == 0;
-    return num_rows == 1 ? 3 * saved >= alone : num_rows == 2 ? 2 * saved >= alone : 4 * saved >= 3 * alone;
+    return num_rows == 1 ? 3 * saved >= alone : num_rows == 2 ? 2 * saved >= alone : 8 * saved >= 7 * alone;
   }
 };
 
@@ -120,16 +120,15 @@ class SharedPlanner {
   }
 
   // Returns into how many parts some tiles are divided, and how many items each has, so that each thread has two of them,
-  // as far as these tiles are all. Sixteen tiles of a part read little more than more would.
+  // as far as these tiles are all. Heads are divided before tiles: each part reads the prefix.
   std::pair<int64_t, int64_t> Division(int64_t first, int64_t end) const {
     const auto divided = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
     int64_t tokens = 0;
     for (int64_t i = first; i < end; ++i) tokens = std::max(tokens, candidates_[i].tokens);
     const int64_t count = end - first, items = divided(2 * num_threads_ * count, num_tiles_);
     const int64_t bytes = count * worth_.num_rows * tokens * static_cast<int64_t>(sizeof(float));
-    const int64_t parts = std::clamp<int64_t>(count / 16, 1, std::max(items, divided(bytes, kPartBytes)));
+    const int64_t parts = std::max({divided(items, num_kv_heads_), std::min(count / 16, divided(bytes, kPartBytes)), int64_t{1}});
     const int64_t of_part = divided(items, parts);
-    if (of_part > num_kv_heads_) return {divided(items, num_kv_heads_), num_kv_heads_};
     return {parts, num_kv_heads_ % of_part == 0 ? of_part : num_kv_heads_};
   }
 

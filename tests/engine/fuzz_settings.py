@@ -106,6 +106,10 @@ SETTINGS: dict[str, Callable[[Path], Driver]] = {
         folder, tiny_head.draft(), **TIGHT, **tiny_head.BY_HEAD
     ),
     "swap": lambda _: tiny.driver(**SWAP),
+    # Of a size that no other has, for a program of its own: see the test.
+    "swap, prefixes read once": lambda _: tiny.driver(
+        **SWAP | {"max_model_len": 104, "keep_programs": False}
+    ),
     "swap, drafts": lambda _: tiny.driver(**SWAP, speculative_config={"prompt_lookup_min": 1}),
     "swap, suffixes": lambda _: tiny.driver(**SWAP, speculative_config={"method": "suffix"}),
     "swap, drafts by itself": lambda _: tiny.driver(**SWAP, **BY_MODEL, draft=ITSELF),

@@ -6,6 +6,7 @@ import pytest
 
 from jaxpaged.engine.request import DraftCounts
 from jaxpaged.sampling_params import SamplingParams
+from pallas_kernels.native import attention
 from tests import tiny
 from tests.engine.fuzz import NUM_ASKS, Fuzz
 from tests.marks import slow_and_nightly
@@ -23,6 +24,15 @@ def test_answers_in_random_company_are_those_of_the_request_alone(setting, tmp_p
     assert all(sum(kind) > 0 for kind in zip(*counts, strict=True)), "some whole, and some given up"
     tiers = fuzz.driver.stats.tiers
     assert not tiers or tiers["host"].num_hits > 20
+
+
+@pytest.mark.nightly
+def test_answers_behind_prefixes_that_are_read_once_are_those_of_the_request_alone(tmp_path, monkeypatch):
+    """Attention shares any prefix of several rows, however short: several answers, beams and cache hits."""
+    monkeypatch.setattr(attention, "LEAST_SAVED", 0)
+    fuzz = Fuzz("swap, prefixes read once", tmp_path)
+    counts = [fuzz.run(seed) for seed in range(6)]
+    assert all(sum(kind) > 0 for kind in zip(*counts, strict=True)), "some whole, and some given up"
 
 
 @pytest.mark.slow

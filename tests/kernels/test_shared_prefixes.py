@@ -131,7 +131,10 @@ def test_the_planner_has_the_plan_of_the_oracle(
 ) -> None:
     found = 0
     for seed in range(12):
-        rows = forest(seed, least_kept=30 if num_query_rows > 2 else 0)
+        rows = forest(seed)
+        if num_query_rows > 2:  # pays for many rows of a long prefix alone
+            full = np.full(20, 320)
+            rows = forest(seed, least_kept=39)._replace(shared=full, tokens=full)
         want = shared_prefixes.plan(rows, num_query_rows, least_saved)
         got = planner(rows, num_query_rows, least_saved, 4, 1)
         assert sorted(map(sorted_pieces, want)) == sorted(sorted_pieces(part) for _, part in got)
@@ -150,7 +153,7 @@ def test_a_plan_keeps_all_threads_busy(planner: Planner) -> None:
     tables[:, 32:] = np.arange(100, 100 + 32 * 8).reshape(32, 8)
     tokens = np.full(32, 300, np.int32)
     rows = Rows(tables, tokens, tokens, 8)
-    for num_kv_heads, num_threads, num_parts in [(1, 2, 4), (3, 2, 2), (8, 2, 2), (8, 16, 4), (1, 8, 16)]:
+    for num_kv_heads, num_threads, num_parts in [(1, 2, 4), (3, 2, 2), (8, 2, 1), (8, 16, 4), (1, 8, 16)]:
         parts = planner(rows, 1, 0, num_kv_heads, num_threads)
         check_parts(rows, [part for _, part in parts])
         assert len(frozenset().union(*(piece.rows for _, part in parts for piece in part))) == 32
