@@ -92,7 +92,7 @@ def lightning(config: Any, weights: Weights, name: str, x: np.ndarray) -> np.nda
     number = config.state_layers.index(int(name.split(".")[1]))
     qkv = silu(linear(weights, f"{name}.in", x)).reshape(len(x), 3, d.num_heads, d.head_dim)
     log_decay = np.broadcast_to(np.array(d.log_decays[number]), (len(x), d.num_heads))
-    out, _ = recurrence(*np.moveaxis(qkv, 1, 0), log_decay[..., None], None)
+    out, _ = recurrence(qkv[:, 0], qkv[:, 1], qkv[:, 2], log_decay[..., None], None)
     out = root_mean_square_normed(out.reshape(len(x), -1), d.norm_eps) * weights[f"{name}.norm.weight"]
     gate = 1 / (1 + np.exp(-linear(weights, f"{name}.gate", x)))
     return linear(weights, f"{name}.out", (gate * out).astype(x.dtype)) * x.dtype.type(d.out_scale)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +28,7 @@ from jaxpaged.sampling_params import SamplingParams
 from tests import tiny
 from tests.marks import slow_and_nightly
 from tests.models.test_decoder import COVERING, GOLDENS, LLAMAS, batch_of
+from tests.parallel.cases import collectives, compiled
 
 pytestmark = pytest.mark.skipif(len(jax.devices()) < 8, reason="needs the process of test_in_a_process.py")
 
@@ -241,3 +243,19 @@ def test_sums_that_cannot_be_made_are_refused(options, message):
 def test_sums_are_refused_where_xla_computes_attention():
     with pytest.raises(InputError, match="=8 must be a text where our own kernels do not compute both"):
         driver_of(CONFIG, 1, attention="xla")
+
+
+def test_the_exchange_moves_the_bytes_of_an_all_reduce():
+    """A device sends its parts of the others' slices, and then its own slice: each (N - 1) / N of a summand."""
+    checkpoint = loading.open_checkpoint(GOLDENS / "mistral_window")
+    config = widened(checkpoint.config)
+    weights = random_weights(config, checkpoint.names, 0)
+
+    def load(number):
+        load_as = LoadAs(jnp.dtype("float32"), shard=Shard(config, Shards(4, 4), number))
+        return Decoder(StoredWeights(config, checkpoint.names, weights, load_as))
+
+    run, _ = compiled(assembled(mesh_of(4), load), 4, list(range(40)))
+    assert collectives(run) == {"all-to-all": 2, "all-gather": 2 + 1}  # the logits' besides
+    parts = f"f32[1,40,1,{config.hidden_size // 4}]"
+    assert re.findall(r" = \(?(f32\[[\d,]*\]).* all-to-all\(", run.as_text()) == [parts] * 2

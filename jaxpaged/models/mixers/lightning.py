@@ -78,7 +78,8 @@ class LightningMixer(nnx.Module):
         qkv = jax.nn.silu(self.into(x, number).astype(dtype).astype(jnp.float32)).astype(dtype)
         qkv = paged.apart(qkv.astype(jnp.float32)).reshape(-1, 3, d.num_heads, d.head_dim)
         log_decay = jnp.broadcast_to(jnp.asarray(d.log_decays[number], jnp.float32), (len(x), d.num_heads))
-        out, new = paged.advance(kept, *jnp.moveaxis(qkv, 1, 0), log_decay, None, tables, batch)
+        q, k, v = qkv[:, 0], qkv[:, 1], qkv[:, 2]
+        out, new = paged.advance(kept, q, k, v, log_decay, None, tables, batch)
         out = paged.apart(out.reshape(len(x), d.width).astype(dtype).astype(jnp.float32))
         out = (out * lax.rsqrt(row_sums.mean(out * out) + d.norm_eps)).astype(dtype)
         out = out * self.norm[number].astype(dtype)
