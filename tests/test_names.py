@@ -9,9 +9,13 @@ ROOT = Path(__file__).parents[1]
 EMPTY_NAMES = {"found", "its", "most", "own", "told"}
 ROOMS = ("jaxpaged", "pallas_kernels", "reference")
 # Rooms and files that are not held to it yet.
-ROOMS_TO_FOLLOW = ("jaxpaged/handover/", "jaxpaged/models/")
-TO_FOLLOW = {f"jaxpaged/engine/{name}.py" for name in ("capacity", "setup", "start")} | {
-    f"jaxpaged/memory/{name}.py" for name in ("kv_cache", "transfer")
+ROOMS_TO_FOLLOW = ("jaxpaged/handover/",)
+TO_FOLLOW = {
+    f"jaxpaged/{name}.py"
+    for name in (
+        *("engine/capacity", "engine/setup", "engine/start", "memory/kv_cache", "memory/transfer"),
+        *("models/config", "models/decoder", "models/families/__init__", "models/feed_forward"),
+    )
 }
 
 

@@ -25,7 +25,7 @@ def put(model: Decoder, arrays: Mapping[str, tuple[Any, Any]], slot: int | Int[A
 def products(model: Decoder) -> dict[str, Linear]:
     """Return the products that an adapter may add to, by their role."""
     attention, mlp = model.layers.attention, model.layers.mlp
-    found = {"qkv": attention.qkv, "o": attention.o}
+    products = {"qkv": attention.qkv, "o": attention.o}
     if isinstance(mlp, MLP):
-        found |= {"gate_up" if model.config.gated else "up": mlp.up, "down": mlp.down}
-    return found
+        products |= {"gate_up" if model.config.gated else "up": mlp.up, "down": mlp.down}
+    return products

@@ -27,8 +27,8 @@ def _as_large(
     """Return x with the root mean square of `like`."""
     wide, goal = x.astype(jnp.float32), like.astype(jnp.float32)
     wanted = jnp.sqrt(row_sums.mean(goal * goal))
-    found = jnp.sqrt(jnp.maximum(row_sums.mean(wide * wide), SMALLEST))
-    return (wide * wanted / found).astype(x.dtype)
+    root_mean_square = jnp.sqrt(jnp.maximum(row_sums.mean(wide * wide), SMALLEST))
+    return (wide * wanted / root_mean_square).astype(x.dtype)
 
 
 class Streams(nnx.Module):
@@ -129,9 +129,9 @@ class LayerInputs(nnx.Module):
     """The inputs of all layers: looked up by the token, and made of its embedding."""
 
     def __init__(self, weights: Weights) -> None:
-        its = weights.config.layer_inputs
-        assert its is not None
-        self.config, self.sizes = weights.config, its
+        sizes = weights.config.layer_inputs
+        assert sizes is not None
+        self.config, self.sizes = weights.config, sizes
         table, product = (weights.get(f"layer_inputs_{name}.weight") for name in ("table", "product"))
         assert table is not None
         assert product is not None
@@ -142,13 +142,13 @@ class LayerInputs(nnx.Module):
     def __call__(
         self, token_ids: Int[Array, " num_tokens"], x: Float[Array, "num_tokens hidden"]
     ) -> Float[Array, "num_tokens num_layers width"]:
-        its, shape = self.sizes, (len(token_ids), self.config.num_layers, -1)
+        sizes, shape = self.sizes, (len(token_ids), self.config.num_layers, -1)
         # Tokens beyond the table, which stand for images and sounds, have the inputs of token 0.
-        token_ids = jnp.where(token_ids < its.vocab_size, token_ids, 0)
-        found = layers.look_up(self.table.get_value(), token_ids).reshape(shape)
-        found = found * jnp.asarray(its.width**0.5, x.dtype)
+        token_ids = jnp.where(token_ids < sizes.vocab_size, token_ids, 0)
+        looked_up = layers.look_up(self.table.get_value(), token_ids).reshape(shape)
+        looked_up = looked_up * jnp.asarray(sizes.width**0.5, x.dtype)
         made = (self.product(x) * self.config.hidden_size**-0.5).astype(x.dtype).reshape(shape)
-        return (self.norm(made) + found) * jnp.asarray(HALF, x.dtype)
+        return (self.norm(made) + looked_up) * jnp.asarray(HALF, x.dtype)
 
 
 class LayerInput(nnx.Module):

@@ -101,7 +101,7 @@ def planned(
         return batch
     plans = tuple(
         ops.plan_of_tiles(
-            _viewed(cache, its).pool(0),
+            _viewed(cache, layer_heads).pool(0),
             batch.block_tables,
             batch.query_starts,
             batch.seq_lens,
@@ -112,7 +112,7 @@ def planned(
             table_rows=batch.rows_of(group),
             implementation=ours,
         )
-        for kind, group, its in dict.fromkeys(_each(batch, kinds, kv_layers, heads))
+        for kind, group, layer_heads in dict.fromkeys(_each(batch, kinds, kv_layers, heads))
     )
     return replace(batch, plans=plans)
 
@@ -123,12 +123,12 @@ def _each(
     """Return what bounds each layer's attention, the group whose tables it reads, and its heads if they
     differ.
     """
-    its: Sequence[Heads | None] = heads or [None] * len(kinds)
+    heads_of_layers: Sequence[Heads | None] = heads or [None] * len(kinds)
     groups = [0] * len(kinds)
     if batch.grouping is not None:
         owners, group_of = kv_layers or range(len(kinds)), batch.grouping.group_of
         groups = [group_of[owner] for owner in owners]
-    return list(zip(kinds, groups, its, strict=True))
+    return list(zip(kinds, groups, heads_of_layers, strict=True))
 
 
 def _viewed(cache: KVCache, heads: Heads | None) -> KVCache:
@@ -146,16 +146,16 @@ def _written(
 ) -> KVCache:
     """Write K and V of a layer whose heads others need not have: without padding, each head once."""
     of_cache = cache.num_kv_heads, cache.head_dim
-    for its in dict.fromkeys(heads):
+    for size in dict.fromkeys(heads):
         mine: bool | Bool[Array, ""] = True
         if isinstance(layer, int):
-            if heads[layer] != its:
+            if heads[layer] != size:
                 continue
         else:  # XLA copies the cache if branches write to it: the others' tokens go to the null block
-            mine = jnp.asarray([each == its for each in heads])[layer]
-        its_k, its_v = (x[:, :: x.shape[1] // its[0], : its[1]] for x in (k, v))
+            mine = jnp.asarray([each == size for each in heads])[layer]
+        its_k, its_v = (x[:, :: x.shape[1] // size[0], : size[1]] for x in (k, v))
         its_place, its_slots = jnp.where(mine, place, 0), jnp.where(mine, slots, 0)
-        cache = kv_cache.write(cache.viewed(*its), its_place, its_k, its_v, its_slots).viewed(*of_cache)
+        cache = kv_cache.write(cache.viewed(*size), its_place, its_k, its_v, its_slots).viewed(*of_cache)
     return cache
 
 
@@ -207,19 +207,19 @@ def attend(
     different = list(dict.fromkeys(each))
 
     def look(
-        its: Look, q: Float[Array, "num_tokens num_q_heads head_dim"]
+        layer_look: Look, q: Float[Array, "num_tokens num_q_heads head_dim"]
     ) -> Float[Array, "num_tokens num_q_heads head_dim"]:
-        kind, group, its_heads = its
+        kind, group, its_heads = layer_look
         if its_heads is not None:
             less = q.shape[-1] - its_heads[1]
-            found = computed(kind, group, its, q[..., : its_heads[1]])
-            return jnp.pad(found, ((0, 0), (0, 0), (0, less)))
-        return computed(kind, group, its, q)
+            out = computed(kind, group, layer_look, q[..., : its_heads[1]])
+            return jnp.pad(out, ((0, 0), (0, 0), (0, less)))
+        return computed(kind, group, layer_look, q)
 
     def computed(
-        kind: LayerKind, group: int, its: Look, q: Float[Array, "num_tokens num_q_heads head_dim"]
+        kind: LayerKind, group: int, layer_look: Look, q: Float[Array, "num_tokens num_q_heads head_dim"]
     ) -> Float[Array, "num_tokens num_q_heads head_dim"]:
-        pool = _viewed(cache, its[2]).pool(place)
+        pool = _viewed(cache, layer_look[2]).pool(place)
         tiles = q.reshape(batch.query_starts.shape[0], -1, *q.shape[1:])
         ours = _ours(batch.implementation, tiles.shape[1])
         if ours is None:
@@ -255,7 +255,7 @@ def attend(
             alibi_slopes=alibi_slopes,
             sinks=sinks,
             table_rows=batch.rows_of(group),
-            plan=None if batch.plans is None else batch.plans[different.index(its)],
+            plan=None if batch.plans is None else batch.plans[different.index(layer_look)],
             implementation=ours,
         )
         return out.reshape(q.shape)
@@ -264,5 +264,5 @@ def attend(
         return look(different[0], q), cache
     if isinstance(layer, int):
         return look(each[layer], q), cache
-    branches = [functools.partial(look, its) for its in different]
+    branches = [functools.partial(look, layer_look) for layer_look in different]
     return lax.switch(layers.kind_of(different, each, layer), branches, q), cache

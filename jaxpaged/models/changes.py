@@ -143,16 +143,17 @@ class ChangedWeights(StoredWeights):
         numbers: Mapping[str, int],
     ) -> New:
         """Make what is given of a weight's pieces; those that are not given stay as they are."""
-        layer, found = numbers.get("layer"), [self._piece(name, numbers) for name, _ in stored]
+        layer, given_pieces = numbers.get("layer"), [self._piece(name, numbers) for name, _ in stored]
         pieces = [
-            np.zeros(its, self.dtype) if piece is None else np.asarray(piece)
-            for piece, (_, its) in zip(found, stored, strict=True)
+            np.zeros(piece_shape, self.dtype) if piece is None else np.asarray(piece)
+            for piece, (_, piece_shape) in zip(given_pieces, stored, strict=True)
         ]
         made = self._joined(role, pieces, segments, layer)
-        if all(piece is not None for piece in found):
+        if all(piece is not None for piece in given_pieces):
             return New(made)
         masks = [
-            np.full(its, piece is not None, self.dtype) for piece, (_, its) in zip(found, stored, strict=True)
+            np.full(piece_shape, piece is not None, self.dtype)
+            for piece, (_, piece_shape) in zip(given_pieces, stored, strict=True)
         ]
         is_new: Any = self._joined(role, masks, None, layer)
         return New(made, is_new)
@@ -206,8 +207,8 @@ def _wanted(config: ModelConfig, names: Names) -> tuple[dict[str, Shape], Roles]
 
 def _known(said: str, names: Names, stored: Mapping[str, Shape], roles: Roles) -> str | None:
     """Return the model's name for a weight; None if it has none."""
-    found = [name for name in (said, names.name_of(said), f"{names.prefix}{said}") if name in stored]
-    return found[0] if found else said if said in roles else None
+    candidates = [name for name in (said, names.name_of(said), f"{names.prefix}{said}") if name in stored]
+    return candidates[0] if candidates else said if said in roles else None
 
 
 def _is_head(said: str, config: ModelConfig, names: Names) -> bool:

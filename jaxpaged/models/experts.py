@@ -108,13 +108,13 @@ class ExpertsMLP(nnx.Module):
             if self.config.scales_input:
                 mine, weight = (mine * weight).astype(x.dtype), (weight > 0).astype(jnp.float32)
             wide = self._activated(*self.gate_up(mine, layer, expert))
-            found = self.down(wide.astype(x.dtype), layer, expert)
+            outs = self.down(wide.astype(x.dtype), layer, expert)
             if self.beside is not None:
                 scale = self.beside.scale[layer][expert].astype(jnp.float32)
-                found = [out * scale for out in found]
+                outs = [out * scale for out in outs]
             return [
                 so_far + weight * jnp.where(weight > 0, out, 0)
-                for so_far, out in zip(sums, found, strict=True)
+                for so_far, out in zip(sums, outs, strict=True)
             ]
 
         count = chosen.shape[0] if self.visits_all else jnp.sum(chosen)
@@ -206,13 +206,16 @@ class Beside(nnx.Module):
     """
 
     def __init__(self, weights: Weights) -> None:
-        def its(role: str) -> Norm:
-            found = norm(weights, role)
-            assert found is not None
-            return found
+        def required_norm(role: str) -> Norm:
+            norm_of_role = norm(weights, role)
+            assert norm_of_role is not None
+            return norm_of_role
 
-        self.router_norm, self.norm = its("router_norm"), its("experts_norm")
-        self.out_norm, self.shared_out_norm = its("experts_out_norm"), its("shared_out_norm")
+        self.router_norm, self.norm = required_norm("router_norm"), required_norm("experts_norm")
+        self.out_norm, self.shared_out_norm = (
+            required_norm("experts_out_norm"),
+            required_norm("shared_out_norm"),
+        )
         self.factor = weights.config.hidden_size**-0.5
         scale = stack(weights, "expert_scale")
         assert scale is not None
@@ -243,13 +246,13 @@ def sparse_mixer(
     The weight of each is a softmax over those that are left and not far behind it: by at most twice `jitter`
     of the larger of the best score and their own size.
     """
-    left, found = scores, []
+    left, choices = scores, []
     for _ in range(2):
         best = jnp.max(left, axis=-1, keepdims=True)
         expert = jnp.argmax(left, axis=-1)
         is_far = (best - scores) / jnp.maximum(jnp.abs(scores), best) > 2 * jitter
         shares = row_sums.softmax(jnp.where(is_far, -jnp.inf, left))
-        found.append((expert, jnp.take_along_axis(shares, expert[:, None], axis=-1)[:, 0]))
+        choices.append((expert, jnp.take_along_axis(shares, expert[:, None], axis=-1)[:, 0]))
         left = jnp.where(jnp.arange(scores.shape[-1]) == expert[:, None], -jnp.inf, left)
-    experts, weights = (jnp.stack(each, axis=-1) for each in zip(*found, strict=True))
+    experts, weights = (jnp.stack(each, axis=-1) for each in zip(*choices, strict=True))
     return experts.astype(jnp.int32), weights

@@ -154,12 +154,12 @@ class Fields:
         Numbers that are no tokens of the vocabulary are left out, with a warning: such a token never comes.
         """
         value = self.get(name)
-        found = () if value is None else tuple(value) if isinstance(value, list | tuple) else (value,)
+        ids = () if value is None else tuple(value) if isinstance(value, list | tuple) else (value,)
         size = self.size("vocab_size")
-        strange = [each for each in found if is_int(each) and not 0 <= each < size]
+        strange = [each for each in ids if is_int(each) and not 0 <= each < size]
         if strange:
             logging.warning("%s=%s: %s is no token of %d, and ends nothing", name, value, strange, size)
-        return tuple(each for each in found if each not in strange)
+        return tuple(each for each in ids if each not in strange)
 
     def rope(self, head_dim: int, *, theta: float = 10000.0, part: float | None = None) -> Rope:
         """Return RoPE of all layers. Transformers 5 gathers its numbers in `rope_parameters`; older configs

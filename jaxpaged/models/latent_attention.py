@@ -55,12 +55,12 @@ class LatentAttention(nnx.Module):
         latent, k_rot = jnp.split(self.kv_a(x, layer), [d.rank], axis=1)
         latent = self.kv_norm(latent.astype(dtype), layer)
         latent = latent if d.kv_scale == 1.0 else latent * jnp.asarray(d.kv_scale, dtype)
-        its = of_layer(c, tables, layer)
-        q_rot, k_rot = (turned(c, each, its, layer) for each in (q_rot, k_rot[:, None]))
+        tables_of_layer = of_layer(c, tables, layer)
+        q_rot, k_rot = (turned(c, each, tables_of_layer, layer) for each in (q_rot, k_rot[:, None]))
         q = self.k_up(q.astype(dtype), layer)
         q = jnp.concatenate([q, q_rot], axis=2)
-        if its.factors is not None:
-            q = q * its.factors
+        if tables_of_layer.factors is not None:
+            q = q * tables_of_layer.factors
         k = jnp.concatenate([latent[:, None], k_rot.astype(dtype)], axis=2)
         attended, cache = attend(
             cache,
@@ -88,7 +88,10 @@ class HeadProducts(nnx.Module):
         assert each is not None
         self.num_heads, self.out_features = num_heads, out_features
         self.implementation = weights.form.stacked
-        packed = (its.mapped(self._packed) if isinstance(its, Change) else self._packed(its) for its in each)
+        packed = (
+            weight.mapped(self._packed) if isinstance(weight, Change) else self._packed(weight)
+            for weight in each
+        )
         self.kernel = layers.Stack(packed, len(each), together=weights.form.loops)
 
     def _packed(self, weight: Any) -> Any:
@@ -108,14 +111,16 @@ class HeadProducts(nnx.Module):
             flat = kernel.reshape(-1, *kernel.shape[-(kernel.ndim - 1 - (number is not None)) :])
             first = 0 if number is None else number * self.num_heads
 
-            def of_head(its: tuple[Array, Array]) -> Array:
-                rows, head = its
+            def of_head(rows_and_head: tuple[Array, Array]) -> Array:
+                rows, head = rows_and_head
                 return dense_product.packed_product(rows, flat, self.out_features, first + head)
 
             out = lax.map(of_head, (by_head, jnp.arange(self.num_heads, dtype=jnp.int32)))
         else:
-            its = kernel if number is None else lax.dynamic_index_in_dim(kernel, number, keepdims=False)
-            out = xla.product(by_head, its, contract=0)
+            kernel_of_layer = (
+                kernel if number is None else lax.dynamic_index_in_dim(kernel, number, keepdims=False)
+            )
+            out = xla.product(by_head, kernel_of_layer, contract=0)
         return jnp.swapaxes(out, 0, 1)
 
 

@@ -161,7 +161,7 @@ class Linear(nnx.Module):
         del first  # its memory is released before the others are read
         if groups:
             self.places = nnx.Param(_places(len(weights), [numbers for numbers, _ in groups]))
-            self.kernels = nnx.List(Stack(its, len(its), together=True) for _, its in groups)
+            self.kernels = nnx.List(Stack(group, len(group), together=True) for _, group in groups)
         elif self.is_quantised:
             self.kernel = Stack(each, len(weights), together=together)
         else:
@@ -187,7 +187,7 @@ class Linear(nnx.Module):
         # What is fused must not depend on the number of pieces, for bits depend on it.
         x = x if self.fuses_inputs else lax.optimization_barrier(x)
         inputs = [x] if self.num_pieces == 1 else jnp.split(x, self.num_pieces, axis=-1)
-        found = []
+        products = []
         for i, piece in enumerate(inputs):
             number = layer if self.num_pieces == 1 else layer * self.num_pieces + i
             y = self._product(piece, number)
@@ -196,8 +196,8 @@ class Linear(nnx.Module):
             if adapters is not None:
                 add = low_rank.add_by_xla if self.implementation == "xla" else low_rank.add
                 y = add(y, piece, self.adapters.get_value(), number, adapters)
-            found.append(y)
-        return found
+            products.append(y)
+        return products
 
     def _product(
         self, x: Float[Array, "num_tokens in_features"], layer: Layer
@@ -265,8 +265,8 @@ def quantised_product(
     widens the weight first; in memory it stays quantised.
     """
     pairs = zip(weight.ordered(x, layer), weight.segments, strict=True)
-    found = [ops.quantised_product(its, segment, layer) for its, segment in pairs]
-    return found[0] if len(found) == 1 else jnp.concatenate(found, axis=1)
+    products = [ops.quantised_product(part, segment, layer) for part, segment in pairs]
+    return products[0] if len(products) == 1 else jnp.concatenate(products, axis=1)
 
 
 class RMSNorm(nnx.Module):

@@ -15,7 +15,9 @@ from jaxpaged.models.ropes import (
 def lengthened(config: ModelConfig) -> ModelConfig:
     """Return the model with the length that its RoPE is scaled for."""
     scalings = {kind.rope.scaling for kind in config.layers if kind.rope is not None}
-    longest = max((scaled_len(its, config.max_model_len) for its in scalings if its is not None), default=0)
+    longest = max(
+        (scaled_len(scaling, config.max_model_len) for scaling in scalings if scaling is not None), default=0
+    )
     return dataclasses.replace(config, max_model_len=longest) if longest else config
 
 

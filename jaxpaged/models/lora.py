@@ -68,14 +68,14 @@ def rooms(config: ModelConfig, names: Names) -> dict[str, Room]:
     """Return, by role, the products that adapters may change: not those of experts, nor the head, nor what
     only some of the layers have.
     """
-    shapes, found = in_layer(config), {}
+    shapes, slots = in_layer(config), {}
     for role in ROLES:
         shape = shapes.get(f"{role}.weight")
         if shape is not None and len(layers_with(config, role)) == config.num_layers:
             modules = tuple(name.removesuffix(".weight") for name in names.pieces(f"{role}.weight"))
             pieces = piece_shapes(config, role, shape, len(modules))
-            found[role] = Room(shape[1], tuple(width for width, _ in pieces), modules)
-    return found
+            slots[role] = Room(shape[1], tuple(width for width, _ in pieces), modules)
+    return slots
 
 
 def make_room(model: Decoder, names: Names, num_adapters: int, rank: int) -> None:
@@ -157,9 +157,9 @@ def _read(
         if not np.isfinite(packed_b.astype(np.float32)).all():
             raise InputError(f"{module}.lora_B, scaled by {scale:g}, must be finite in {dtype.name}")
         inputs = np.split(a.T, _num_pieces(location.role, shard))
-        for number, its in enumerate(inputs, start=location.layer * len(inputs)):
+        for number, input_rows in enumerate(inputs, start=location.layer * len(inputs)):
             all_a, all_b = (x[number] for x in arrays[location.role])
-            packed_a = low_rank.pack(its).astype(dtype)
+            packed_a = low_rank.pack(input_rows).astype(dtype)
             all_a[location.piece * low_rank.num_panels(max_rank) :][: len(packed_a)] = packed_a
             all_b[location.first_panel :][: len(packed_b), :rank] = packed_b
     return arrays
@@ -185,8 +185,8 @@ def _of_shard(
     if inputs is not None:
         a = a[:, slice(*inputs)]
     if outputs is not None:
-        its = [slice(max(start - first, 0), max(stop - first, 0)) for start, stop in outputs]
-        b = np.concatenate([b[each] for each in its])
+        slices = [slice(max(start - first, 0), max(stop - first, 0)) for start, stop in outputs]
+        b = np.concatenate([b[each] for each in slices])
     return a, b
 
 
@@ -232,9 +232,9 @@ def _found(
         possible = (module, names.prefix + module, names.name_of(module))
         whole = next((each for each in possible if each in locations), None)
         if match is None or whole is None:
-            its = sorted({each.rpartition(".")[2] for each in locations})
+            roles = sorted({each.rpartition(".")[2] for each in locations})
             raise InputError(
-                f"{shown(name)} must be lora_A or lora_B of {', '.join(its)} in a layer of the model"
+                f"{shown(name)} must be lora_A or lora_B of {', '.join(roles)} in a layer of the model"
             )
         modules.setdefault(whole, {})[match["side"]] = tensors[name]
     if not modules:

@@ -320,8 +320,8 @@ def stored_shapes(config: ModelConfig, names: Names) -> Iterator[tuple[str, Shap
         if "expert" not in numbers or "{expert}" in names.pieces(role)[0]:
             yield from stored_pieces(config, names, role, shape, **numbers)
         elif numbers["expert"] == 0:  # one tensor has all experts of a layer
-            for name, its in stored_pieces(config, names, role, shape, **numbers):
-                yield name, (num_experts, *its)
+            for name, piece_shape in stored_pieces(config, names, role, shape, **numbers):
+                yield name, (num_experts, *piece_shape)
 
 
 def stored_pieces(
@@ -333,8 +333,8 @@ def stored_pieces(
     pieces, form = names.pieces(role), names.forms.get(role)
     shapes = piece_shapes(config, role, shape, len(pieces))
     stored = [
-        (name.format(**numbers), form.stored(config, its) if form else its)
-        for name, its in zip(pieces, shapes, strict=True)
+        (name.format(**numbers), form.stored(config, piece_shape) if form else piece_shape)
+        for name, piece_shape in zip(pieces, shapes, strict=True)
     ]
     if names.of_layers is not None and "layer" in numbers:
         stored = names.of_layers.stored(config, role, numbers["layer"], stored)

@@ -43,7 +43,7 @@ def position_tables(
         cos, sin = (_together(tables) for tables in zip(*each, strict=True))
     temperatures = _different([kind.temperature for kind in config.layers])
     if temperatures != [None]:
-        factors = _together([_factors(its, positions) for its in temperatures])
+        factors = _together([_factors(temperature, positions) for temperature in temperatures])
     return PositionTables(cos, sin, factors)
 
 
@@ -66,15 +66,15 @@ def turned(
         return x
     dims = [0 if kind.rope is None else kind.rope.dim for kind in config.layers]
     different = sorted(set(dims) - {0})
-    found = x
+    rotated = x
     for dim in [dims[layer] or different[0]] if isinstance(layer, int) else different:
-        its = layers.apply_rope(x, tables.cos[..., : dim // 2], tables.sin[..., : dim // 2])
-        found = (
-            its
+        by_dim = layers.apply_rope(x, tables.cos[..., : dim // 2], tables.sin[..., : dim // 2])
+        rotated = (
+            by_dim
             if dim == different[0] or isinstance(layer, int)
-            else jnp.where(jnp.asarray(dims)[layer] == dim, its, found)
+            else jnp.where(jnp.asarray(dims)[layer] == dim, by_dim, rotated)
         )
-    return found
+    return rotated
 
 
 def has_rope(kinds: Sequence[LayerKind], layer: layers.Layer) -> bool | Array:
@@ -85,12 +85,14 @@ def has_rope(kinds: Sequence[LayerKind], layer: layers.Layer) -> bool | Array:
     return True if all(flags) else jnp.asarray(flags)[layer]
 
 
-def _factors(its: Temperature | None, positions: Int[Array, " num_tokens"]) -> Float[Array, "num_tokens 1 1"]:
+def _factors(
+    temperature: Temperature | None, positions: Int[Array, " num_tokens"]
+) -> Float[Array, "num_tokens 1 1"]:
     """Return what queries are multiplied by: `1 + scale * log(1 + floor((position + offset) / every))`."""
-    if its is None:
+    if temperature is None:
         return jnp.ones((len(positions), 1, 1))
-    number = ((positions + its.offset) // its.every).astype(jnp.float32)
-    return (1 + its.scale * jnp.log1p(number))[:, None, None]
+    number = ((positions + temperature.offset) // temperature.every).astype(jnp.float32)
+    return (1 + temperature.scale * jnp.log1p(number))[:, None, None]
 
 
 def _different[T](each: Sequence[T]) -> list[T]:

@@ -82,8 +82,8 @@ class Attention(nnx.Module):
         qk, v = jnp.split(qkv, [c.num_q_heads + c.num_kv_heads], axis=1)
         if not c.norm_after_rope:
             qk = self._normed(qk, layer)
-        its = of_layer(c, tables, layer)
-        qk = turned(c, qk, its, layer)
+        tables_of_layer = of_layer(c, tables, layer)
+        qk = turned(c, qk, tables_of_layer, layer)
         if c.norm_after_rope:
             qk = self._normed(qk, layer)
         if c.v_norm:
@@ -91,7 +91,7 @@ class Attention(nnx.Module):
         if c.value_scale != 1.0:
             v = v * c.value_scale
         q, k = jnp.split(qk, [c.num_q_heads], axis=1)
-        return q if its.factors is None else q * its.factors, k, v
+        return q if tables_of_layer.factors is None else q * tables_of_layer.factors, k, v
 
     def _product(
         self, q_alone: layers.Linear, x: Float[Array, "num_tokens given"], layer: layers.Layer
@@ -100,7 +100,9 @@ class Attention(nnx.Module):
         c = self.config
         others = ((0, 0), (0, 2 * c.num_kv_heads * c.head_dim))
         shares = [kind.shares_kv is not None for kind in c.layers]
-        numbers = [shares[:i].count(its) for i, its in enumerate(shares)]  # among those that are as it is
+        numbers = [
+            shares[:i].count(is_shared) for i, is_shared in enumerate(shares)
+        ]  # among those that are as it is
         if isinstance(layer, int):
             if shares[layer]:
                 return jnp.pad(q_alone(x, numbers[layer]), others)

@@ -101,8 +101,10 @@ class Weights(ABC):
             return layers.Each(len(numbers), make, groups)
 
         ways = list(dict.fromkeys(segments))
-        numbers = [[i for i, its in enumerate(segments) if its == way] for way in ways]
-        return of(range(len(segments)), [(its, of(its)) for its in numbers] if len(ways) > 1 else ())
+        numbers = [[i for i, segment_way in enumerate(segments) if segment_way == way] for way in ways]
+        return of(
+            range(len(segments)), [(indices, of(indices)) for indices in numbers] if len(ways) > 1 else ()
+        )
 
     def of_experts(self, role: str, numbers: Sequence[int]) -> layers.Each | None:
         """Return all experts' weights of these layers, a layer's experts side by side."""
@@ -204,8 +206,8 @@ class StoredWeights(Weights):
                 yield self._made(role, shape, segments, layer=layer, expert=i)
             return
         pieces = [
-            self._read(name, (num_experts, *its))
-            for name, its in stored_pieces(self._whole, self._names, role, shape, layer=layer)
+            self._read(name, (num_experts, *piece_shape))
+            for name, piece_shape in stored_pieces(self._whole, self._names, role, shape, layer=layer)
         ]
         segments = self._expert_segments(role, shape, num_experts)
         for expert in range(num_experts):
@@ -223,7 +225,7 @@ class StoredWeights(Weights):
             kept = self._quantisation.of_blocks(stored, restored, self.dtype, self._cut(role, shape))
             if kept is not None:
                 return kept
-        pieces = [self._read(name, its) for name, its in stored]
+        pieces = [self._read(name, piece_shape) for name, piece_shape in stored]
         return self._joined(role, pieces, segments, numbers.get("layer"))
 
     def _joined(
@@ -316,16 +318,16 @@ def check_weights(config: ModelConfig, names: Names, tensors: Tensors) -> None:
         _check(name, np.asarray(tensors[name]), shape)
 
 
-def check_names(config: ModelConfig, names: Names, found: Iterable[str]) -> None:
+def check_names(config: ModelConfig, names: Names, stored_names: Iterable[str]) -> None:
     """Refuse files in which a weight is missing, or that have one too many."""
     wanted = dict(stored_shapes(config, names))
-    found = set(found)
+    stored_names = set(stored_names)
     for name in wanted:
-        if name not in found:
+        if name not in stored_names:
             raise InputError(f"the weights lack {name!r}, which the model config asks for")
     # Some files repeat a tied head.
     head = f"{names.table['lm_head']}.weight" if config.tie_word_embeddings else None
-    for name in sorted(found - wanted.keys()):
+    for name in sorted(stored_names - wanted.keys()):
         if name != head and not names.is_spare(name):
             raise InputError(
                 f"weight {name!r} is none that the model config asks for: the model is another one"
@@ -404,13 +406,13 @@ def by_role(config: ModelConfig, names: Names, tensors: Tensors) -> dict[str, np
     them, which know no file.
     """
     weights = StoredWeights(config, names, tensors, LoadAs(jnp.dtype("float32")))
-    found: dict[str, Any] = {role: weights.get(role) for role in once(config)}
+    weight_of: dict[str, Any] = {role: weights.get(role) for role in once(config)}
     for role in in_layer(config):
         pairs = zip(layers_with(config, role), weights.each(role) or (), strict=True)
-        found |= {f"layers.{i}.{role}": weight for i, weight in pairs}
+        weight_of |= {f"layers.{i}.{role}": weight for i, weight in pairs}
     for role in in_expert(config):
         name = role.removeprefix("experts.")
         for layer in layers_with(config, role):
             each = enumerate(weights.of_experts(role, [layer]) or ())
-            found |= {f"layers.{layer}.experts.{i}.{name}": weight for i, weight in each}
-    return {role: np.asarray(weight) for role, weight in found.items()}
+            weight_of |= {f"layers.{layer}.experts.{i}.{name}": weight for i, weight in each}
+    return {role: np.asarray(weight) for role, weight in weight_of.items()}

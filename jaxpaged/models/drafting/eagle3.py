@@ -74,12 +74,12 @@ def described(said: Mapping[str, Any], names: Collection[str], served: ModelConf
         f.only(name, neutral)
     layers = config.num_layers
     check("model config: num_hidden_layers", layers, "1 for a head that drafts", layers == 1)
-    given, own = f.size("target_hidden_size", config.hidden_size), served.hidden_size
+    given, served_size = f.size("target_hidden_size", config.hidden_size), served.hidden_size
     what = "hidden_size" if f.get("target_hidden_size") is None else "target_hidden_size"
-    rule = f"{own}, the served model's"
-    check(f"model config: {what}", given, rule, given == own)
+    rule = f"{served_size}, the served model's"
+    check(f"model config: {what}", given, rule, given == served_size)
     if "embed_tokens.weight" not in names or "lm_head.weight" not in names:  # it shares the served model's
-        check("model config: hidden_size", config.hidden_size, rule, config.hidden_size == own)
+        check("model config: hidden_size", config.hidden_size, rule, config.hidden_size == served_size)
     vocab_size = config.vocab_size
     rule = f"{served.vocab_size}, the served model's"
     check("model config: vocab_size", vocab_size, rule, vocab_size == served.vocab_size)
@@ -139,8 +139,8 @@ def _part(said: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 def _behind(f: Fields, num_layers: int) -> tuple[int, ...]:
     """Return the numbers of layers behind which hidden states are read: by default low, mid and high."""
-    found = f.get(TAPS) or [2, num_layers // 2, num_layers - 3]
-    is_some = isinstance(found, list) and all(is_int(each) and 0 <= each <= num_layers for each in found)
+    numbers = f.get(TAPS) or [2, num_layers // 2, num_layers - 3]
+    is_some = isinstance(numbers, list) and all(is_int(each) and 0 <= each <= num_layers for each in numbers)
     rule = f"a list of different ints in [0, {num_layers}], numbers of the served model's layers"
-    check(f"model config: {TAPS}", found, rule, is_some and len({*found}) == len(found))
-    return tuple(sorted(found))
+    check(f"model config: {TAPS}", numbers, rule, is_some and len({*numbers}) == len(numbers))
+    return tuple(sorted(numbers))

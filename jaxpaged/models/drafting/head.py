@@ -132,14 +132,14 @@ class Head(nnx.Module):
         tables: PositionTables,
     ) -> tuple[Float[Array, "num_tokens hidden"], KVCache]:
         """Return the output of a layer whose attention reads embeddings and features side by side."""
-        its = self.layers
-        assert its.attention_norm is not None
-        assert its.mlp_norm is not None
-        assert isinstance(its.mlp, MLP)
-        both = jnp.concatenate([its.attention_norm(embedded, 0), normed], axis=-1)
-        attended, cache = its.attention(both, cache, 0, tables, batch)
+        layer_parts = self.layers
+        assert layer_parts.attention_norm is not None
+        assert layer_parts.mlp_norm is not None
+        assert isinstance(layer_parts.mlp, MLP)
+        both = jnp.concatenate([layer_parts.attention_norm(embedded, 0), normed], axis=-1)
+        attended, cache = layer_parts.attention(both, cache, 0, tables, batch)
         x = residual + attended.astype(residual.dtype)
-        out = its.mlp(its.mlp_norm(x, 0), 0, batch.is_padding)
+        out = layer_parts.mlp(layer_parts.mlp_norm(x, 0), 0, batch.is_padding)
         return x + out.astype(x.dtype), cache
 
     def logits(

@@ -65,7 +65,8 @@ def names_behind(names: Names, number: int) -> Names:
         return name.replace(llama.LAYER, layer)
 
     table = {
-        role: of(its) if isinstance(its, str) else tuple(map(of, its)) for role, its in names.table.items()
+        role: of(pieces) if isinstance(pieces, str) else tuple(map(of, pieces))
+        for role, pieces in names.table.items()
     }
     of_its_own = {
         "norm": f"{layer}.shared_head.norm",

@@ -164,35 +164,35 @@ def _same_shape(config: ModelConfig, shape: Shape) -> Shape:
 
 
 def _queries(config: ModelConfig, pieces: Pieces) -> Pieces:
-    its = _latent(config)
-    return [_half_apart(piece, its.head_dim, its.rope_dim) for piece in pieces]
+    latent = _latent(config)
+    return [_half_apart(piece, latent.head_dim, latent.rope_dim) for piece in pieces]
 
 
 def _entries(config: ModelConfig, pieces: Pieces) -> Pieces:
-    its = _latent(config)
-    return [_half_apart(piece, its.width, its.rope_dim) for piece in pieces]
+    latent = _latent(config)
+    return [_half_apart(piece, latent.width, latent.rope_dim) for piece in pieces]
 
 
 def _ups_shape(config: ModelConfig, shape: Shape) -> Shape:
     """Return the shape of the tensor that makes keys and values of latents, head after head."""
-    its = _latent(config)
-    return config.num_q_heads * (its.k_dim + its.v_dim), its.rank
+    latent = _latent(config)
+    return config.num_q_heads * (latent.k_dim + latent.v_dim), latent.rank
 
 
 def _ups(config: ModelConfig, pieces: Pieces) -> np.ndarray:
-    its = _latent(config)
-    return pieces[0].reshape(config.num_q_heads, its.k_dim + its.v_dim, its.rank)
+    latent = _latent(config)
+    return pieces[0].reshape(config.num_q_heads, latent.k_dim + latent.v_dim, latent.rank)
 
 
 def _k_up(config: ModelConfig, pieces: Pieces) -> Pieces:
     """Return what makes absorbed queries: the transposed of what makes keys."""
-    its = _latent(config)
-    return [_ups(config, pieces)[:, : its.k_dim].swapaxes(1, 2).reshape(-1, its.k_dim)]
+    latent = _latent(config)
+    return [_ups(config, pieces)[:, : latent.k_dim].swapaxes(1, 2).reshape(-1, latent.k_dim)]
 
 
 def _v_up(config: ModelConfig, pieces: Pieces) -> Pieces:
-    its = _latent(config)
-    return [_ups(config, pieces)[:, its.k_dim :].reshape(-1, its.rank)]
+    latent = _latent(config)
+    return [_ups(config, pieces)[:, latent.k_dim :].reshape(-1, latent.rank)]
 
 
 ATTENTION = f"{llama.LAYER}.self_attn"

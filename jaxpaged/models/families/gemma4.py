@@ -57,11 +57,11 @@ def read_gemma4(f: Fields) -> ModelConfig:
         same["intermediate_size"] = f.size("moe_intermediate_size")
     width, width_of_inputs = same["intermediate_size"], f.count("hidden_size_per_layer_input", 256)
     vocab_of_inputs = f.count("vocab_size_per_layer_input", 262144) or 1  # none where there are no inputs
-    its = {"head_dim": same["head_dim"], "num_kv_heads": same["num_kv_heads"]}
-    most = {name: max(its[name], wide[name]) for name in its}
+    sizes = {"head_dim": same["head_dim"], "num_kv_heads": same["num_kv_heads"]}
+    largest = {name: max(sizes[name], wide[name]) for name in sizes}
     kinds = {
-        SLIDING: _kind(its, most, rope=_rope(f, SLIDING, its["head_dim"])),
-        FULL: _kind(wide, most, rope=_rope(f, FULL, wide["head_dim"])),
+        SLIDING: _kind(sizes, largest, rope=_rope(f, SLIDING, sizes["head_dim"])),
+        FULL: _kind(wide, largest, rope=_rope(f, FULL, wide["head_dim"])),
     }
     sliding = dataclasses.replace(kinds[SLIDING], sliding_window=f.size("sliding_window", 512))
     full = dataclasses.replace(kinds[FULL], v_is_k=f.flag("attention_k_eq_v"))
@@ -72,7 +72,7 @@ def read_gemma4(f: Fields) -> ModelConfig:
             for kind in layers
         )
     return ModelConfig(
-        **same | most | {"norm_offset": 0.0, "intermediate_size": width * (2 if doubled else 1)},
+        **same | largest | {"norm_offset": 0.0, "intermediate_size": width * (2 if doubled else 1)},
         norm_place="both",
         qk_norm="head",
         v_norm=True,
@@ -118,10 +118,12 @@ def _wide(f: Fields, types: Sequence[Any]) -> dict[str, int]:
         same = {"head_dim": f.size("head_dim", 256), "num_key_value_heads": kv_heads}
         rule = f"a JSON object with the same head_dim and num_key_value_heads for each {FULL} layer"
         by_layer = _by_layer(given, len(types))
-        ok = by_layer is not None and all(set(its) <= set(same) for its in by_layer.values())
-        its = [(kind, {**same, **by_layer.get(i, {})}) for i, kind in enumerate(types)] if by_layer else []
-        full = [sizes for kind, sizes in its if kind == FULL] or [same]
-        ok = ok and all(sizes == (full[0] if kind == FULL else same) for kind, sizes in its)
+        ok = by_layer is not None and all(set(given_sizes) <= set(same) for given_sizes in by_layer.values())
+        sizes_of_layers = (
+            [(kind, {**same, **by_layer.get(i, {})}) for i, kind in enumerate(types)] if by_layer else []
+        )
+        full = [sizes for kind, sizes in sizes_of_layers if kind == FULL] or [same]
+        ok = ok and all(sizes == (full[0] if kind == FULL else same) for kind, sizes in sizes_of_layers)
         check("model config: per_layer_config", given, rule, ok)
         default = full[0]
     sizes = {
@@ -136,15 +138,25 @@ def _by_layer(given: object, num_layers: int) -> dict[int, Mapping[str, Any]] | 
 
     Keys are numbers of layers, which transformers fills with zeros to the same width.
     """
-    if not isinstance(given, Mapping) or not all(isinstance(its, Mapping) for its in given.values()):
+    if not isinstance(given, Mapping) or not all(
+        isinstance(given_sizes, Mapping) for given_sizes in given.values()
+    ):
         return None
-    found = {int(key): its for key, its in given.items() if key.isdecimal() and len(key) < MOST_DIGITS}
-    return found if len(found) == len(given) and all(i < num_layers for i in found) else None
+    sizes_of_layer = {
+        int(key): given_sizes
+        for key, given_sizes in given.items()
+        if key.isdecimal() and len(key) < MOST_DIGITS
+    }
+    return (
+        sizes_of_layer
+        if len(sizes_of_layer) == len(given) and all(i < num_layers for i in sizes_of_layer)
+        else None
+    )
 
 
-def _kind(sizes: Mapping[str, int], most: Mapping[str, int], *, rope: Rope) -> LayerKind:
+def _kind(sizes: Mapping[str, int], largest: Mapping[str, int], *, rope: Rope) -> LayerKind:
     """Return a kind of layer, with the sizes in which it has less than others."""
-    less = {name: size if size < most[name] else None for name, size in sizes.items()}
+    less = {name: size if size < largest[name] else None for name, size in sizes.items()}
     return LayerKind(rope=rope, head_dim=less["head_dim"], num_kv_heads=less["num_kv_heads"])
 
 
@@ -159,14 +171,14 @@ def _rope(f: Fields, kind: str, head_dim: int) -> Rope:
     if kind == FULL:
         proportional = {"rope_type": "proportional", "partial_rotary_factor": GLOBAL_PART}
         default = {"rope_theta": gemma.GLOBAL_THETA, **({} if said else proportional)}
-    its = Fields(said or {}, default)
-    if its.get("rope_type", "default") != "proportional":
+    rope_fields = Fields(said or {}, default)
+    if rope_fields.get("rope_type", "default") != "proportional":
         return f.rope_of(name, said or {}, default, head_dim)
-    part, factor = its.positive("partial_rotary_factor", 1.0), its.positive("factor", 1.0)
+    part, factor = rope_fields.positive("partial_rotary_factor", 1.0), rope_fields.positive("factor", 1.0)
     check(f"model config: {name}.partial_rotary_factor", part, "a number in (0, 1]", part <= 1)
     pairs = int(part * head_dim // 2)
     return Rope(
-        theta=its.positive("rope_theta"),
+        theta=rope_fields.positive("rope_theta"),
         dim=head_dim,
         scaling=ProportionalScaling(num_pairs=pairs, factor=factor),
     )
@@ -198,27 +210,27 @@ def _axes(config: ModelConfig, role: str, layer: int) -> list[list[tuple[int, in
 
 def _stored(config: ModelConfig, role: str, layer: int, tensors: Stored) -> Stored:
     """Return a layer's tensors as they are in the file. Values may be the keys' product."""
-    found = list(tensors)
+    stored = list(tensors)
     for i, axes in enumerate(_axes(config, role, layer)):
-        name, shape = found[i]
+        name, shape = stored[i]
         for axis, units, size, _ in axes:
             shape = (*shape[:axis], units * size, *shape[axis + 1 :])
-        found[i] = name, shape
+        stored[i] = name, shape
     if role == "qkv.weight" and config.layers[layer].v_is_k:
-        found[2] = found[1]
-    return found
+        stored[2] = stored[1]
+    return stored
 
 
 def _restored(config: ModelConfig, role: str, layer: int, pieces: Pieces) -> Pieces:
     """Return a layer's pieces as wide as the widest layer's: padded with zeros, KV heads repeated."""
-    found = list(pieces)
+    restored = list(pieces)
     for i, axes in enumerate(_axes(config, role, layer)):
         for axis, units, size, full in axes:
-            found[i] = _padded(found[i], axis, units, size, full)
+            restored[i] = _padded(restored[i], axis, units, size, full)
     times = config.num_kv_heads // config.heads_of(layer)[0]
     if role == "qkv.weight" and times > 1:
-        found[1:] = [_repeated(piece, config.head_dim, times) for piece in found[1:]]
-    return found
+        restored[1:] = [_repeated(piece, config.head_dim, times) for piece in restored[1:]]
+    return restored
 
 
 def _padded(x: np.ndarray, axis: int, units: int, size: int, full: int) -> np.ndarray:

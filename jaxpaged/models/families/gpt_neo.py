@@ -51,16 +51,16 @@ def read_gpt_neo(f: Fields) -> ModelConfig:
 def _types(f: Fields, num_layers: int) -> list[str]:
     """Return the layers' kinds, of which a file says how often which come: `[[["global", "local"], 6]]`."""
     said: Any = f.get("attention_types", [[["global", "local"], 12]])
-    found: list[str] = []
+    types: list[str] = []
     rule = f"a list of [kinds, times], 'global' and 'local' for {num_layers} layers in all"
     items: list[Any] = said if isinstance(said, list) else [None]
     for item in items:
         ok = isinstance(item, list) and len(item) == 2 and isinstance(item[0], list) and is_int(item[1])
         ok = ok and all(each in ("global", "local") for each in item[0]) and 0 <= item[1] <= num_layers
         check("model config: attention_types", said, rule, ok)
-        found += item[0] * item[1]
-    check("model config: attention_types", said, rule, len(found) == num_layers)
-    return found
+        types += item[0] * item[1]
+    check("model config: attention_types", said, rule, len(types) == num_layers)
+    return types
 
 
 GPT_NEO = Family(

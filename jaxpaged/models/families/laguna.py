@@ -43,10 +43,10 @@ def read_laguna(f: Fields) -> ModelConfig:
     heads = f.get("num_attention_heads_per_layer") or [same["num_q_heads"]] * num_layers
     ok = isinstance(heads, list) and len(heads) == num_layers and all(map(is_int, heads))
     check("model config: num_attention_heads_per_layer", heads, "a list of ints, one for each layer", ok)
-    most = max(heads)
+    max_heads = max(heads)
     layers = tuple(
-        kind if its == most else dataclasses.replace(kind, num_q_heads=its)
-        for kind, its in zip(kinds, heads, strict=True)
+        kind if num_heads == max_heads else dataclasses.replace(kind, num_q_heads=num_heads)
+        for kind, num_heads in zip(kinds, heads, strict=True)
     )
     dense = routing.dense_layers(f, 1)
     f.only("mlp_only_layers", list(dense))  # older files say it so, too
@@ -65,7 +65,7 @@ def read_laguna(f: Fields) -> ModelConfig:
     )
     bias = f.flag("attention_bias")
     return ModelConfig(
-        **same | {"num_q_heads": most, "intermediate_size": f.size("moe_intermediate_size", 512)},
+        **same | {"num_q_heads": max_heads, "intermediate_size": f.size("moe_intermediate_size", 512)},
         qk_norm="head",
         qkv_bias=bias,
         o_bias=bias,

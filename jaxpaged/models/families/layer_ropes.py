@@ -16,11 +16,11 @@ def read(f: Fields, head_dim: int, **defaults: Mapping[str, Any]) -> list[Rope]:
     defaults: by kind, what holds where the file has none of its own.
     """
     given = f.get("rope_parameters") or defaults
-    found = []
+    ropes = []
     for kind in (SLIDING, FULL):
-        its = given.get(kind, defaults[kind]) if isinstance(given, Mapping) else None
+        parameters = given.get(kind, defaults[kind]) if isinstance(given, Mapping) else None
         name = f"rope_parameters.{kind}"
-        if not isinstance(its, Mapping):
-            raise InputError(f"model config: {name}={shown(its)} must be a JSON object")
-        found.append(f.rope_of(name, its, defaults[kind], head_dim, is_partial=True))
-    return found
+        if not isinstance(parameters, Mapping):
+            raise InputError(f"model config: {name}={shown(parameters)} must be a JSON object")
+        ropes.append(f.rope_of(name, parameters, defaults[kind], head_dim, is_partial=True))
+    return ropes

@@ -138,8 +138,8 @@ def _restored(config: ModelConfig, role: str, layer: int, pieces: Pieces) -> Pie
     parts = _num_parts(config)
     rows = fused.reshape(parts, -1, *fused.shape[1:])
     q, k, _ = (count // parts for count in _fused(config, layer))
-    found = [each.reshape(-1, *fused.shape[1:]) for each in np.split(rows, [q, q + k], axis=1)]
-    return WINDOWED_SINKS.restored(config, role, layer, found)
+    parts_of_rows = [each.reshape(-1, *fused.shape[1:]) for each in np.split(rows, [q, q + k], axis=1)]
+    return WINDOWED_SINKS.restored(config, role, layer, parts_of_rows)
 
 
 FUSED_NAMES = Names(

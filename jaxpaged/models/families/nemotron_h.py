@@ -41,12 +41,12 @@ def read_nemotron_h(f: Fields) -> ModelConfig:
         f.get(name)  # files without experts have them, too
     experts, width = None, same["intermediate_size"]
     if "moe" in types:
-        dense = tuple(i for i, its in enumerate(types) if its == "mlp")
+        dense = tuple(i for i, kind in enumerate(types) if kind == "mlp")
         experts = _experts(f, dense, width)
         width = f.size("moe_intermediate_size")
     return ModelConfig(
         **same | {"intermediate_size": width},
-        layers=tuple(KINDS[its] for its in types),
+        layers=tuple(KINDS[kind] for kind in types),
         mixer=_mixer(f) if "linear_attention" in types else None,
         gated=False,
         mlp_bias=f.flag("mlp_bias"),

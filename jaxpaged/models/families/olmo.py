@@ -26,7 +26,10 @@ NAMES = Names(
 )
 
 FLEX_NAMES = Names(
-    table={**NAMES.table, **{role: its for role, its in MOE_NAMES.table.items() if role not in llama.TABLE}}
+    table={
+        **NAMES.table,
+        **{role: names_of_role for role, names_of_role in MOE_NAMES.table.items() if role not in llama.TABLE},
+    }
 )
 
 

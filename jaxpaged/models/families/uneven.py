@@ -45,21 +45,21 @@ def _is_absent(config: ModelConfig, role: str, layer: int) -> bool:
 
 
 def _stored(config: ModelConfig, role: str, layer: int, tensors: Stored) -> Stored:
-    found = list(tensors)
+    stored = list(tensors)
     for i, (axis, sizes, _) in enumerate(_sizes(config, role, layer)):
-        name, shape = found[i]
-        found[i] = name, (*shape[:axis], math.prod(sizes), *shape[axis + 1 :])
-    return found
+        name, shape = stored[i]
+        stored[i] = name, (*shape[:axis], math.prod(sizes), *shape[axis + 1 :])
+    return stored
 
 
 def _restored(config: ModelConfig, role: str, layer: int, pieces: Pieces) -> Pieces:
-    found = list(pieces)
+    restored = list(pieces)
     for i, (axis, sizes, full) in enumerate(_sizes(config, role, layer)):
-        found[i] = _padded(found[i], axis, sizes, full)
+        restored[i] = _padded(restored[i], axis, sizes, full)
     times = config.num_kv_heads // config.heads_of(layer)[0]
     if role.startswith("qkv.") and times > 1:
-        found[1:] = [_repeated(piece, config.head_dim, times) for piece in found[1:]]
-    return found
+        restored[1:] = [_repeated(piece, config.head_dim, times) for piece in restored[1:]]
+    return restored
 
 
 def _padded(x: np.ndarray, axis: int, sizes: Sizes, full: Sizes) -> np.ndarray:

@@ -66,13 +66,13 @@ class Wrapper:
             known = ", ".join(map(repr, self.texts))
             raise InputError(f"model config: text_config.model_type={shown(kind)} must be one of {known}")
         family = self.texts[kind]
-        its = {**SIZES.get(kind, {}), **text, "model_type": family.model_type}
-        its["tie_word_embeddings"] = self._is_tied(said, text, kind)
+        text_config = {**SIZES.get(kind, {}), **text, "model_type": family.model_type}
+        text_config["tie_word_embeddings"] = self._is_tied(said, text, kind)
         if said.get("eos_token_id") is not None:
-            its["eos_token_id"] = said["eos_token_id"]
+            text_config["eos_token_id"] = said["eos_token_id"]
         for name in ("rope_scaling", "rope_parameters"):
-            its[name] = _of_one_axis(its.get(name))
-        return family, its
+            text_config[name] = _of_one_axis(text_config.get(name))
+        return family, text_config
 
     def _is_tied(self, said: Mapping[str, Any], text: Mapping[str, Any], kind: str) -> object:
         """Return whether the head is the embedding: since transformers 5 configs say it outside, before
@@ -101,11 +101,13 @@ def _of_one_axis(rope: Any) -> Any:
     """Return RoPE's numbers without the axes of images."""
     if not isinstance(rope, Mapping):
         return rope
-    its = {name: value for name, value in rope.items() if name not in ("mrope_section", "mrope_interleaved")}
+    plain_rope = {
+        name: value for name, value in rope.items() if name not in ("mrope_section", "mrope_interleaved")
+    }
     for name in ("rope_type", "type"):
-        if its.get(name) == "mrope":
-            its[name] = "default"
-    return its
+        if plain_rope.get(name) == "mrope":
+            plain_rope[name] = "default"
+    return plain_rope
 
 
 # What transformers takes for sizes that a `text_config` leaves out.

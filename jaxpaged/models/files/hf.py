@@ -56,9 +56,9 @@ def refuse_pointer(file: Path) -> None:
 
 def _instead(path: Path) -> str:
     """Return what a directory without a config is for, as the end of a sentence."""
-    found = sorted(file.name for file in path.glob("*.gguf"))
-    if found:
-        return f": it holds GGUF files, of which model names one, such as {str(path / found[0])!r}"
+    gguf_names = sorted(file.name for file in path.glob("*.gguf"))
+    if gguf_names:
+        return f": it holds GGUF files, of which model names one, such as {str(path / gguf_names[0])!r}"
     if (path / "params.json").is_file():
         return ": it holds a model in its makers' own form (params.json), which is not read"
     return ""
@@ -70,10 +70,10 @@ def tokenizer(path: Path) -> Any:
     A tokenizer.json is taken as it stands: classes of transformers make some of its parts anew, and then give
     other ids. Code of its own is never run. Raises `InputError` if it cannot be read.
     """
-    found = [path / name for name in TOKENIZERS if (path / name).is_file()]
-    if not found:
+    tokenizer_files = [path / name for name in TOKENIZERS if (path / name).is_file()]
+    if not tokenizer_files:
         return None
-    for file in found:
+    for file in tokenizer_files:
         refuse_pointer(file)
     transformers = import_transformers()
     try:
@@ -97,17 +97,18 @@ def _template_of_processor(path: Path) -> str | dict[str, str] | None:
     Raises `InputError` for one that is no text.
     """
     for name in PROCESSORS:
-        found = read_object(path / name).get("chat_template") if (path / name).is_file() else None
-        if isinstance(found, list) and all(isinstance(each, dict) for each in found):
-            found = {each.get("name"): each.get("template") for each in found}
-        if not found:
+        template = read_object(path / name).get("chat_template") if (path / name).is_file() else None
+        if isinstance(template, list) and all(isinstance(each, dict) for each in template):
+            template = {each.get("name"): each.get("template") for each in template}
+        if not template:
             continue
-        texts = [*found, *found.values()] if isinstance(found, dict) else [found]
+        texts = [*template, *template.values()] if isinstance(template, dict) else [template]
         if not all(isinstance(text, str) for text in texts):
             raise InputError(
-                f"model={str(path)!r}: {name}: chat_template={shown(found)} must be a text, or texts by name"
+                f"model={str(path)!r}: {name}: chat_template={shown(template)} must be a text, "
+                "or texts by name"
             )
-        return found
+        return template
     return None
 
 

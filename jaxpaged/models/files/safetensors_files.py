@@ -107,41 +107,41 @@ def _files(path: Path) -> dict[str, set[str] | None]:
     model anew deletes these and leaves the index.
     """
     index = path / INDEX
-    found = sorted(file.name for file in path.glob("*.safetensors"))
+    names = sorted(file.name for file in path.glob("*.safetensors"))
     if index.is_file():
         files = _indexed(path, hf.read_object(index))
-        if SINGLE not in found or SINGLE in files:
+        if SINGLE not in names or SINGLE in files:
             return files
-        missing = sorted(files.keys() - set(found))
+        missing = sorted(files.keys() - set(names))
         if not missing:
             _warn(f"{path} has {SINGLE} and {INDEX}: the index's files are read")
             return files
         _warn(f"{path}: {SINGLE} is read, for {INDEX} names {missing[0]}, which is missing")
         return {SINGLE: None}
-    if not found:
+    if not names:
         raise InputError(f"model={str(path)!r} must contain .safetensors files{_instead(path)}")
-    if SINGLE in found:
+    if SINGLE in names:
         return {SINGLE: None}
-    if len(found) == 1 and SHARD.fullmatch(found[0]) is None:
-        return {found[0]: None}
-    return dict.fromkeys(_shards(path, found))
+    if len(names) == 1 and SHARD.fullmatch(names[0]) is None:
+        return {names[0]: None}
+    return dict.fromkeys(_shards(path, names))
 
 
-def _shards(path: Path, found: list[str]) -> list[str]:
+def _shards(path: Path, file_names: list[str]) -> list[str]:
     """Return the shards of a directory without an index, by their names.
 
     Raises `InputError` if one is missing.
     """
-    matches = [match for name in found if (match := SHARD.fullmatch(name))]
+    matches = [match for name in file_names if (match := SHARD.fullmatch(name))]
     sets = {(match["stem"], int(match["count"])) for match in matches}
     if len(sets) != 1:
         raise InputError(
-            f"model={str(path)!r} must have {INDEX}: it has {len(found)} .safetensors files, none of them "
-            f"{SINGLE}, and not called NAME-00001-of-00002.safetensors and so on"
+            f"model={str(path)!r} must have {INDEX}: it has {len(file_names)} .safetensors files, none of "
+            f"them {SINGLE}, and not called NAME-00001-of-00002.safetensors and so on"
         )
     [(stem, count)] = sets
     names = [f"{stem}-{i:05}-of-{count:05}.safetensors" for i in range(1, min(count, MOST_SHARDS) + 1)]
-    if missing := sorted(set(names) - set(found)):
+    if missing := sorted(set(names) - set(file_names)):
         raise InputError(f"model={str(path)!r}: {missing[0]} is missing of {count} shards")
     return names
 

@@ -80,10 +80,10 @@ def over_tiles(
     if tile_len > 1:
 
         def one(blocks: Any, tile: tuple[Any, ...]) -> tuple[Any, Array]:
-            table, start, length, *its = jax.tree.map(lambda x: x[None], tile)
+            table, start, length, *tokens = jax.tree.map(lambda x: x[None], tile)
 
             def run(blocks: Any) -> tuple[Array, Any]:
-                return compute(blocks, tuple(its), table, start, length)
+                return compute(blocks, tuple(tokens), table, start, length)
 
             shape = jax.eval_shape(run, blocks)[0]
             nothing = jnp.zeros(shape.shape, shape.dtype)
@@ -177,9 +177,9 @@ def apart(x: Float[Array, "..."]) -> Float[Array, "..."]:
 
 def stacked(weights: Weights, role: str) -> layers.Stack:
     """Return the weights of this role, which all layers with states have."""
-    found = stack(weights, f"mixer.{role}")
-    assert found is not None
-    return found
+    stacked_weights = stack(weights, f"mixer.{role}")
+    assert stacked_weights is not None
+    return stacked_weights
 
 
 def in_float32(stack: layers.Stack, number: int) -> Float[Array, "..."]:

@@ -115,9 +115,9 @@ def read(said: Any) -> Method:
     is_of_mlx = isinstance(said, Mapping) and method is None and {"bits", "group_size"} <= said.keys()
     rule = "taken from a file in AWQ, GPTQ, fp8 or GGUF: without quant_method it is MLX's, which is not read"
     check("quantization_config", said, rule, not is_of_mlx)
-    found = METHODS.get(method) if isinstance(method, str) else None
+    known_method = METHODS.get(method) if isinstance(method, str) else None
     known = ", ".join((*METHODS, MXFP4))
-    check("quantization_config: quant_method", method, f"one of {known}", found is not None)
-    assert found is not None
-    found.check(said)
-    return found
+    check("quantization_config: quant_method", method, f"one of {known}", known_method is not None)
+    assert known_method is not None
+    known_method.check(said)
+    return known_method

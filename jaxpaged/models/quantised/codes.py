@@ -99,8 +99,8 @@ class QuantisedWeight:
         def of(order: Array | np.ndarray | None) -> Array:
             if order is None:
                 return x
-            its = jnp.asarray(order).reshape(-1, x.shape[1])[0 if layer is None else layer]
-            return x.at[:, its].get(mode="promise_in_bounds")
+            places = jnp.asarray(order).reshape(-1, x.shape[1])[0 if layer is None else layer]
+            return x.at[:, places].get(mode="promise_in_bounds")
 
         return [of(order) for order in self.orders]
 
@@ -128,12 +128,14 @@ class TensorSlice(NamedTuple):
         """Return the slice of groups that the inputs are in."""
         return slice(self.inputs.start // size, cdiv(self.inputs.stop, size))
 
-    def of(self, found: np.ndarray, unit: int = 1) -> np.ndarray:
+    def of(self, span_rows: np.ndarray, unit: int = 1) -> np.ndarray:
         """Take the outputs from what `span` has."""
         places = self.outputs - self.span(unit).start * unit
         first = int(places[0])
-        its = slice(first, first + len(places))
-        return found[its] if np.array_equal(places, np.arange(first, its.stop)) else found[places]
+        chosen = slice(first, first + len(places))
+        return (
+            span_rows[chosen] if np.array_equal(places, np.arange(first, chosen.stop)) else span_rows[places]
+        )
 
 
 class LazyRows(NamedTuple):
@@ -152,8 +154,8 @@ class LazyRows(NamedTuple):
         def read(outputs: np.ndarray, inputs: tuple[int, int]) -> CodedRows:
             part = TensorSlice(outputs, slice(*inputs))
             groups = part.groups(kind.group_size)
-            its = slice(part.inputs.start, groups.stop * kind.group_size)  # whole groups
-            codes, minima = rows.codes[part.span(), its], rows.minima
+            whole_inputs = slice(part.inputs.start, groups.stop * kind.group_size)  # whole groups
+            codes, minima = rows.codes[part.span(), whole_inputs], rows.minima
             some = None if minima is None else part.of(minima[part.span(), groups])
             return CodedRows(part.of(codes), part.of(rows.scales[part.span(), groups]), some, rows.order)
 
@@ -171,28 +173,29 @@ class ShardSlice(NamedTuple):
         self, pieces: Iterable[tuple[CodeFormat, int]], in_features: int
     ) -> list[tuple[CodeFormat, int]]:
         """Return formats and numbers of outputs of a shard's slice of such rows."""
-        found = [
-            (self.kind(kind, in_features), len(range(count)[its])) for (kind, count), its in self._of(pieces)
+        segments = [
+            (self.kind(kind, in_features), len(range(count)[outputs]))
+            for (kind, count), outputs in self._of(pieces)
         ]
         if self.padding:
-            found[-1] = found[-1][0], found[-1][1] + self.padding
-        return found
+            segments[-1] = segments[-1][0], segments[-1][1] + self.padding
+        return segments
 
     def rows(self, pieces: Iterable[LazyRows], in_features: int) -> list[tuple[CodeFormat, CodedRows]]:
         """Read a shard's slice of such rows; nothing else is read but the rest of a group or a word."""
-        found = [
-            (self.kind(piece.kind, in_features), self._rows(piece, its, in_features))
-            for (piece, _), its in self._of((piece, piece.num_outputs) for piece in pieces)
+        rows = [
+            (self.kind(piece.kind, in_features), self._rows(piece, outputs, in_features))
+            for (piece, _), outputs in self._of((piece, piece.num_outputs) for piece in pieces)
         ]
         if self.padding:
-            kind, last = found[-1]
+            kind, last = rows[-1]
             below = ((0, self.padding), (0, 0))
             minima = None if last.minima is None else np.pad(last.minima, below)
-            found[-1] = (
+            rows[-1] = (
                 kind,
                 CodedRows(np.pad(last.codes, below), np.pad(last.scales, below), minima, last.order),
             )
-        return found
+        return rows
 
     def width(self, in_features: int) -> int:
         return in_features if self.inputs is None else self.inputs[1] - self.inputs[0]
@@ -226,17 +229,17 @@ class ShardSlice(NamedTuple):
         for start, stop in [(0, sum(count for _, count in pieces))] if self.outputs is None else self.outputs:
             first, last = 0, len(pieces) - 1
             for number, piece in enumerate(pieces):
-                its = slice(max(start - first, 0), max(min(stop - first, piece[1]), 0))
-                if its.start < its.stop or (self.padding and number == last):
-                    yield piece, its
+                outputs = slice(max(start - first, 0), max(min(stop - first, piece[1]), 0))
+                if outputs.start < outputs.stop or (self.padding and number == last):
+                    yield piece, outputs
                 first += piece[1]
 
     def _rows(self, piece: LazyRows, outputs: slice, in_features: int) -> CodedRows:
         count = max(outputs.stop - outputs.start, 0)
         places = np.arange(outputs.start, outputs.start + count) if count else np.zeros(1, np.int64)
         if self.inputs is None:
-            found = piece.read(places, (0, in_features))
-            return found if count else _none_of(found)
+            result = piece.read(places, (0, in_features))
+            return result if count else _none_of(result)
         start, stop = self.inputs
         old, group = piece.kind.group_size, self.kind(piece.kind, in_features).group_size
         unit = old if old < in_features else 32 // piece.kind.bits
@@ -247,8 +250,8 @@ class ShardSlice(NamedTuple):
             codes = np.pad(codes, ((0, 0), (0, missing)))
         each = np.arange(start, stop, group) // old - first // old  # old group of each new group
         minima = None if read.minima is None else read.minima[:, each]
-        found = CodedRows(codes, read.scales[:, each], minima, read.order)
-        return found if count else _none_of(found)
+        result = CodedRows(codes, read.scales[:, each], minima, read.order)
+        return result if count else _none_of(result)
 
 
 def _none_of(rows: CodedRows) -> CodedRows:
@@ -344,13 +347,13 @@ def implementation_for(kind: CodeFormat, dtype: jnp.dtype) -> ProductImplementat
 
 def implementations(model: Any) -> dict[ProductImplementation, int]:
     """Count the quantised weights of a model by the implementation of products that they are packed for."""
-    found: collections.Counter[ProductImplementation] = collections.Counter()
-    for leaf in jax.tree.leaves(model, is_leaf=lambda its: isinstance(its, Halfwords | Quantised)):
+    counts: collections.Counter[ProductImplementation] = collections.Counter()
+    for leaf in jax.tree.leaves(model, is_leaf=lambda node: isinstance(node, Halfwords | Quantised)):
         if isinstance(leaf, Halfwords):
-            found["mosaic_gpu"] += 1
+            counts["mosaic_gpu"] += 1
         elif isinstance(leaf, Quantised):
-            found["native" if leaf.panel_width == PANEL_WIDTH else "xla"] += 1
-    return dict(found)
+            counts["native" if leaf.panel_width == PANEL_WIDTH else "xla"] += 1
+    return dict(counts)
 
 
 def _panel_width(implementation: ProductImplementation) -> int:
@@ -364,12 +367,12 @@ def wide(kind: CodeFormat, rows: CodedRows, in_features: int) -> np.ndarray:
         codes = codes.view(FLOAT8 if kind.bits == 8 else FLOAT4)
     elif kind.bits == 4 and rows.minima is None:
         codes = codes.astype(np.int8) - np.int8(OFFSET)
-    found = codes.astype(np.float32).reshape(*scales.shape, -1)
-    found *= scales[..., None]
+    values = codes.astype(np.float32).reshape(*scales.shape, -1)
+    values *= scales[..., None]
     if rows.minima is not None:
-        found += rows.minima.astype(np.float32)[..., None]
-    found = found.reshape(len(codes), -1)[:, :in_features]
-    return found if rows.order is None else found[:, np.argsort(rows.order)]
+        values += rows.minima.astype(np.float32)[..., None]
+    values = values.reshape(len(codes), -1)[:, :in_features]
+    return values if rows.order is None else values[:, np.argsort(rows.order)]
 
 
 def zeros(

@@ -51,26 +51,28 @@ class Module(NamedTuple):
         name = f"{self.name}.{ending}"
         if name not in self.tensors:
             raise InputError(f"the weights lack {name!r}, which quantization_config asks for")
-        found = self.tensors[name]
-        if found.dtype.name not in dtypes:
-            raise InputError(f"weight {name!r} has type {found.dtype.name}, must be {' or '.join(dtypes)}")
-        if shapes and found.shape not in shapes:
+        tensor = self.tensors[name]
+        if tensor.dtype.name not in dtypes:
+            raise InputError(f"weight {name!r} has type {tensor.dtype.name}, must be {' or '.join(dtypes)}")
+        if shapes and tensor.shape not in shapes:
             rule = " or ".join(map(str, dict.fromkeys(shapes)))
-            raise InputError(f"weight {name!r} has shape {found.shape}, must be {rule}")
-        return found
+            raise InputError(f"weight {name!r} has shape {tensor.shape}, must be {rule}")
+        return tensor
 
     def scales(self, ending: str) -> np.ndarray:
-        found = self.get(ending, FLOATS)
-        if found.ndim > 2:
-            raise InputError(f"weight {self.name}.{ending!r} has shape {found.shape}, must be of 0 to 2 axes")
-        return found
+        scales = self.get(ending, FLOATS)
+        if scales.ndim > 2:
+            raise InputError(
+                f"weight {self.name}.{ending!r} has shape {scales.shape}, must be of 0 to 2 axes"
+            )
+        return scales
 
     def finite(self, ending: str, *at: slice) -> np.ndarray:
         """Return scales, all or those at these indices, in float32. Raises `InputError` unless finite."""
-        found = np.asarray(self.scales(ending)[at], np.float32)
-        if not np.isfinite(found).all():
+        scales = np.asarray(self.scales(ending)[at], np.float32)
+        if not np.isfinite(scales).all():
             raise InputError(f"weight '{self.name}.{ending}' has NaN or infinity in it, must be finite")
-        return found
+        return scales
 
 
 class Method(NamedTuple):
@@ -262,8 +264,8 @@ def _scaled(module: Module, shape: Shape, scale_name: str, block: list[int] | No
     scale_dtype = "float32" if has_minima else scale.dtype
 
     def rows(part: TensorSlice) -> CodedRows:
-        found, scales = part.of(np.asarray(weight[part.span(), part.inputs])), scale.rows(part)
-        codes = found.view(np.uint8 if is_float else np.int8)
+        stored, scales = part.of(np.asarray(weight[part.span(), part.inputs])), scale.rows(part)
+        codes = stored.view(np.uint8 if is_float else np.int8)
         if is_float and np.any(codes & 0x7F == 0x7F):
             raise InputError(f"weight '{module.name}.weight' has NaN or infinity in it, must be finite")
         minima = None
@@ -292,25 +294,25 @@ class _Scale(NamedTuple):
     @classmethod
     def of(cls, module: Module, name: str, shape: Shape, bits: int, block: list[int] | None) -> "_Scale":
         num_outputs, num_inputs = shape
-        found, whole = module.scales(name), in_words(num_inputs, bits)
-        dtype = _scale_dtype(found)
-        if found.size == 1 or found.shape in ((num_outputs,), (num_outputs, 1)):
-            return cls(module, name, num_outputs, whole, 1, 1 if found.size > 1 else num_outputs, dtype)
+        scales, whole = module.scales(name), in_words(num_inputs, bits)
+        dtype = _scale_dtype(scales)
+        if scales.size == 1 or scales.shape in ((num_outputs,), (num_outputs, 1)):
+            return cls(module, name, num_outputs, whole, 1, 1 if scales.size > 1 else num_outputs, dtype)
         if block is not None:
             counts = cdiv(num_outputs, block[0]), cdiv(num_inputs, block[1])
-            if found.shape == counts:
+            if scales.shape == counts:
                 group = block[1] if counts[1] > 1 else whole
                 return cls(module, name, num_outputs, group, counts[1], block[0], dtype)
             chunk = num_outputs // module.chunks
-            if found.shape == (module.chunks * cdiv(chunk, block[0]), counts[1]):
+            if scales.shape == (module.chunks * cdiv(chunk, block[0]), counts[1]):
                 group = block[1] if counts[1] > 1 else whole
                 return cls(module, name, num_outputs, group, counts[1], block[0], dtype, chunk)
-        if len(found.shape) == 2 and found.shape[0] == num_outputs and num_inputs % found.shape[1] == 0:
-            group = num_inputs // found.shape[1]
+        if len(scales.shape) == 2 and scales.shape[0] == num_outputs and num_inputs % scales.shape[1] == 0:
+            group = num_inputs // scales.shape[1]
             if group % (32 // bits) == 0:
-                return cls(module, name, num_outputs, group, found.shape[1], 1, dtype)
+                return cls(module, name, num_outputs, group, scales.shape[1], 1, dtype)
         raise InputError(
-            f"weight '{module.name}.{name}' has shape {found.shape}, must be one number, or one for each of "
+            f"weight '{module.name}.{name}' has shape {scales.shape}, must be one number, or one for each of "
             f"{num_outputs} outputs, for each of their groups of {num_inputs} inputs (of a multiple of "
             f"{32 // bits}), or for each block{'' if block is None else f' of {block}'}"
         )
@@ -327,8 +329,8 @@ class _Scale(NamedTuple):
             there = slice(first, int(numbers.max()) + 1), part.groups(self.group)
             return self.module.finite(self.name, *there)[numbers - first]
         at = [part.span(unit), part.groups(self.group)][: len(shape)]
-        found = self.module.finite(self.name, *at)
-        return part.of(np.repeat(found.reshape(len(found), -1), unit, axis=0), unit)
+        scales = self.module.finite(self.name, *at)
+        return part.of(np.repeat(scales.reshape(len(scales), -1), unit, axis=0), unit)
 
 
 def _rows_of_scales(module: Module, num_outputs: int) -> int:
@@ -382,10 +384,10 @@ def _scale_dtype(scales: np.ndarray) -> str:
 
 def _unpacked(words: np.ndarray, bits: int) -> np.ndarray:
     """Unpack the codes in words along the last axis, the lowest bits first; a byte each."""
-    found = np.ascontiguousarray(words, "<i4").view(np.uint8)
+    byte_codes = np.ascontiguousarray(words, "<i4").view(np.uint8)
     if bits == 8:
-        return found
-    return np.stack([found & 15, found >> 4], axis=-1).reshape(*words.shape[:-1], -1)
+        return byte_codes
+    return np.stack([byte_codes & 15, byte_codes >> 4], axis=-1).reshape(*words.shape[:-1], -1)
 
 
 def _signed(codes: np.ndarray, bits: int) -> np.ndarray:

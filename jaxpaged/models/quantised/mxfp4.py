@@ -71,15 +71,15 @@ class Tensors(Mapping[str, Any]):
         exponents = part.of(np.asarray(self._bytes(stem + SCALES, sizes)[expert, part.span(), groups]))
         if np.any(exponents == 255):
             raise InputError(f"weight {stem + SCALES!r} has NaN in it, must be finite")
-        its = part.of(np.asarray(blocks))
-        codes = np.stack([its & 15, its >> 4], axis=-1).reshape(len(its), -1)
+        byte_codes = part.of(np.asarray(blocks))
+        codes = np.stack([byte_codes & 15, byte_codes >> 4], axis=-1).reshape(len(byte_codes), -1)
         return CodedRows(codes, powers(exponents), None)
 
     def _bytes(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
         if name not in self._tensors:
             raise InputError(f"the weights lack {name!r}, which quantization_config asks for")
-        found: np.ndarray = self._tensors[name]
-        if found.dtype != np.uint8 or found.shape != shape:
+        tensor: np.ndarray = self._tensors[name]
+        if tensor.dtype != np.uint8 or tensor.shape != shape:
             rule = f"must be uint8 and {shape}"
-            raise InputError(f"weight {name!r} is {found.dtype.name} and {found.shape}, {rule}")
-        return found
+            raise InputError(f"weight {name!r} is {tensor.dtype.name} and {tensor.shape}, {rule}")
+        return tensor

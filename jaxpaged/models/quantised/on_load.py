@@ -138,17 +138,17 @@ class FromFile(Quantisation):
     ) -> tuple[SegmentSpec, ...] | None:
         if role not in self._roles:
             return None
-        found, size = [], 0
-        for name, its in stored:
-            kind, size = self._kind_of(name, its), size + math.prod(its)
+        kinds, size = [], 0
+        for name, piece_shape in stored:
+            kind, size = self._kind_of(name, piece_shape), size + math.prod(piece_shape)
             if kind is None or (kind.has_order and role == "embedding.weight"):
                 return None
-            found.append((kind, its[0]))
+            kinds.append((kind, piece_shape[0]))
         if size != math.prod(shape):
             return None  # some of the decoder's numbers are zeros, or come twice
         if cut is not None:
-            found = cut.segments(found, shape[1])
-        return tuple(SegmentSpec(kind, sum(counts)) for kind, counts in joined(found))
+            kinds = cut.segments(kinds, shape[1])
+        return tuple(SegmentSpec(kind, sum(counts)) for kind, counts in joined(kinds))
 
     def of_blocks(
         self,
@@ -164,8 +164,11 @@ class FromFile(Quantisation):
         if order.shape != (sum(counts), 1):
             name = stored[0][0]
             raise InputError(f"weight {name!r} must lie as [outputs, inputs], where it is quantised")
-        orders = [its - first for its, first in zip(np.split(order, firsts[1:-1]), firsts, strict=False)]
-        pieces = [self._piece(*its, order[:, 0]) for its, order in zip(stored, orders, strict=True)]
+        orders = [
+            piece_order - first
+            for piece_order, first in zip(np.split(order, firsts[1:-1]), firsts, strict=False)
+        ]
+        pieces = [self._piece(*piece, order[:, 0]) for piece, order in zip(stored, orders, strict=True)]
         cut, in_features = cut or ShardSlice(None, None), stored[0][1][1]
         return packed(cut.rows(pieces, in_features), cut.width(in_features), dtype)
 

@@ -33,11 +33,11 @@ def rows(raw: np.ndarray, kind: str, name: str) -> CodedRows:
     Raises: InputError with the tensor's name if a scale is NaN or infinite.
     """
     num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][1]
-    found = _READ[kind](np.asarray(raw).reshape(raw.shape[0], -1, num_bytes))
-    for numbers in found[1:]:
+    decoded = _READ[kind](np.asarray(raw).reshape(raw.shape[0], -1, num_bytes))
+    for numbers in decoded[1:]:
         if numbers is not None and not np.isfinite(numbers).all():
             raise InputError(f"weight {name!r} has NaN or infinity in it, must be finite")
-    return CodedRows(found.codes.reshape(raw.shape[0], -1), *found[1:])
+    return CodedRows(decoded.codes.reshape(raw.shape[0], -1), *decoded[1:])
 
 
 def shape_of(raw: np.ndarray, kind: str) -> tuple[int, int]:
@@ -51,12 +51,12 @@ def part_of(raw: np.ndarray, kind: str, name: str, part: TensorSlice) -> CodedRo
     length, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
     blocks = part.groups(length)
     lines = raw.reshape(raw.shape[0], -1)[part.span(), blocks.start * num_bytes : blocks.stop * num_bytes]
-    found = rows(part.of(lines), kind, name)
+    decoded = rows(part.of(lines), kind, name)
     first, size = blocks.start * length, FORMATS[kind].group_size
     groups = slice((part.inputs.start - first) // size, cdiv(part.inputs.stop - first, size))
-    codes = found.codes[:, part.inputs.start - first : part.inputs.stop - first]
+    codes = decoded.codes[:, part.inputs.start - first : part.inputs.stop - first]
     return CodedRows(
-        codes, found.scales[:, groups], None if found.minima is None else found.minima[:, groups]
+        codes, decoded.scales[:, groups], None if decoded.minima is None else decoded.minima[:, groups]
     )
 
 
@@ -121,8 +121,8 @@ def _mxfp4(blocks: np.ndarray) -> CodedRows:
 
 def powers(exponents: np.ndarray) -> np.ndarray:
     """Return e8m0's numbers, float32: powers of two from 2**-127 on; the last code is NaN."""
-    found = np.ldexp(np.float32(1), exponents.astype(np.int32) - 127)
-    return np.where(exponents == 255, np.float32(np.nan), found)
+    values = np.ldexp(np.float32(1), exponents.astype(np.int32) - 127)
+    return np.where(exponents == 255, np.float32(np.nan), values)
 
 
 def _k_scales(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

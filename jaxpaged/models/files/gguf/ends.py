@@ -43,15 +43,15 @@ def end_tokens(reader: GgufFile, path: Path) -> list[int]:
     defaults = SENTENCEPIECE_IDS if field(reader, path, "tokenizer.ggml.model", "") == "llama" else {}
     named = [special_id(reader, path, name, defaults) for name in NAMES]
     named += [i for i in field(reader, path, "tokenizer.ggml.eos_token_ids", []) if 0 <= i < len(tokens)]
-    found = {i for i, token in enumerate(tokens) if token in TEXTS} | {i for i in named if i is not None}
+    end_ids = {i for i, token in enumerate(tokens) if token in TEXTS} | {i for i in named if i is not None}
     types = field(reader, path, "tokenizer.ggml.token_type", [])
     ordinary = (gguf.TokenType.NORMAL, gguf.TokenType.UNUSED)
-    found |= {i for i, kind in enumerate(types) if tokens[i] in TEXTS_OF_CONTROL and kind not in ordinary}
-    texts = {tokens[i]: i for i in found}
+    end_ids |= {i for i, kind in enumerate(types) if tokens[i] in TEXTS_OF_CONTROL and kind not in ordinary}
+    texts = {tokens[i]: i for i in end_ids}
     for text, others in NO_END.items():
         if text in texts and any(texts.keys() >= each for each in others):
-            found.discard(texts[text])
-    return sorted(found)
+            end_ids.discard(texts[text])
+    return sorted(end_ids)
 
 
 def special_id(reader: GgufFile, path: Path, name: str, defaults: Mapping[str, int]) -> int | None:

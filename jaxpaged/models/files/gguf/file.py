@@ -113,10 +113,10 @@ def model_config(reader: GgufFile, path: Path, overrides: Mapping[str, Any] | No
 
     overrides: what a user says in place of the Hugging Face config that the header becomes.
     """
-    known, its = family(reader, path)
+    known, entry = family(reader, path)
 
     def read(name: str) -> Any:
-        return reader.get(f"{its.architecture}.{name}")
+        return reader.get(f"{entry.architecture}.{name}")
 
     used: set[str] = set()
 
@@ -125,11 +125,11 @@ def model_config(reader: GgufFile, path: Path, overrides: Mapping[str, Any] | No
         return read(name)
 
     tensors = {tensor.name for tensor in reader.tensors}
-    keys = FIELDS | dict(its.metadata)
+    keys = FIELDS | dict(entry.metadata)
     said = {ours: read(theirs) for ours, theirs in keys.items()}
-    epsilon = LAYER_NORM if LAYER_NORM in its.metadata.values() else FIELDS["rms_norm_eps"]
+    epsilon = LAYER_NORM if LAYER_NORM in entry.metadata.values() else FIELDS["rms_norm_eps"]
     for theirs in (*(FIELDS[ours] for ours in REQUIRED), epsilon):
-        field(reader, path, f"{its.architecture}.{theirs}")
+        field(reader, path, f"{entry.architecture}.{theirs}")
     has_bias = not tensors.isdisjoint(("blk.0.attn_q.bias", "blk.0.attn_qkv.bias"))
     said |= {
         "vocab_size": len(field(reader, path, TOKENS)),
@@ -149,11 +149,11 @@ def model_config(reader: GgufFile, path: Path, overrides: Mapping[str, Any] | No
     check(f"model={str(path)!r}: rope.scaling.type", kind, rule, kind in scalings)
     said["rope_scaling"] = scalings[kind]
     # Hugging Face's defaults do not hold for llama.cpp: a missing field means its absence.
-    said |= its.fields(use)
+    said |= entry.fields(use)
     if PATTERN not in used and read(PATTERN) is not None:
         said["layer_types"] = _layer_types(path, read(PATTERN), said["num_hidden_layers"])
     fields = Fields(overridden(said, overrides or {}))
-    config = (its.read or known.read)(fields)
+    config = (entry.read or known.read)(fields)
     check_read(fields, overrides or {})
     if not known.has_final_length:
         config = lengthened(config)
@@ -162,9 +162,9 @@ def model_config(reader: GgufFile, path: Path, overrides: Mapping[str, Any] | No
     if fields.has_read("rope_scaling"):
         rope_scaling(use)
         used.add("rope.scale_linear")  # the newer name goes first
-    begin = f"{its.architecture}."
+    begin = f"{entry.architecture}."
     header = {name.removeprefix(begin): reader.get(name) for name in reader.fields if name.startswith(begin)}
-    check_keys(header, path, its.architecture, used, config)
+    check_keys(header, path, entry.architecture, used, config)
     return config
 
 
@@ -182,17 +182,17 @@ def _layer_types(path: Path, pattern: object, num_layers: int) -> list[str]:
 
 def _with_factors(reader: GgufFile, path: Path, config: ModelConfig, read: Metadata) -> ModelConfig:
     """Return the config with the file's divisors of RoPE's frequencies: for Llama 3.1 and Phi-3."""
-    found = load_weights(reader, path)
+    weights = load_weights(reader, path)
 
     def factors(name: str) -> tuple[float, ...]:
-        values = tuple(float(factor) for factor in found[name])
+        values = tuple(float(factor) for factor in weights[name])
         check(f"model={str(path)!r}: {name}", values, "numbers > 0", all(value > 0 for value in values))
         return values
 
-    if ROPE_FACTORS in found:
+    if ROPE_FACTORS in weights:
         same = factors(ROPE_FACTORS)
         scaling = LongScaling(short_factors=same, long_factors=same, original_max_len=config.max_model_len)
-    elif LONG_FACTORS in found and SHORT_FACTORS in found:
+    elif LONG_FACTORS in weights and SHORT_FACTORS in weights:
         scaling = LongScaling(
             short_factors=factors(SHORT_FACTORS),
             long_factors=factors(LONG_FACTORS),
@@ -205,18 +205,18 @@ def _with_factors(reader: GgufFile, path: Path, config: ModelConfig, read: Metad
     def scaled(kind: LayerKind) -> LayerKind:
         if kind.rope is None:
             return kind
-        its, before = scaling, kind.rope.scaling
+        new_scaling, before = scaling, kind.rope.scaling
         if isinstance(before, LinearScaling):  # a common factor beside the factor of each frequency
             short, long = (
                 tuple(before.factor * factor for factor in factors)
                 for factors in (scaling.short_factors, scaling.long_factors)
             )
-            its = dataclasses.replace(scaling, short_factors=short, long_factors=long)
+            new_scaling = dataclasses.replace(scaling, short_factors=short, long_factors=long)
         elif before is not None:
             raise InputError(
                 f"model={str(path)!r}: {ROPE_FACTORS} must not be there with rope.scaling.type=yarn"
             )
-        return dataclasses.replace(kind, rope=dataclasses.replace(kind.rope, scaling=its))
+        return dataclasses.replace(kind, rope=dataclasses.replace(kind.rope, scaling=new_scaling))
 
     return dataclasses.replace(config, layers=tuple(map(scaled, config.layers)))
 
@@ -227,14 +227,14 @@ def names(reader: GgufFile, path: Path) -> Names:
     Experts' weights lie side by side in one tensor, of which each is a weight of its own here: so they can be
     kept quantised, and no more of a tensor is dequantised than one expert's.
     """
-    its, config = family(reader, path)[1], model_config(reader, path)
+    entry, config = family(reader, path)[1], model_config(reader, path)
     # In some families, blocks after the last layer predict further tokens.
     beyond = tuple(f"{BLOCK}.".format(layer=config.num_layers + i) for i in range(MOST_BEYOND))
     whole = Names(
-        table=TABLE | dict(its.names),
-        forms=its.forms,
+        table=TABLE | dict(entry.names),
+        forms=entry.forms,
         spare=(ROPE_FACTORS, SHORT_FACTORS, LONG_FACTORS),
-        ignored=beyond if reader.fields.get(f"{its.architecture}.nextn_predict_layers") else (),
+        ignored=beyond if reader.fields.get(f"{entry.architecture}.nextn_predict_layers") else (),
     )
     roles = [f"{role}.weight" for role in EXPERTS]
     alone = {role: tuple(_of_expert(name, "{expert}") for name in whole.pieces(role)) for role in roles}
@@ -254,14 +254,14 @@ class _Stored(NamedTuple):
 
 def _stored(reader: GgufFile) -> dict[str, _Stored]:
     """Return all tensors by name, with one entry for each expert."""
-    found = {}
+    stored = {}
     for tensor in reader.tensors:
         if tensor.data.ndim == 3 and tensor.name.endswith(".weight"):
             for i, data in enumerate(tensor.data):
-                found[_of_expert(tensor.name, i)] = _Stored(data, tensor.tensor_type)
+                stored[_of_expert(tensor.name, i)] = _Stored(data, tensor.tensor_type)
         else:
-            found[tensor.name] = _Stored(tensor.data, tensor.tensor_type)
-    return found
+            stored[tensor.name] = _Stored(tensor.data, tensor.tensor_type)
+    return stored
 
 
 def load_weights(reader: GgufFile, path: Path) -> Mapping[str, np.ndarray]:
@@ -278,9 +278,9 @@ def quantisation(reader: GgufFile) -> FromFile:
 
     def rows_of(name: str, shape: tuple[int, ...], part: TensorSlice) -> CodedRows:
         tensor = tensors[name]
-        its = blocks.shape_of(tensor.data, tensor.tensor_type.name)
-        if its != shape:
-            raise InputError(f"weight {name!r} has shape {its}, must be {shape}")
+        stored_shape = blocks.shape_of(tensor.data, tensor.tensor_type.name)
+        if stored_shape != shape:
+            raise InputError(f"weight {name!r} has shape {stored_shape}, must be {shape}")
         return blocks.part_of(tensor.data, tensor.tensor_type.name, name, part)
 
     return FromFile(kind_of, rows_of)

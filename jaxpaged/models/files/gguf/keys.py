@@ -92,7 +92,7 @@ def _values(config: ModelConfig, name: str) -> list[Any]:
             "expert_gating_func": [{"softmax": 1, "sigmoid": 2}.get(e.scoring)],
             "leading_dense_block_count": [len(e.dense_layers)],
         }
-    found: dict[str, list[Any]] = {
+    neutral: dict[str, list[Any]] = {
         **{key: [1.0] for key in ones},
         "attention.causal": [True],
         "attention.scale": [c.scale],
@@ -118,4 +118,4 @@ def _values(config: ModelConfig, name: str) -> list[Any]:
         "hidden_activation": [c.activation, *(["swish"] if c.activation == "silu" else [])],
         **of_experts,
     }
-    return [each for each in found.get(name, []) if each is not None]
+    return [each for each in neutral.get(name, []) if each is not None]

@@ -37,13 +37,13 @@ class GgufFile:
 
     def get(self, name: str) -> Any:
         """Return what the header says under a name; None where it does not."""
-        found = self.fields.get(name)
-        if found is None:
+        entry = self.fields.get(name)
+        if entry is None:
             return None
         if name != TOKENS:
-            return _value(self.paths[0], name, found)
+            return _value(self.paths[0], name, entry)
         if self._tokens is None:  # up to 250,000 tokens are decoded once
-            self._tokens = _value(self.paths[0], name, found)
+            self._tokens = _value(self.paths[0], name, entry)
         return self._tokens
 
 
@@ -59,17 +59,19 @@ def read_header(path: Path) -> GgufFile:
     paths = _parts(path, _number(path, first, "split.no"), count)
     readers = [first, *map(_read, paths[1:])]
     for number, (part, reader) in enumerate(zip(paths, readers, strict=True)):
-        its = _number(part, reader, "split.no"), _number(part, reader, "split.count")
-        if its != (number, count):
-            rule = f"must be part {number + 1} of {count}, its header says part {its[0] + 1} of {its[1]}"
+        numbers = _number(part, reader, "split.no"), _number(part, reader, "split.count")
+        if numbers != (number, count):
+            rule = (
+                f"must be part {number + 1} of {count}, its header says part {numbers[0] + 1} of {numbers[1]}"
+            )
             raise InputError(f"model={str(path)!r}: {part.name} {rule}")
-    found = GgufFile(paths, readers)
-    if (whole := _number(path, first, "split.tensors.count")) != len(found.tensors):
+    file = GgufFile(paths, readers)
+    if (whole := _number(path, first, "split.tensors.count")) != len(file.tensors):
         raise InputError(
             f"model={str(path)!r} must have {whole} tensors in its {count} parts, they have "
-            f"{len(found.tensors)}"
+            f"{len(file.tensors)}"
         )
-    return found
+    return file
 
 
 def _parts(path: Path, number: int, count: int) -> tuple[Path, ...]:
@@ -94,17 +96,17 @@ def _parts(path: Path, number: int, count: int) -> tuple[Path, ...]:
 
 def _number(path: Path, reader: gguf.GGUFReader, name: str) -> int:
     """Return an integer of the header, such as the number of parts; 0 if the header has no such key."""
-    found = reader.fields.get(name)
-    value = 0 if found is None else _value(path, name, found)
+    entry = reader.fields.get(name)
+    value = 0 if entry is None else _value(path, name, entry)
     if not isinstance(value, int):
         raise InputError(f"model={str(path)!r}: {name}={value!r} must be an int")
     return value
 
 
-def _value(path: Path, name: str, found: gguf.ReaderField) -> Any:
+def _value(path: Path, name: str, entry: gguf.ReaderField) -> Any:
     """Decode a value of a header. Raises `InputError` if it cannot be: text that is not UTF-8, say."""
     try:
-        return found.contents()
+        return entry.contents()
     except Exception as error:  # the reader has no error class of its own
         raise InputError(
             f"model={str(path)!r}: {name} of the GGUF file must be readable: {type(error).__name__}: {error}"
@@ -129,9 +131,9 @@ def _read(path: Path) -> gguf.GGUFReader:
 
 def field(reader: GgufFile, path: Path, name: str, default: Any = None) -> Any:
     """Return what a header says under a name, or the default. Raises `InputError` without either."""
-    found = reader.get(name)
-    if found is not None:
-        return found
+    value = reader.get(name)
+    if value is not None:
+        return value
     if default is None:
         raise InputError(f"model={str(path)!r}: the GGUF file lacks {name!r}")
     return default

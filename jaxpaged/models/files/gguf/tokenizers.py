@@ -52,14 +52,14 @@ def _byte_pairs(reader: GgufFile, path: Path, tokens: list[str], words: Words) -
 def _words(reader: GgufFile, path: Path) -> Words:
     """Return how text is cut into words before any merge. Raises `InputError` for an unknown way."""
     name = field(reader, path, "tokenizer.ggml.pre", "default")
-    found = words_of(name)
-    if found is None:
+    words = words_of(name)
+    if words is None:
         known = ", ".join(map(repr, NAMES))
         raise InputError(
             f"model={str(path)!r}: tokenizer 'gpt2' with pre-tokenizer {shown(name)} must be 'gpt2' with one "
             f"of {known}"
         )
-    return found
+    return words
 
 
 def _sentencepiece(reader: GgufFile, path: Path, tokens: list[str]) -> Tokenizer:
@@ -118,8 +118,8 @@ def _add_tokens(made: Tokenizer, reader: GgufFile, path: Path, tokens: list[str]
         made.add_tokens(
             [
                 AddedToken(token, special=is_special, normalized=False)
-                for token, kind, its in zip(tokens, types, special, strict=True)
-                if its == is_special and (is_special or kind == gguf.TokenType.USER_DEFINED)
+                for token, kind, is_marked in zip(tokens, types, special, strict=True)
+                if is_marked == is_special and (is_special or kind == gguf.TokenType.USER_DEFINED)
             ]
         )
 
@@ -127,13 +127,13 @@ def _add_tokens(made: Tokenizer, reader: GgufFile, path: Path, tokens: list[str]
 def _chat_template(reader: GgufFile, path: Path) -> str | dict[str, str]:
     """Return the file's chat template; where it names others, such as one for tools, all by their names."""
     default: str = field(reader, path, TEMPLATE, "")
-    found = {"default": default} if default else {}
+    templates = {"default": default} if default else {}
     for name in reader.fields:
         if name.startswith(f"{TEMPLATE}.") and (text := field(reader, path, name, "")):
-            found[name.removeprefix(f"{TEMPLATE}.")] = text
-    for name, text in found.items():
+            templates[name.removeprefix(f"{TEMPLATE}.")] = text
+    for name, text in templates.items():
         check(f"model={str(path)!r}: chat template {name!r}", text, "a text", isinstance(text, str))
-    return default if found.keys() <= {"default"} else found
+    return default if templates.keys() <= {"default"} else templates
 
 
 def _with_special_tokens(
