@@ -246,7 +246,7 @@ def test_sums_are_refused_where_xla_computes_attention():
 
 
 def test_the_exchange_moves_the_bytes_of_an_all_reduce():
-    """A device sends its parts of the others' slices, and then its own slice: each (N - 1) / N of a summand."""
+    """A device sends its part of each slice, and then the sum of its own: (N - 1) / N of a summand each."""
     checkpoint = loading.open_checkpoint(GOLDENS / "mistral_window")
     config = widened(checkpoint.config)
     weights = random_weights(config, checkpoint.names, 0)
