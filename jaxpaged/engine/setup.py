@@ -430,10 +430,7 @@ class Setup:
     def _check_latents(self) -> None:
         """Raise `InputError` for an option that latent attention does not serve."""
         if self.whole.latent is not None:
-            name = "with latent attention, whose heads share one vector a token"
-            self._require(name, tensor_parallel_size=1, enable_lora=False)
-            sums = self.config.tensor_parallel_sums
-            check("tensor_parallel_sums", sums, f"a text {name}", not self.sums_in_pieces)
+            self._require("with latent attention, whose heads share one vector a token", enable_lora=False)
 
     def _require(self, where: str, **values: Any) -> None:
         """Raise `InputError` for an option with another value than this one, the only one that is served."""

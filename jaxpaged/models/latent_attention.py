@@ -15,6 +15,7 @@ from jaxpaged.models.change import Change
 from jaxpaged.models.feed_forward import linear, stack
 from jaxpaged.models.latents import Latent
 from jaxpaged.models.positions import PositionTables, of_layer, turned
+from jaxpaged.models.shards import total
 from jaxpaged.models.weights import Weights
 from pallas_kernels import native
 from pallas_kernels.gpu import dense_product
@@ -25,7 +26,7 @@ class LatentAttention(nnx.Module):
     """Queries that read latents, and products of each head in front of that and behind it."""
 
     def __init__(self, weights: Weights, latent: Latent) -> None:
-        config = weights.config.attention_part
+        config, self.shards = weights.config.attention_part, weights.shards
         assert config is not None
         self.config, self.latent = config, latent
         has_rank = latent.q_rank is not None
@@ -74,7 +75,7 @@ class LatentAttention(nnx.Module):
             kv_layers=c.kv_layers,
         )
         out = self.v_up(attended[..., : d.rank], layer).astype(dtype)
-        return self.o(out.reshape(x.shape[0], -1), layer), cache
+        return total(self.shards, self.o.pieces(out.reshape(x.shape[0], -1), layer)), cache
 
 
 class HeadProducts(nnx.Module):

@@ -3,7 +3,7 @@
 A shard is a decoder itself, narrower. Heads, columns of feed-forward parts and the vocabulary are dealt out
 in their order, as many to every shard. Of the products back to the residual, `o` and `down`, a shard has the
 inputs that its own heads and columns give: the sum of all shards' outputs is the whole product's. The
-embedding, norms and routers are whole on each shard.
+embedding, norms, routers and latents, which all heads share, are whole on each shard.
 
 With a number for `tensor_parallel_sums`, say 8, these sums are made as 8 shards would make them, on however
 many devices: a shard of 2 has the inputs of 4 pieces, makes a product of each, and adds the products up in
@@ -243,7 +243,7 @@ class Shard:
             return [self._equal_range(0, q), self._kv_rows(q), self._kv_rows(q + kv)]
         if (
             role == "sinks"
-            or name in ("q", "up", "attention_gate")
+            or name in ("q", "up", "attention_gate", "latent.q", "latent.k_up", "latent.v_up")
             or (name == "q_norm" and c.qk_norm != "head")
         ):
             return [self._equal_range(0, count)]

@@ -23,7 +23,6 @@ from tests.models.test_families import hf, without
     ("options", "message"),
     [
         ({"enable_lora": True}, "enable_lora=True must be False with latent attention"),
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2 must be 1 with latent attention"),
         (
             {"kv_cache_dtype": "int8"},
             "kv_layout='token_major' with kv_cache_dtype='int8' must be 'token_major' with 'auto' for",

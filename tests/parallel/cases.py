@@ -77,7 +77,7 @@ SIZES = {
     [
         pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow)
         for n in dict.fromkeys([*LLAMAS, *COVERING, *QUICK, *SIZES])
-        if n not in ("mha_biased", "families/deepseek_v2")  # latents are refused in shards
+        if n != "mha_biased"
     ],
 )
 def test_a_model_in_shares_equals_transformers(name):

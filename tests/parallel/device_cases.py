@@ -18,6 +18,7 @@ from jaxpaged.lora import LoRARequest
 from jaxpaged.models import loading
 from jaxpaged.models.config import LayerKind
 from jaxpaged.models.decoder import Decoder
+from jaxpaged.models.families import deepseek
 from jaxpaged.models.families.llama import NAMES
 from jaxpaged.models.load_as import LoadAs
 from jaxpaged.models.quantised.on_load import OnLoad
@@ -25,7 +26,7 @@ from jaxpaged.models.shards import Shard, Shards
 from jaxpaged.models.weights import StoredWeights, random_weights
 from jaxpaged.parallel.mesh import BY_SHARD, ON_EACH, assembled, mesh_of, on_each_shard
 from jaxpaged.sampling_params import SamplingParams
-from tests import tiny
+from tests import tiny, tiny_latents
 from tests.marks import slow_and_nightly
 from tests.models.test_decoder import COVERING, GOLDENS, LLAMAS, batch_of
 from tests.parallel.cases import collectives, compiled
@@ -36,6 +37,8 @@ pytestmark = pytest.mark.skipif(len(jax.devices()) < 8, reason="needs the proces
 CONFIG = dataclasses.replace(tiny.CONFIG, num_q_heads=8, num_kv_heads=4, intermediate_size=256)
 KINDS = (LayerKind(sliding_window=16), LayerKind())
 OF_KINDS = dataclasses.replace(CONFIG, layers=KINDS)
+LATENTS = dataclasses.replace(tiny_latents.config(), num_q_heads=8, intermediate_size=256)
+LATENT_NAMES = {"names": deepseek.names_of_halves(LATENTS)}
 SHORT = {"max_model_len": 100}
 NGRAMS = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}}
 
@@ -80,6 +83,7 @@ def answers_of(driver, adapter=None):
         ),
         pytest.param(CONFIG, (2, 4, 8), {"quantization": "int8"}, id="int8", marks=pytest.mark.nightly),
         pytest.param(CONFIG, (4,), {"quantization": "int4"}, id="int4", marks=pytest.mark.nightly),
+        pytest.param(LATENTS, (2, 8), LATENT_NAMES | NGRAMS, id="latents", marks=pytest.mark.nightly),
         pytest.param(
             OF_KINDS, (2, 4, 8), tiny.SMALL | SHORT, id="kinds of layers", marks=pytest.mark.nightly
         ),
@@ -176,7 +180,7 @@ def widened(config):
 
 
 # Of all sums that a family may have: norms over all heads, experts with a shared one, sparse columns, ALiBi.
-QUICK = ["families/olmo2", "families/gemma2"]
+QUICK = ["families/olmo2", "families/cohere2_moe"]
 SLOW = [
     "families/gemma3n",
     "families/gpt_oss",
@@ -184,8 +188,8 @@ SLOW = [
     "families/mpt",
     "families/gpt_neox",
 ]
-# Three heads; latents; a gate for each head, and one for too few coordinates; KV heads of other numbers.
-REFUSED = {"mha_biased", "families/deepseek_v2", "families/laguna", "families/qwen3_5_moe"}
+# Three heads; a gate for each head, and one for too few coordinates.
+REFUSED = {"mha_biased", "families/laguna", "families/qwen3_5_moe"}
 WIDE = [name for name in dict.fromkeys([*QUICK, *SLOW, *LLAMAS, *COVERING]) if name not in REFUSED]
 
 
