@@ -31,7 +31,11 @@ from tests.marks import slow_and_nightly
 from tests.models.test_decoder import COVERING, GOLDENS, LLAMAS, batch_of
 from tests.parallel.cases import collectives, compiled
 
-pytestmark = pytest.mark.skipif(len(jax.devices()) < 8, reason="needs the process of test_in_a_process.py")
+# Optimised programs alone show whether products are rounded before they are added.
+pytestmark = [
+    pytest.mark.skipif(len(jax.devices()) < 8, reason="needs the process of test_in_a_process.py"),
+    pytest.mark.usefixtures("optimized"),
+]
 
 # Eight shares of heads and columns; on eight devices pairs of them share a KV head.
 CONFIG = dataclasses.replace(tiny.CONFIG, num_q_heads=8, num_kv_heads=4, intermediate_size=256)
