@@ -36,7 +36,7 @@ class Gauge(Metric):
 
 @dataclasses.dataclass
 class Histogram(Metric):
-    """Observations, counted by upper limits; the server alone has such metrics, and `/metrics` shows them."""
+    """Histogram of observations by upper limits; only servers have histograms, and `/metrics` shows them."""
 
     count: int
     sum: float

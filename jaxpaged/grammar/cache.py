@@ -166,7 +166,7 @@ def _short(key: str) -> bytes:
 
 
 def _told(automaton: TokenAutomaton, key: str) -> TokenAutomaton:
-    """Return an automaton; log it if values inside values were cut, and nobody asked for that."""
+    """Return an automaton, and log if its nesting was cut without a `max_depth` from the user."""
     if automaton.levels and "max_depth" not in json.loads(key):
         logging.warning(
             "structured outputs: %s is followed to %d levels of values inside values, not to any depth: "

@@ -51,7 +51,7 @@ class Follower:
         self._socket.close(linger=0)
 
     def _taken(self, number: int, payload: bytes) -> list[Event]:
-        """Return a message's events, and before them those of messages that are missing between."""
+        """Return a message's events, preceded by the events of missed messages."""
         seconds, events, _ = messages.decode(payload)
         events_before: list[Event] = []
         if number < self._next:

@@ -273,8 +273,13 @@ class ModelConfig:
         if self.experts is not None:
             self._check_experts(self.experts)
         if self.latent is not None:
-            its, is_one = (self.num_kv_heads, self.head_dim), (1, self.latent.width)
-            check("model config: KV heads and their width", its, f"{is_one} for latents", its == is_one)
+            cache_size, is_one = (self.num_kv_heads, self.head_dim), (1, self.latent.width)
+            check(
+                "model config: KV heads and their width",
+                cache_size,
+                f"{is_one} for latents",
+                cache_size == is_one,
+            )
         untied = not (self.lm_head_bias and self.tie_word_embeddings)
         check("model config: lm_head_bias", self.lm_head_bias, "False with a tied embedding", untied)
         rule = f"a token id, an int in [0, {self.vocab_size})"
@@ -318,16 +323,16 @@ class ModelConfig:
         is_one = kind.sliding_window is None or kind.attention_chunk is None
         check("model config: attention_chunk", kind.attention_chunk, "None beside a sliding_window", is_one)
         for name in ("head_dim", "num_kv_heads", "intermediate_size"):
-            its, most = getattr(kind, name), getattr(self, name)
-            if its is not None:
-                rule = f"an int, and a divisor of {most}, that of the widest layers"
-                checked_int(f"model config: a layer's {name}", its, rule, 1, most)
-                check(f"model config: a layer's {name}", its, rule, most % its == 0)
+            size, maximum = getattr(kind, name), getattr(self, name)
+            if size is not None:
+                rule = f"an int, and a divisor of {maximum}, that of the widest layers"
+                checked_int(f"model config: a layer's {name}", size, rule, 1, maximum)
+                check(f"model config: a layer's {name}", size, rule, maximum % size == 0)
         if kind.num_q_heads is not None:
             rule = f"a multiple of {self.num_kv_heads}, the KV heads, and at most {self.num_q_heads}"
             name = "model config: a layer's num_q_heads"
-            its = checked_int(name, kind.num_q_heads, rule, 1, self.num_q_heads)
-            check(name, its, rule, its % self.num_kv_heads == 0)
+            num_q_heads = checked_int(name, kind.num_q_heads, rule, 1, self.num_q_heads)
+            check(name, num_q_heads, rule, num_q_heads % self.num_kv_heads == 0)
         if kind.rope is None:
             return
         checked_number("model config: rope_theta", kind.rope.theta, "a number > 0", 0, above=True)
@@ -359,7 +364,9 @@ class ModelConfig:
         scaling that depends on the length, as for LongRoPE in vLLM.
         """
         ropes = [kind.rope.scaling for kind in self.layers if kind.rope is not None]
-        shorter = [its.original_max_len for its in ropes if isinstance(its, LongScaling | DynamicScaling)]
+        shorter = [
+            scaling.original_max_len for scaling in ropes if isinstance(scaling, LongScaling | DynamicScaling)
+        ]
         return min([self.max_model_len, *shorter])
 
     @property
@@ -430,10 +437,10 @@ class ModelConfig:
     def heads_by_size(self) -> tuple[tuple[int, int], ...]:
         """Return the different heads of layers, those with least K and V first; each must divide the next."""
         attends = [i for i, kind in enumerate(self.layers) if kind.attends]
-        found = sorted(dict.fromkeys(map(self.heads_of, attends)), key=math.prod)
-        sizes = [math.prod(heads) for heads in found]
+        different = sorted(dict.fromkeys(map(self.heads_of, attends)), key=math.prod)
+        sizes = [math.prod(heads) for heads in different]
         divides = all(b % a == 0 for a, b in itertools.pairwise(sizes))
-        return tuple(found) if found and divides else ((self.num_kv_heads, self.head_dim),)
+        return tuple(different) if different and divides else ((self.num_kv_heads, self.head_dim),)
 
     @property
     def kv_weights(self) -> tuple[int, ...]:
@@ -448,8 +455,8 @@ class ModelConfig:
     def kv_layers(self) -> tuple[int, ...]:
         """Return for each layer the number, among those with K and V of their own, of the one it sees."""
         owners, kinds = self._kv_owners, enumerate(self.layers)
-        own = [i if kind.shares_kv is None else kind.shares_kv for i, kind in kinds if kind.attends]
-        return tuple(map(owners.index, own))
+        kv_owners = [i if kind.shares_kv is None else kind.shares_kv for i, kind in kinds if kind.attends]
+        return tuple(map(owners.index, kv_owners))
 
     @property
     def num_kv_layers(self) -> int:
@@ -478,8 +485,12 @@ class ModelConfig:
 
         A chunk counts as a window of its length: no token of it sees more.
         """
-        most = [kind.most_seen for kind in self.layers if kind.attends]
-        return max((its for its in most if its is not None), default=None) if None not in most else None
+        ranges = [kind.most_seen for kind in self.layers if kind.attends]
+        return (
+            max((tokens for tokens in ranges if tokens is not None), default=None)
+            if None not in ranges
+            else None
+        )
 
     def with_kinds(self, kinds: Sequence[CacheSpec | None]) -> "ModelConfig":
         """Return the model with these kinds from outside, one for each layer; None leaves a layer as it is.
@@ -488,9 +499,9 @@ class ModelConfig:
         """
         layers = tuple(
             layer
-            if own is None
-            else dataclasses.replace(layer, own=own, sliding_window=None, attention_chunk=None)
-            for layer, own in zip(self.layers, kinds, strict=True)
+            if given_kind is None
+            else dataclasses.replace(layer, own=given_kind, sliding_window=None, attention_chunk=None)
+            for layer, given_kind in zip(self.layers, kinds, strict=True)
         )
         return self if layers == self.layers else dataclasses.replace(self, layers=layers)
 

@@ -151,10 +151,12 @@ class Decoder(nnx.Module):
             # Two conditions in turn: XLA copies the cache if both branches of one condition write to it.
             without = dataclasses.replace(batch, adapters=None)
             has_adapters = jnp.any(batch.adapters > 0)
-            for runs, its in ((has_adapters, batch), (~has_adapters, without)):
+            for runs, pass_batch in ((has_adapters, batch), (~has_adapters, without)):
                 x, taps, cache = lax.cond(
                     runs,
-                    lambda x, taps, cache, its=its: self._through_layers(x, cache, tables, its, inputs, taps),
+                    lambda x, taps, cache, pass_batch=pass_batch: self._through_layers(
+                        x, cache, tables, pass_batch, inputs, taps
+                    ),
                     lambda x, taps, cache: (x, taps, cache),
                     *(x, taps, cache),
                 )
@@ -275,8 +277,8 @@ class DecoderLayers(nnx.Module):
         predictions = self.altup.predicted(x, layer)
         computed, cache = self._computed(predictions[:, 0], cache, layer, tables, batch)
         x = self.altup.corrected(predictions, computed, layer)
-        own = self.input(self.altup.scaled(x[:, 0], layer), inputs, layer)
-        return x.at[:, 1:].add(own[:, None]), cache
+        added = self.input(self.altup.scaled(x[:, 0], layer), inputs, layer)
+        return x.at[:, 1:].add(added[:, None]), cache
 
     def _computed(
         self,
@@ -316,11 +318,11 @@ class DecoderLayers(nnx.Module):
         self, x: Float[Array, "num_tokens hidden"], role: str, layer: layers.Layer
     ) -> Float[Array, "num_tokens hidden"]:
         """Return x by the layer's norm of a role; x itself where the layer has none."""
-        its: Norm | None = getattr(self, role)
+        norm: Norm | None = getattr(self, role)
         those = layers_with(self.config, role)
-        if its is None or (isinstance(layer, int) and layer not in those):
+        if norm is None or (isinstance(layer, int) and layer not in those):
             return x
-        return its(x, self._number(layer, those))
+        return norm(x, self._number(layer, those))
 
     def _kind(self, layer: layers.Layer) -> LayerKind:
         """Return the kind of a layer; of a loop's layers, which have the same parts, the first one's."""
@@ -390,7 +392,9 @@ class DecoderLayers(nnx.Module):
             return mlp(x, with_experts.index(layer), batch.is_padding)
         is_dense = [i in with_dense for i in range(self.config.num_layers)]
         # Of each layer its number among those that are as it is.
-        numbers = [(with_dense if its else with_experts).index(i) for i, its in enumerate(is_dense)]
+        numbers = [
+            (with_dense if has_dense else with_experts).index(i) for i, has_dense in enumerate(is_dense)
+        ]
         number = jnp.asarray(numbers, jnp.int32)[layer]
         type Found = tuple[Float[Array, "num_tokens hidden"], Int[Array, "num_tokens num_chosen"] | None]
 

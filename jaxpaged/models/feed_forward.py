@@ -83,16 +83,16 @@ class XIELU(nnx.Module):
 
     def __init__(self, weights: Weights) -> None:
         def number(name: str) -> layers.Stack:
-            found = stack(weights, f"xielu.{name}")
-            assert found is not None
-            return found
+            weight = stack(weights, f"xielu.{name}")
+            assert weight is not None
+            return weight
 
         self.numbers = nnx.List(number(name) for name in ("alpha_p", "alpha_n", "beta", "eps"))
 
     def __call__(
         self, x: Float[Array, "num_tokens width"], layer: layers.Layer
     ) -> Float[Array, "num_tokens width"]:
-        alpha_p, alpha_n, beta, eps = (its[layer].astype(jnp.float32) for its in self.numbers)
+        alpha_p, alpha_n, beta, eps = (values[layer].astype(jnp.float32) for values in self.numbers)
         positive = jax.nn.softplus(alpha_p) * x * x
         negative = (beta + jax.nn.softplus(alpha_n)) * (jnp.expm1(jnp.minimum(x, eps)) - x)
         return jnp.where(x > 0, positive, negative) + beta * x

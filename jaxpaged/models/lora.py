@@ -179,7 +179,7 @@ def _restored(
 def _of_shard(
     shard: Shard, location: "_Location", widths: tuple[int, ...], a: np.ndarray, b: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return a shard's inputs and outputs of a module."""
+    """Return the slices of A and B for one shard of a module."""
     outputs, inputs = shard.ranges(f"{location.role}.weight", (sum(widths), location.in_features))
     first = sum(widths[: location.piece])
     if inputs is not None:

@@ -125,7 +125,7 @@ class Rows:
 
     @property
     def admitted(self) -> Bool[Array, " rows"]:
-        """Rows that take a decode slot: they run, or will when a prompt is done."""
+        """Mask of rows that hold a decode slot: they run, or will when a prompt is done."""
         return self.running | self.forking | self.following
 
     def in_group_of(self, row: Int[Array, ""]) -> Bool[Array, " rows"]:

@@ -46,7 +46,8 @@ class Keep:
 
 
 class DiskStore:
-    """Blocks in a directory, at most so many bytes of files. Any thread may ask; `contains` asks no disk.
+    """Store of blocks as files in a directory, of a bounded number of bytes. Any thread may ask; `contains`
+    asks no disk.
 
     folder: is made if it is not there. It must be the user's own, nobody else may write to it, and it must be
         empty where it has no marker of ours.

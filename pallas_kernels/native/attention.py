@@ -49,7 +49,7 @@ def numbers_of(layout: Layout, dtype: jnp.dtype) -> jnp.dtype:
 
 
 def _function(layout: Layout, dtype: jnp.dtype) -> str:
-    """Return which of `library.FUNCTIONS` reads a layout."""
+    """Return the name in `library.FUNCTIONS` of the function that reads a layout."""
     if layout.packed_view() is not None:
         return "attention_of_nibbles"
     return "attention" if numbers_of(layout, dtype) == dtype else "attention_of_bytes"

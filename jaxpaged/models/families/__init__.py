@@ -204,8 +204,8 @@ def described(
     arithmetic in a way that is not supported.
     """
     said, overrides = overridden(said, overrides or {}), overrides or {}
-    wrapper, family, its = _found(said)
-    fields = Fields(its, family.defaults)
+    wrapper, family, text_config = _found(said)
+    fields = Fields(text_config, family.defaults)
     config = family.read(fields)
     fields.refuse_rest()
     if wrapper is not None and isinstance(said.get(TEXT), Mapping):

@@ -103,7 +103,7 @@ def _layers(f: Fields, head_dim: int, num_layers: int) -> tuple[LayerKind, ...]:
 
 
 def sharing(kinds: tuple[LayerKind, ...], num_shared: int) -> tuple[LayerKind, ...]:
-    """Let the last `num_shared` layers see K and V of the last layer before them that is of their kind."""
+    """Return layers whose last `num_shared` read K and V of the last earlier layer of their kind."""
     first = len(kinds) - num_shared
 
     def source(layer: int) -> int | None:

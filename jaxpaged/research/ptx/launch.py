@@ -135,7 +135,7 @@ def run(launch: Launch, *, seed: int = 0, ptx: str | None = None, **options: Any
 
 
 def save(path: str | Path, launches: Sequence[Launch]) -> None:
-    """Write launches to a file."""
+    """Write the recorded launches of kernels to a file."""
     arrays: dict[str, Array] = {}
 
     def kept(array: Array | None) -> str | None:

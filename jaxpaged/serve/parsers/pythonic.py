@@ -23,7 +23,7 @@ class _ListEnd:
         self._depth, self._quote, self._is_escaped = 0, "", False
 
     def __call__(self, text: str, at: int) -> tuple[int, bool]:
-        """Return up to where the list takes the text, and whether that is its end."""
+        """Return the index up to which the text belongs to the list, and whether the list ends there."""
         while at < len(text):
             if self._is_escaped:
                 self._is_escaped, at = False, at + 1
