@@ -75,8 +75,8 @@ def _divide(rows: Rows, some: frozenset[int], num_query_rows: int, least_saved: 
             return [pieces]
     return [
         part
-        for subset in _branches(rows, some, common)
-        for part in _divide(rows, subset, num_query_rows, least_saved)
+        for branch in _branches(rows, some, common)
+        for part in _divide(rows, branch, num_query_rows, least_saved)
     ]
 
 
@@ -90,14 +90,14 @@ def _pieces(rows: Rows, some: frozenset[int], begin: int, least: int) -> list[Pi
     if (common - begin) * (len(some) - 1) >= least:
         pieces, begin = [Piece(some, begin, common)], common
     return pieces + [
-        piece for subset in _branches(rows, some, common) for piece in _pieces(rows, subset, begin, least)
+        piece for branch in _branches(rows, some, common) for piece in _pieces(rows, branch, begin, least)
     ]
 
 
 def _common(rows: Rows, some: frozenset[int]) -> int:
     """Return how many tokens, in whole units, all of these rows have in common."""
-    max_common = int(min(rows.shared[list(some)]))
-    counts = range(UNIT, max_common + 1, UNIT)
+    longest = int(min(rows.shared[list(some)]))
+    counts = range(UNIT, longest + 1, UNIT)
     return max((n for n in counts if len({rows.prefix(row, n) for row in some}) == 1), default=0)
 
 
@@ -107,4 +107,4 @@ def _branches(rows: Rows, some: frozenset[int], common: int) -> list[frozenset[i
     for row in some:
         longer = common + UNIT <= rows.shared[row]
         sets[rows.prefix(row, common + UNIT) if longer else row].add(row)
-    return [frozenset(members) for members in sets.values()]
+    return [frozenset(branch) for branch in sets.values()]
