@@ -18,7 +18,7 @@ cache, so that less is gained.
 import functools
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -67,7 +67,7 @@ def main(argv: Sequence[str]) -> None:
     peaks = measure_peaks(target)
     results.put({"what": "peaks", "target": target, **peaks})
     for model, dtype, layout, num_rows, prompt, own in CASES:
-        line = {"model": model, "dtype": dtype, "layout": layout}
+        line: dict[str, Any] = {"model": model, "dtype": dtype, "layout": layout}
         line |= {"rows": num_rows, "prompt": prompt, "own": own}
         case = case_of(MODELS[model], dtype, layout, num_rows, prompt, own)
         found = measure(case, _ROUNDS.value)
@@ -97,7 +97,7 @@ def case_of(
 
 def pool_of(layout: str, dtype: str, num_blocks: int, num_kv_heads: int, head_dim: int, seed: int) -> Pool:
     pool = layouts.create(LAYOUTS[layout], num_blocks, BLOCK_SIZE, num_kv_heads, head_dim, jnp.dtype(dtype))
-    slots = np.arange(num_blocks * BLOCK_SIZE, dtype=np.int32)
+    slots = jnp.arange(num_blocks * BLOCK_SIZE, dtype=jnp.int32)
     shape = (len(slots), num_kv_heads, head_dim)
     k, v = (jax.random.normal(key, shape, dtype) for key in jax.random.split(jax.random.key(seed)))
     return jax.block_until_ready(ops.write(pool, k, v, slots))
