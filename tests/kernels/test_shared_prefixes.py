@@ -61,7 +61,7 @@ def planner(tmp_path_factory: pytest.TempPathFactory) -> Planner:
         first, last = sizes[:2], sizes[2:]
         arguments = [*rows.tables.shape, rows.block_size, *first, *last]
         data = b"".join(x.astype(np.int32).tobytes() for x in (rows.tables, rows.shared, rows.tokens))
-        command = [program, *map(str, arguments)]
+        command = [str(program), *map(str, arguments)]
         parts: list[tuple[int, list[Piece]]] = []
         for line in subprocess.run(
             command, input=data, stdout=subprocess.PIPE, check=True
@@ -171,7 +171,7 @@ def pool_of(
     shape = (2, len(slots), num_kv_heads, head_dim)
     wide = np.random.default_rng(3).standard_normal(shape)
     k, v = wide.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
-    return ops.write(pool, k, v, slots)
+    return ops.write(pool, k, v, jnp.asarray(slots))
 
 
 SLOW, NIGHTLY = pytest.mark.slow, pytest.mark.nightly
