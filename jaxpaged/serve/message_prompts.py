@@ -1,7 +1,8 @@
 """Conversations of Anthropic's Messages API in the form of chat completions, and their cache breakpoints.
 
 A block `tool_use` becomes a call of the assistant's message, `thinking` its reasoning, and `tool_result` a
-message of the role "tool". Signatures are not checked. A `redacted_thinking` has no text and is left out.
+message of the role "tool". Signatures are not checked. A `redacted_thinking` has no text and is left out, and
+so is a system block for billing, in which a client writes another number with each request.
 """
 
 import dataclasses
@@ -21,6 +22,7 @@ BLOCKS = {
     "system": ("text",),
 }
 CHOICES = ("auto", "any", "tool", "none")
+BILLING = "x-anthropic-billing-header"  # how a system block begins that is for no model
 CHANGED = "\x1f"  # text that stands in place of what follows a breakpoint
 
 
@@ -119,12 +121,17 @@ class ConversationReader:
             if system:
                 self._messages.append({"role": "system", "content": system})
             return
-        texts = [_text(block, f"system.{i}") for i, block in enumerate(system or ())]
-        for i, block in enumerate((system or ())[:-1]):
-            self._note(block, f"system.{i}", num_parts=i + 1)
-        if system:
-            self._messages.append({"role": "system", "content": _content(texts)})
-            self._note(system[-1], f"system.{len(system) - 1}")
+        blocks = [(f"system.{i}", block) for i, block in enumerate(system or ())]
+        texts = {path: _text(block, path) for path, block in blocks}
+        blocks = [(path, block) for path, block in blocks if not texts[path].startswith(BILLING)]
+        for i, (path, block) in enumerate(blocks[:-1]):
+            self._note(block, path, num_parts=i + 1)
+        if blocks:
+            path, last = blocks[-1]
+            self._messages.append(
+                {"role": "system", "content": _content([texts[name] for name, _ in blocks])}
+            )
+            self._note(last, path)
 
     def _message(self, message: Mapping[str, Any], path: str) -> None:
         role, content = message.get("role"), message.get("content")

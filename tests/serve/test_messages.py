@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+from jaxpaged.serve.message_prompts import ConversationReader
+from jaxpaged.serve.message_schemas import MessagesRequest
 from tests.serve.conftest import serving
 from tests.serve.test_guards import through
 
@@ -125,6 +127,19 @@ def test_the_template_gets_a_conversation_as_from_chat_completions(served):
     assert post(served, counted, "/v1/messages/count_tokens").json() == {"input_tokens": num}
     without = post(served, counted | {"tool_choice": {"type": "none"}}, "/v1/messages/count_tokens").json()
     assert without["input_tokens"] == num - len(served.llm.tokenizer.encode("<tool_call>f;"))
+
+
+def test_a_system_block_for_billing_is_left_out(served):
+    """Claude Code begins its system prompt with one, whose number changes with each request."""
+    rest = [TEXT | {"text": "S"}, KEPT | {"text": "T"}]
+    bodies = [{"messages": ASKED["messages"]}, {"messages": ASKED["messages"], "system": rest}]
+    counts = [post(served, body, "/v1/messages/count_tokens").json() for body in bodies]
+    bill = TEXT | {"text": "x-anthropic-billing-header: cc_version=2.1.42; cch=65abc;"}
+    for blocks, want in (([bill], counts[0]), ([bill, *rest], counts[1]), ([*rest, bill], counts[1])):
+        body = bodies[0] | {"system": blocks}
+        assert post(served, body, "/v1/messages/count_tokens").json() == want
+    places = ConversationReader(MessagesRequest(**bodies[0], system=[bill, KEPT, TEXT])).read().breakpoints
+    assert [(place.num_messages, place.num_parts) for place in places] == [(0, 1)]
 
 
 def test_an_answer_ends_for_a_reason(served):
