@@ -22,6 +22,7 @@ BLOCKS = {
     "system": ("text",),
 }
 CHOICES = ("auto", "any", "tool", "none")
+FREE = ("auto", "none")  # choices that need no tools
 BILLING = "x-anthropic-billing-header"  # how a system block begins that is for no model
 CHANGED = "\x1f"  # text that stands in place of what follows a breakpoint
 
@@ -97,7 +98,7 @@ class ConversationReader:
             Breakpoint(place.seconds, is_end=True) if place.num_messages >= end else place
             for place in self._breakpoints
         )
-        choice, parallel = self._choice()
+        choice, parallel = self._choice([tool["function"]["name"] for tool in tools or ()])
         return Conversation(self._messages, tools, choice, parallel, places)
 
     def _tools(self) -> list[dict[str, Any]] | None:
@@ -200,16 +201,28 @@ class ConversationReader:
             if (seconds := _seconds(part.get("cache_control"), f"{path}.cache_control")) is not None:
                 self._breakpoints.append(Breakpoint(seconds, len(self._messages), num_parts))
 
-    def _choice(self) -> tuple[str | dict[str, Any] | None, bool]:
-        """Return the choice of tools in the form of chat completions, and whether calls may be several."""
+    def _choice(self, names: Sequence[str]) -> tuple[str | dict[str, Any] | None, bool]:
+        """Return the choice of tools in the form of chat completions, and whether calls may be several.
+
+        names: those of the tools.
+        """
         choice = self._body.tool_choice
         if choice is None:
             return None, True
-        kind, parallel = choice.get("type"), choice.get("disable_parallel_tool_use") is not True
+        kind, name, single = choice.get("type"), choice.get("name"), choice.get("disable_parallel_tool_use")
         check("tool_choice.type", kind, f"one of {', '.join(CHOICES)}", kind in CHOICES)
+        rule = "true, false or left out"
+        check("tool_choice.disable_parallel_tool_use", single, rule, single in (None, True, False))
+        check(
+            "tools",
+            self._body.tools,
+            f"given where tool_choice.type is {kind!r}",
+            bool(names) or kind in FREE,
+        )
         if kind == "tool":
-            return {"type": "function", "function": {"name": choice.get("name")}}, parallel
-        return {"any": "required"}.get(str(kind), str(kind)), parallel
+            check("tool_choice.name", name, f"the name of one of tools: {', '.join(names)}", name in names)
+            return {"type": "function", "function": {"name": name}}, single is not True
+        return {"any": "required"}.get(str(kind), str(kind)), single is not True
 
 
 def _seconds(control: object, path: str) -> float | None:

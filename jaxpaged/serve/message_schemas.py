@@ -45,7 +45,7 @@ class MessagesRequest(SamplingRequest):
                 raise InputError(f"{name}={shown(value)} must be {rule}")
         edits = (self.context_management or {}).get("edits")
         keeps = {"type": "clear_thinking_20251015", "keep": "all"}
-        if edits and any(edit != keeps for edit in edits):
+        if edits and (not isinstance(edits, list) or any(edit != keeps for edit in edits)):
             raise InputError(f"context_management.edits={shown(edits)} must keep all: clients edit histories")
         if self.max_tokens is None and not counts:
             raise InputError("max_tokens=None must be an int >= 0")

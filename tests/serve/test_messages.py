@@ -197,7 +197,20 @@ KEPT = TEXT | {"cache_control": {"type": "ephemeral"}}
         ({"guided_json": {"a": 1}}, 400, "invalid_request_error", "guided_json"),
         ({"thinking": {"type": "hard"}}, 400, "invalid_request_error", "thinking.type='hard' must be one of"),
         ({"tool_choice": {"type": "x"}}, 400, "invalid_request_error", "tool_choice.type='x' must be one of"),
-        ({"tool_choice": {"type": "any"}}, 400, "invalid_request_error", "tools=() must be given"),
+        ({"context_management": {"edits": 5}}, 400, "invalid_request_error", "edits=5 must keep all"),
+        ({"tool_choice": {"type": "any"}}, 400, "invalid_request_error", "tools=None must be given where"),
+        (
+            {"tools": [TOOL], "tool_choice": {"type": "tool", "name": "g"}},
+            400,
+            "invalid_request_error",
+            "tool_choice.name='g' must be the name of one of tools: f",
+        ),
+        (
+            {"tool_choice": {"type": "auto", "disable_parallel_tool_use": "yes"}},
+            400,
+            "invalid_request_error",
+            "tool_choice.disable_parallel_tool_use='yes' must be true, false or left out",
+        ),
         (
             {"tools": [{"type": "web_search_20250305", "name": "w"}]},
             400,
