@@ -57,16 +57,18 @@ class Conversation:
         """Whether the answer continues the last message, which is the assistant's."""
         return self.messages[-1]["role"] == "assistant"
 
-    def until(self, place: Breakpoint) -> list[dict[str, Any]]:
-        """Return the messages up to a breakpoint, and one of other text behind it.
+    def until(self, place: Breakpoint, *, ends: bool = False) -> list[dict[str, Any]]:
+        """Return the messages up to a breakpoint, one of other text behind it, and those that follow.
 
         The beginning that their prompt has in common with the conversation's is what the breakpoint covers.
+        ends: whether none follow. Templates write earlier turns by what follows, but may refuse it behind a
+            turn without its calls.
         """
         kept, after = self.messages[: place.num_messages], self.messages[place.num_messages]
         changed = {name: value for name, value in after.items() if name not in ("tool_calls", "reasoning")}
         parts = after["content"][: place.num_parts] if place.num_parts else []
         changed["content"] = [*parts, CHANGED] if parts else CHANGED
-        return [*kept, changed]
+        return [*kept, changed, *(() if ends else self.messages[place.num_messages + 1 :])]
 
 
 class ConversationReader:

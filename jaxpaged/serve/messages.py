@@ -13,10 +13,11 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from jaxpaged.api.async_llm import TOKENIZED_HERE
+from jaxpaged.checks import InputError
 from jaxpaged.serve.json_route import JsonRoute
 from jaxpaged.serve.message_blocks import Blocks
 from jaxpaged.serve.message_errors import message_error
-from jaxpaged.serve.message_prompts import Conversation, ConversationReader
+from jaxpaged.serve.message_prompts import Breakpoint, Conversation, ConversationReader
 from jaxpaged.serve.message_schemas import MessagesRequest
 from jaxpaged.serve.pins import Span
 from jaxpaged.serve.replies import ApiError, event, reply
@@ -125,16 +126,28 @@ async def _spans(
         if place.is_end:
             spans.append(Span(len(ids), place.seconds))
             continue
-        other = await service.chat_prompts.render(
-            conversation.until(place),
-            tools=conversation.tools if conversation.tool_choice != "none" else None,
-            add_generation_prompt=False,
-            kwargs=body.template_kwargs,
-        )
-        shared = _shared(text, other["prompt"])
+        shared = _shared(text, await _changed_behind(place, body, conversation, service))
+        if not shared:
+            continue
         covered = await service.llm.tokenize(shared, add_special_tokens=False)
         spans.append(Span(num_alike(np.asarray(ids, np.int32), covered), place.seconds))
     return spans
+
+
+async def _changed_behind(
+    place: Breakpoint, body: MessagesRequest, conversation: Conversation, service: Service
+) -> str:
+    """Return the text of a prompt that differs behind a breakpoint; "" if the chat template refuses each."""
+    for ends in (False, True):
+        with contextlib.suppress(InputError):
+            prompt = await service.chat_prompts.render(
+                conversation.until(place, ends=ends),
+                tools=conversation.tools if conversation.tool_choice != "none" else None,
+                add_generation_prompt=False,
+                kwargs=body.template_kwargs,
+            )
+            return str(prompt["prompt"])
+    return ""
 
 
 @dataclasses.dataclass(frozen=True)

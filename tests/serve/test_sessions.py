@@ -193,3 +193,40 @@ def test_breakpoints_pin_as_far_as_there_is_room(engine, writes):
         with served.http.stream("GET", "/page/events") as events:
             line = next(line for line in events.iter_lines() if line.startswith("data: "))
         assert '"pins":{"tokens":200,"max_tokens":400}' in line
+
+
+def test_a_breakpoint_covers_a_history_that_the_template_writes_by_what_follows(engine, writes):
+    """Templates drop reasoning before the last user's text, and some refuse messages without a user's."""
+    writes("x")
+    kept = {"cache_control": {"type": "ephemeral"}}
+    asked = {"type": "tool_use", "id": "c", "name": "f", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "c", "content": "r" * 32}
+    body = {
+        "max_tokens": 9,
+        "tools": [TOOL],
+        "system": [{"type": "text", "text": "s" * 32} | kept, {"type": "text", "text": "t" * 32}],
+        "messages": [
+            {"role": "user", "content": "u" * 32},
+            {"role": "assistant", "content": [{"type": "thinking", "thinking": "h"}, asked]},
+            {"role": "user", "content": [result | kept]},
+            {"role": "assistant", "content": "y"},
+            {"role": "user", "content": "v" * 33},
+        ],
+    }
+    refusal = "{% endfor %}{% if ns.last < 0 %}{{ raise_exception('no user') }}{% endif %}"
+    template = TEMPLATE.replace("KEEPS", "false").replace("{% endfor %}", refusal, 1)
+    strict = "{% if '\x1f' in m.content %}{{ raise_exception('no') }}{% endif %}"
+    refusing = TEMPLATE.replace("KEEPS", "false").replace("{% endfor %}", strict + "{% endfor %}", 1)
+    with serving(engine, chat_template=refusing, max_pinned_tokens=800, **PARSERS) as served:
+        reply = served.http.post("/v1/messages", json=body).json()
+        assert reply["usage"]["cache_creation"]["kept"] == []
+    with serving(engine, chat_template=template, max_pinned_tokens=800, **PARSERS) as served:
+        reply = served.http.post("/v1/messages", json=body).json()
+        spans = [span["input_tokens"] for span in reply["usage"]["cache_creation"]["kept"]]
+        call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+        heads = [f"<tools>f<|end|>system:{'s' * 32}"]
+        heads.append(
+            f"{heads[0]}{'t' * 32}<|end|>user:{'u' * 32}<|end|>assistant:{call}<|end|>tool:{'r' * 32}"
+        )
+        counts = [len(served.llm.tokenizer.encode(head)) for head in heads]
+        assert all(count - 8 < span <= count + 16 for span, count in zip(spans, counts, strict=True))
