@@ -15,7 +15,6 @@ from jaxpaged.checks import (
     checked_int,
     checked_number,
     is_int,
-    shown,
 )
 
 # Brings a value into its form, given the option's name; raises `InputError`.
@@ -100,9 +99,11 @@ def length(name: str, value: Any) -> Any:
 
 def sums(name: str, value: Any) -> Any:
     """Check how sums over devices are made: in one of two ways, or as a number of devices would make them."""
-    if value in ("fast", "ordered") if isinstance(value, str) else is_int(value) and 1 < value <= 256:
+    rule = "fast, ordered, or an int from 2 to 256"
+    if isinstance(value, str):
+        check(name, value, rule, value in ("fast", "ordered"))
         return value
-    raise InputError(f"{name}={shown(value)} must be fast, ordered, or an int from 2 to 256")
+    return checked_int(name, value, rule, 2, 256)
 
 
 def optional(check: Check) -> Check:

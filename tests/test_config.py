@@ -264,6 +264,7 @@ def test_numbers_and_types_of_other_libraries_are_pythons_own_afterwards():
         block_size=np.int16(8), num_blocks=np.int64(9), gpu_memory_utilization=np.float64(0.5)
     )
     assert (type(config.block_size), type(config.num_blocks)) == (int, int)
+    assert type(EngineConfig(tensor_parallel_sums=np.int64(8)).tensor_parallel_sums) is int
     for dtype in ("half", np.float16, np.dtype("float16"), jnp.float16):
         assert EngineConfig(dtype=dtype).dtype == "float16"
     assert EngineConfig(dtype=jnp.bfloat16).dtype == "bfloat16"
