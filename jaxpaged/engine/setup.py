@@ -420,7 +420,7 @@ class Setup:
         name = "with layers that lack attention or a feed-forward part"
         if mixer is not None:
             name = f"with layers of {mixer.name}, whose states are no K and V"
-        self._require(name, tensor_parallel_size=1, quantization=None, enable_lora=False, layer_kind=None)
+        self._require(name, quantization=None, enable_lora=False, layer_kind=None)
         check("tensor_parallel_sums", c.tensor_parallel_sums, f"a text {name}", not self.sums_in_pieces)
         check("loop_over_layers", c.loop_over_layers, f"None or False {name}", not c.loop_over_layers)
         least = 1 if mixer is None else mixer.kernel_size - 1

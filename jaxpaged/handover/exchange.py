@@ -119,6 +119,8 @@ def describe_format(
     words = np.asarray(programs.digest(jax.tree.leaves(weights)))
     # What says nothing of K and V may differ, as between two files of one model.
     described = replace(model_config, eos_token_ids=(), max_model_len=1)
+    sums = config.tensor_parallel_sums
+    orders = () if sums == "fast" else (sums,)  # of sums, on which last bits depend
     of_class = [f" of size class {each}" for each in grouping.classes] or [""] * grouping.num_groups
     return BlockFormat(
         block_size=kv_cache.block_size,
@@ -132,7 +134,7 @@ def describe_format(
         num_kv_heads=kv_cache.num_kv_heads,
         head_dim=kv_cache.head_dim,
         reuse_answers=config.reuse_answers,
-        model=hashlib.sha256(repr((described, words.tolist())).encode()).hexdigest(),
+        model=hashlib.sha256(repr((described, words.tolist(), *orders)).encode()).hexdigest(),
         tensor_parallel_size=config.tensor_parallel_size,
     )
 

@@ -30,7 +30,8 @@ from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.layers import Values
 
 DATA, MODEL = "data", "model"  # the axes of a mesh
-COLUMNS = ("o", "down")  # roles split by input; `Shard._rows` has those split by output
+COLUMNS = ("o", "down", "mixer.out")  # roles split by input; `Shard._rows` has those split by output
+CONVOLUTION = "mixer.conv.weight"  # split by channel, its second axis
 LANES = 16  # float32 numbers in the widest vector of a processor
 
 
@@ -163,6 +164,8 @@ class Shard:
         c = self.whole
         for name, width in {"num_q_heads": c.num_q_heads, **self._sizes}.items():
             check(option, size, f"a divisor of the model's {name}={width}", width % size == 0)
+        if c.mixer is not None:
+            c.mixer.divided(size)
         is_split = c.num_kv_heads % size == 0 or size % c.num_kv_heads == 0
         check(option, size, f"a divisor or a multiple of the model's num_kv_heads={c.num_kv_heads}", is_split)
         has_norm = c.qk_norm == "all" and c.norm == "layer"
@@ -190,6 +193,7 @@ class Shard:
             num_kv_heads=max(c.num_kv_heads // size, 1),
             intermediate_size=c.intermediate_size // size,
             tie_word_embeddings=c.tie_word_embeddings and size == 1,
+            mixer=c.mixer and c.mixer.divided(size),
         )
 
     def pieces(self, role: str) -> list["Shard"]:
@@ -211,6 +215,8 @@ class Shard:
             if self.number == 0:
                 return list(tensors)
             return [np.full(tensor.shape, -0.0, tensor.dtype) for tensor in tensors]  # changes no bit
+        if role == CONVOLUTION:
+            return [tensor[:, self._channels] for tensor in tensors]
         outputs, inputs = self.ranges(role, (sum(map(len, tensors)), *tensors[0].shape[1:]))
         if inputs is not None:
             return [tensor[:, slice(*inputs)] for tensor in tensors]
@@ -222,6 +228,8 @@ class Shard:
         """Return the ranges of outputs and the range of inputs that this shard has of a weight; None: all."""
         role = _bare(role)
         name, _, ending = role.rpartition(".")
+        if role == CONVOLUTION:
+            return None, None
         if name in COLUMNS and ending == "weight":
             return None, self._equal_range(0, shape[1])
         return self._rows(role, shape[0]) if shape else None, None
@@ -239,6 +247,8 @@ class Shard:
         c, size = self.whole, self.shards.size
         q, kv = c.num_q_heads * c.head_dim, c.num_kv_heads * c.head_dim
         name, _, _ = role.rpartition(".")
+        if c.mixer is not None and role.startswith("mixer."):
+            return self._sections(c.mixer.sections(role)) or None
         if name == "qkv":
             return [self._equal_range(0, q), self._kv_rows(q), self._kv_rows(q + kv)]
         if (
@@ -257,6 +267,19 @@ class Shard:
             width = cdiv(count, size)
             return [(min(self.number * width, count), min((self.number + 1) * width, count))]
         return None
+
+    @property
+    def _channels(self) -> np.ndarray:
+        """The channels of a mixer's convolution that this shard has."""
+        assert self.whole.mixer is not None
+        return np.concatenate(
+            [np.arange(*each) for each in self._sections(self.whole.mixer.sections(CONVOLUTION))]
+        )
+
+    def _sections(self, widths: Sequence[int]) -> list[tuple[int, int]]:
+        """Return this shard's range in each of some sections, which all shards divide equally."""
+        firsts = [sum(widths[:i]) for i in range(len(widths))]
+        return [self._equal_range(first, width) for first, width in zip(firsts, widths, strict=True)]
 
     def _equal_range(self, first: int, count: int) -> tuple[int, int]:
         """Return this shard's range of `count` outputs from `first` on, which all shards divide equally."""

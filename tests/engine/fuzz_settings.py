@@ -161,6 +161,9 @@ SETTINGS: dict[str, Callable[[Path], Driver]] = {
         *(tiny_states.BOTH, dataclasses.replace(tiny_states.WINDOW, has_state=True)),
         **SWAP | TWO_KINDS,
     ),
+    "states on two devices, swap": lambda _: tiny_states.driver(
+        tiny_states.DELTA, **SWAP, tensor_parallel_size=2
+    ),
     "states alone": lambda _: tiny_states.driver(tiny_states.CONVOLUTION, tiny_states.STATE, **TIGHT),
     "states of channels, swap, drafts": lambda _: tiny_states.driver(
         tiny_states.MAMBA_1, **SWAP, speculative_config={"prompt_lookup_min": 1}
@@ -218,5 +221,7 @@ ALONE: dict[str, Callable[[Path], Driver]] = {
         4, FULL, WINDOW, **TIGHT | {"num_blocks": 1 + 27}
     ),
 }
-NUM_DEVICES = {name: 2 for name in SETTINGS if "groups" in name or "replicas" in name}
+NUM_DEVICES = {
+    name: 2 for name in SETTINGS if any(word in name for word in ("groups", "replicas", "two devices"))
+}
 NUM_DEVICES |= dict.fromkeys(ALONE, 4)

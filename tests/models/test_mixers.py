@@ -102,7 +102,7 @@ def test_a_token_has_the_same_bits_in_a_prompt_in_a_step_and_among_drafts(mixer)
         ({"enable_lora": True}, "enable_lora=True must be False with layers of gated_delta"),
         ({"quantization": "int8"}, "quantization='int8' must be None with layers of gated_delta"),
         ({"loop_over_layers": True}, "loop_over_layers=True must be None or False with layers of"),
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2 must be 1 with layers of gated_delta"),
+        ({"tensor_parallel_sums": 2}, "tensor_parallel_sums=2 must be a text with layers of gated_delta"),
         ({"block_size": 2}, "block_size=2 must be at least 3, the tokens that a convolution reads"),
     ],
 )

@@ -23,7 +23,7 @@ from jaxpaged.models.quantised.codes import QuantisedWeight
 from jaxpaged.models.ropes import Rope
 from jaxpaged.models.shards import Shard, Shards
 from jaxpaged.models.weights import AbstractWeights, StoredWeights
-from tests import tiny_gguf
+from tests import tiny_gguf, tiny_states
 from tests.models.test_decoder import GOLDENS
 
 
@@ -314,3 +314,18 @@ def test_an_eighth_of_llama_3_1_70b_fits_an_h200(monkeypatch):
     assert num_bytes / 1e9 == pytest.approx(19.5, abs=0.05)
     per_token = 80 * 2 * model.config.num_kv_heads * 128 * 2  # K and V of one head
     assert (0.9 * 141e9 - num_bytes) / per_token > 2.6e6
+
+
+@pytest.mark.parametrize(
+    ("mixer", "message"),
+    [
+        (tiny_states.DELTA, "=3 must be a divisor of the 8 key_heads of gated_delta"),
+        (tiny_states.MAMBA, "=3 must be a divisor of the 2 groups of mamba2"),
+        (tiny_states.CONVOLUTION, "=3 must be a divisor of the 32 channels of short_convolution"),
+        (tiny_states.MAMBA_1, "=3 must be 1 with layers of mamba1"),
+        (tiny_states.LIGHTNING, "=3 must be 1 with layers of lightning"),
+    ],
+)
+def test_mixers_that_devices_cannot_divide_are_refused(mixer, message):
+    with pytest.raises(InputError, match=f"tensor_parallel_size{message}"):
+        mixer.divided(3)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxpaged.sampling_state import token_bits
-from jaxpaged.step import followers, loop, past, speculation
+from jaxpaged.step import followers, loop, past_answers, speculation
 from jaxpaged.step.config import DraftCost, Lookup, SuffixLookup
 from jaxpaged.step.feature_values import DraftRows, DraftSizes, no_past
 from jaxpaged.step.features import Features, with_values
@@ -89,7 +89,7 @@ def test_past_answers_of_the_same_salt_are_drafted_from(monkeypatch, room):
     old.prompt_lens[:] = rng.integers(1, 20, 20)
     old.num_tokens[:] = old.prompt_lens + rng.integers(1, 21, 20)
     old.token_ids[:] = rng.integers(0, 5, (20, 40))
-    put = jax.jit(past.with_answer)
+    put = jax.jit(past_answers.with_answer)
     ring, kept = no_past(room), reference.Past(room)
     for row in range(20):
         ring = put(ring, old, row)
@@ -117,7 +117,7 @@ def test_nothing_is_drafted_from_answers_before_a_reset_of_the_prefix_cache():
     old = empty_rows(1, 20, VOCAB)
     old.arrival[:], old.prompt_lens[:], old.num_tokens[:] = 1, 3, 15
     old.token_ids[0, :15] = np.arange(15) % VOCAB
-    ring = jax.jit(past.with_answer)(state.drafts.past, old, 0)
+    ring = jax.jit(past_answers.with_answer)(state.drafts.past, old, 0)
     token_ids = np.zeros((1, 20), np.int32)
     token_ids[0, :4] = [1, 7, 8, 9]  # of the answer
     found = jax.jit(lambda *args: followers.likely_followers(*args[:2], lookup, *args[2:]))

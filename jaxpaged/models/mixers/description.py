@@ -1,15 +1,16 @@
 """Description of a recurrent mixer: sizes, weights, and what a layer keeps for a block of tokens."""
 
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 
-from jaxpaged.checks import checked_int
+from jaxpaged.checks import check, checked_int
 
 type Shape = tuple[int, ...]
 IN_FLOAT32 = ("mixer.a_log", "mixer.d", "mixer.dt_bias")  # roles that are float32 in every model
 
 
+@runtime_checkable
 class Mixer(Protocol):
     """Protocol of a description. Instances are frozen and hashable. Roles begin with `mixer.`."""
 
@@ -32,6 +33,16 @@ class Mixer(Protocol):
         """Return shapes and dtypes of what a layer keeps in a block of so many tokens, by name."""
         ...
 
+    def divided(self, size: int) -> "Mixer":
+        """Return the description of one device's share of so many. Raises `InputError` if there is none."""
+        ...
+
+    def sections(self, role: str) -> list[int]:
+        """Return the widths of a role's sections, each of which devices divide: of outputs, or of a
+        convolution's channels. Empty: each device has all. The inputs of `mixer.out` are divided in any case.
+        """
+        ...
+
 
 def state_arrays(
     chunk: int, num_heads: int, num_key_heads: int, k_dim: int, v_dim: int
@@ -44,6 +55,13 @@ def state_arrays(
         "u": ((chunk, num_heads, v_dim), float32),
         "log_decay": ((chunk, num_heads, 1), float32),
     }
+
+
+def check_divided(size: int, mixer: Mixer, **numbers: int) -> None:
+    """Raise `InputError` unless so many devices can divide each of these numbers of a mixer."""
+    for name, number in numbers.items():
+        rule = f"a divisor of the {number} {name} of {mixer.name}"
+        check("tensor_parallel_size", size, rule, number % size == 0)
 
 
 def check_sizes(mixer: object, *names: str) -> None:

@@ -1,6 +1,6 @@
 """Gated delta rule: Qwen3-Next, Qwen3.5 and their descendants."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import jax
@@ -15,7 +15,8 @@ from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.models.attention import PassBatch
 from jaxpaged.models.feed_forward import linear, times
 from jaxpaged.models.mixers import paged
-from jaxpaged.models.mixers.description import Shape, check_sizes, state_arrays
+from jaxpaged.models.mixers.description import Shape, check_divided, check_sizes, state_arrays
+from jaxpaged.models.shards import total
 from jaxpaged.models.weights import Weights
 
 EPS = 1e-6  # of the norms of queries and keys
@@ -76,12 +77,29 @@ class GatedDelta:
             "conv": ((block_size, self.num_channels), dtype)
         }
 
+    def divided(self, size: int) -> "GatedDelta":
+        """Return the share of one of so many devices: key heads with the value heads that they serve."""
+        check_divided(size, self, key_heads=self.num_key_heads)
+        return replace(self, num_heads=self.num_heads // size, num_key_heads=self.num_key_heads // size)
+
+    def sections(self, role: str) -> list[int]:
+        """Return the widths of q, k, v and z, of b and a, or of numbers of heads."""
+        of_keys, of_values = self.num_key_heads * self.k_dim, self.num_heads * self.v_dim
+        sections = {
+            "mixer.in.weight": [of_keys, of_keys, of_values, of_values],
+            "mixer.ba.weight": [self.num_heads, self.num_heads],
+            "mixer.conv.weight": [of_keys, of_keys, of_values],
+            "mixer.a_log": [self.num_heads],
+            "mixer.dt_bias": [self.num_heads],
+        }
+        return sections.get(role, [])
+
 
 class GatedDeltaMixer(nnx.Module):
     """A convolution of q, k and v, the gated delta rule, and a gated norm of each head."""
 
     def __init__(self, weights: Weights, description: GatedDelta) -> None:
-        self.description = description
+        self.description, self.shards = description, weights.shards
         self.eps = weights.config.norm_eps if description.norm_eps is None else description.norm_eps
         self.into, self.ba, self.out = (linear(weights, f"mixer.{name}") for name in ("in", "ba", "out"))
         roles = ("conv.weight", "a_log", "dt_bias", "norm.weight")
@@ -112,7 +130,7 @@ class GatedDeltaMixer(nnx.Module):
         out = out * lax.rsqrt(mean_square + self.eps)
         out = (out * paged.in_float32(self.norm, number)).astype(dtype).astype(jnp.float32)
         out = (out.reshape(z.shape) * jax.nn.silu(z.astype(dtype).astype(jnp.float32))).astype(dtype)
-        return self.out(out, number), cache
+        return total(self.shards, self.out.pieces(out, number)), cache
 
 
 def _unit(x: Float[Array, "num_tokens heads dim"]) -> Float[Array, "num_tokens heads dim"]:

@@ -10,6 +10,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jaxpaged import row_sums
+from jaxpaged.checks import check
 from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.models.attention import PassBatch
 from jaxpaged.models.feed_forward import linear, times
@@ -59,6 +60,15 @@ class Lightning:
     def arrays(self, block_size: int, dtype: jnp.dtype) -> dict[str, tuple[Shape, jnp.dtype]]:
         """Return the arrays of `ops.states.StateBlocks`."""
         return state_arrays(block_size, self.num_heads, self.num_heads, self.head_dim, self.head_dim)
+
+    def divided(self, size: int) -> "Lightning":
+        """Return the whole: one device computes it. Raises `InputError` for more."""
+        check("tensor_parallel_size", size, f"1 with layers of {self.name}", size == 1)
+        return self
+
+    def sections(self, role: str) -> list[int]:
+        """Return nothing: one device has all."""
+        return []
 
 
 class LightningMixer(nnx.Module):

@@ -10,6 +10,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jaxpaged import row_sums
+from jaxpaged.checks import check
 from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.models import layers
 from jaxpaged.models.attention import PassBatch
@@ -75,6 +76,15 @@ class Mamba1:
             "b": ((block_size, self.state_size), float32),
             "conv": ((block_size, self.width), dtype),
         }
+
+    def divided(self, size: int) -> "Mamba1":
+        """Return the whole: one device computes it. Raises `InputError` for more."""
+        check("tensor_parallel_size", size, f"1 with layers of {self.name}", size == 1)
+        return self
+
+    def sections(self, role: str) -> list[int]:
+        """Return nothing: one device has all."""
+        return []
 
 
 class Mamba1Mixer(nnx.Module):

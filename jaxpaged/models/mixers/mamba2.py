@@ -1,6 +1,6 @@
 """Mamba-2: Granite 4, Bamba, Nemotron-H and others."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import jax
@@ -16,7 +16,8 @@ from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.models.attention import PassBatch
 from jaxpaged.models.feed_forward import linear, stack, times
 from jaxpaged.models.mixers import paged
-from jaxpaged.models.mixers.description import Shape, check_sizes, state_arrays
+from jaxpaged.models.mixers.description import Shape, check_divided, check_sizes, state_arrays
+from jaxpaged.models.shards import total
 from jaxpaged.models.weights import Weights
 
 
@@ -90,12 +91,34 @@ class Mamba2:
         sizes = self.num_heads, self.num_groups, self.state_size, self.head_dim
         return state_arrays(block_size, *sizes) | {"conv": ((block_size, self.num_channels), dtype)}
 
+    def divided(self, size: int) -> "Mamba2":
+        """Return the share of one of so many devices: groups of B and C with their heads."""
+        check_divided(size, self, groups=self.num_groups)
+        narrow = replace(self, num_heads=self.num_heads // size, num_groups=self.num_groups // size)
+        if self.norm == "none":
+            return narrow
+        check_divided(size, self, norm_groups=self.norm_groups)
+        return replace(narrow, norm_groups=self.norm_groups // size)
+
+    def sections(self, role: str) -> list[int]:
+        """Return the widths of z, x, B, C and dt, of x, B and C, or of numbers of heads."""
+        channels = [self.width, *[self.num_groups * self.state_size] * 2]
+        of_heads = ("mixer.a_log", "mixer.d", "mixer.dt_bias")
+        sections = {role: [self.num_heads] for role in of_heads} | {
+            "mixer.in.weight": [self.width, *channels, self.num_heads],
+            "mixer.in.bias": [self.width, *channels, self.num_heads],
+            "mixer.conv.weight": channels,
+            "mixer.conv.bias": channels,
+            "mixer.norm.weight": [self.width],
+        }
+        return sections.get(role, [])
+
 
 class Mamba2Mixer(nnx.Module):
     """A convolution of x, B and C, the recurrence, and a gate with a norm before it, after it, or none."""
 
     def __init__(self, weights: Weights, description: Mamba2) -> None:
-        self.description, self.eps = description, weights.config.norm_eps
+        self.description, self.eps, self.shards = description, weights.config.norm_eps, weights.shards
         self.into, self.out = linear(weights, "mixer.in"), linear(weights, "mixer.out")
         self.conv, self.conv_bias = paged.stacked(weights, "conv.weight"), stack(weights, "mixer.conv.bias")
         roles = ("a_log", "d", "dt_bias")
@@ -133,7 +156,7 @@ class Mamba2Mixer(nnx.Module):
             out = paged.apart(out * gate)
         if d.norm == "after_gate":
             out = self._normed(out, number, dtype)
-        return times(self.out(out.astype(dtype), number), d.out_scale), cache
+        return times(total(self.shards, self.out.pieces(out.astype(dtype), number)), d.out_scale), cache
 
     def _sections_scaled(self, x: Float[Array, "num_tokens width"]) -> Float[Array, "num_tokens width"]:
         """Return z, x, B, C and dt, each times a factor of its own."""

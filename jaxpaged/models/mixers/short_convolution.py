@@ -1,6 +1,6 @@
 """Gated short convolution: LFM2."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import jax.numpy as jnp
@@ -11,7 +11,8 @@ from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.models.attention import PassBatch
 from jaxpaged.models.feed_forward import linear, stack
 from jaxpaged.models.mixers import paged
-from jaxpaged.models.mixers.description import Shape, check_sizes
+from jaxpaged.models.mixers.description import Shape, check_divided, check_sizes
+from jaxpaged.models.shards import total
 from jaxpaged.models.weights import Weights
 
 
@@ -51,12 +52,22 @@ class ShortConvolution:
         """Return the convolution's inputs in the model's dtype."""
         return {"conv": ((block_size, self.width), dtype)}
 
+    def divided(self, size: int) -> "ShortConvolution":
+        """Return the share of one of so many devices: channels."""
+        check_divided(size, self, channels=self.width)
+        return replace(self, width=self.width // size)
+
+    def sections(self, role: str) -> list[int]:
+        """Return the widths of B, C and x, or of the convolution's channels."""
+        name = role.rpartition(".")[0]
+        return {"mixer.in": [self.width] * 3, "mixer.conv": [self.width]}.get(name, [])
+
 
 class ShortConvolutionMixer(nnx.Module):
     """`out(C * conv(B * x))`, with B, C and x of one projection."""
 
     def __init__(self, weights: Weights, description: ShortConvolution) -> None:
-        self.description = description
+        self.description, self.shards = description, weights.shards
         self.into, self.out = linear(weights, "mixer.in"), linear(weights, "mixer.out")
         self.conv, self.bias = paged.stacked(weights, "conv.weight"), stack(weights, "mixer.conv.bias")
 
@@ -69,4 +80,5 @@ class ShortConvolutionMixer(nnx.Module):
         bias = None if self.bias is None else self.bias[number]
         rows = cache.states_of()["conv"]
         out, rows = paged.convolve(rows, b * given, self.conv[number], bias, tables, batch)
-        return self.out(c * out.astype(dtype), number), cache.with_states({"conv": rows})
+        pieces = self.out.pieces(c * out.astype(dtype), number)
+        return total(self.shards, pieces), cache.with_states({"conv": rows})
