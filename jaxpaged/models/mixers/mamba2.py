@@ -147,7 +147,8 @@ class Mamba2Mixer(nnx.Module):
         log_decay = -jnp.exp(paged.in_float32(self.a_log, number)) * dt
         out, new = paged.advance(kept, c, b, given * dt[..., None], log_decay, None, tables, batch)
         cache = cache.with_states(new | {"conv": rows})
-        out = paged.apart(out) + given * paged.in_float32(self.d, number)[:, None]
+        skipped = paged.apart(given * paged.in_float32(self.d, number)[:, None])
+        out = paged.apart(out) + skipped
         out = out.reshape(z.shape).astype(dtype).astype(jnp.float32)
         gate = jax.nn.silu(z.astype(dtype).astype(jnp.float32))
         if d.norm == "before_gate":
