@@ -184,7 +184,7 @@ def widened(config):
 
 
 # Of all sums that a family may have: norms over all heads, experts with a shared one, sparse columns, ALiBi.
-QUICK = ["families/olmo2", "families/cohere2_moe"]
+QUICK = ["families/olmo2"]
 SLOW = [
     "families/gemma3n",
     "families/gpt_oss",
