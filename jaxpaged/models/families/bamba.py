@@ -23,15 +23,16 @@ def read_bamba(f: Fields) -> ModelConfig:
     return ModelConfig(**same, **llama.biases(f), layers=layers, mixer=mixer if STATE in layers else None)
 
 
+# Weights beside those of the mixer.
+TABLE = {
+    **llama.TABLE,
+    "norm": "model.final_layernorm",
+    "mlp_norm": f"{llama.LAYER}.pre_ff_layernorm",
+    "gate_up": (f"{FEED_FORWARD}.gate_proj", f"{FEED_FORWARD}.up_proj"),
+    "down": f"{FEED_FORWARD}.down_proj",
+}
 NAMES = Names(
-    table={
-        **llama.TABLE,
-        **mamba_fields.table(f"{llama.LAYER}.mamba"),
-        "norm": "model.final_layernorm",
-        "mlp_norm": f"{llama.LAYER}.pre_ff_layernorm",
-        "gate_up": (f"{FEED_FORWARD}.gate_proj", f"{FEED_FORWARD}.up_proj"),
-        "down": f"{FEED_FORWARD}.down_proj",
-    },
+    table={**TABLE, **mamba_fields.table(f"{llama.LAYER}.mamba")},
     forms={"mixer.conv.weight": BY_CHANNEL},
 )
 BAMBA = Family(

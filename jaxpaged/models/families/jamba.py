@@ -2,13 +2,13 @@
 
 from jaxpaged.checks import check
 from jaxpaged.models.config import STATE, Experts, LayerKind, ModelConfig
-from jaxpaged.models.families import llama, mamba_fields
+from jaxpaged.models.families import bamba, llama, mamba_fields
 from jaxpaged.models.families.family import Family
 from jaxpaged.models.fields import Fields
 from jaxpaged.models.mixers.mamba1 import Mamba1
 from jaxpaged.models.names import BY_CHANNEL, Names
 
-MAMBA, FEED_FORWARD = f"{llama.LAYER}.mamba", f"{llama.LAYER}.feed_forward"
+MAMBA = f"{llama.LAYER}.mamba"
 
 
 def read_jamba(f: Fields) -> ModelConfig:
@@ -62,16 +62,12 @@ def _every(f: Fields, name: str, default: tuple[int, int], num_layers: int) -> s
 
 NAMES = Names(
     table={
-        **llama.TABLE,
+        **bamba.TABLE,
         **mamba_fields.mamba1_table(MAMBA),
         **{f"mixer.{name}_norm": f"{MAMBA}.{name}_layernorm" for name in ("dt", "b", "c")},
-        "norm": "model.final_layernorm",
-        "mlp_norm": f"{llama.LAYER}.pre_ff_layernorm",
-        "gate_up": (f"{FEED_FORWARD}.gate_proj", f"{FEED_FORWARD}.up_proj"),
-        "down": f"{FEED_FORWARD}.down_proj",
-        "router": f"{FEED_FORWARD}.router",
-        "experts.gate_up": tuple(f"{FEED_FORWARD}.experts.{{expert}}.{x}_proj" for x in ("gate", "up")),
-        "experts.down": f"{FEED_FORWARD}.experts.{{expert}}.down_proj",
+        "router": f"{bamba.FEED_FORWARD}.router",
+        "experts.gate_up": tuple(f"{bamba.FEED_FORWARD}.experts.{{expert}}.{x}_proj" for x in ("gate", "up")),
+        "experts.down": f"{bamba.FEED_FORWARD}.experts.{{expert}}.down_proj",
     },
     forms={"mixer.conv.weight": BY_CHANNEL},
 )

@@ -27,21 +27,16 @@ def read_falcon_mamba(f: Fields) -> ModelConfig:
 
 def read_mamba2(f: Fields) -> ModelConfig:
     """Read Mamba-2."""
-    num_heads, num_groups, has_bias = f.size("num_heads"), f.size("n_groups"), f.flag("use_bias")
+    num_heads = f.size("num_heads")
     width, head_dim = f.size("expand", 2) * f.size("hidden_size"), f.size("head_dim")
     rule = f"{width} / num_heads={num_heads}"
     check("model config: head_dim", head_dim, rule, head_dim * num_heads == width)
-    mixer = Mamba2(
+    mixer = mamba_fields.read_plain(
+        f,
         num_heads=num_heads,
         head_dim=head_dim,
         state_size=f.size("state_size"),
-        num_groups=num_groups,
-        kernel_size=f.size("conv_kernel", 4),
-        conv_bias=f.flag("use_conv_bias", True),
-        bias=has_bias,
-        out_bias=has_bias,
-        dt_limit=mamba_fields.dt_limit(f),
-        norm_groups=num_groups,
+        num_groups=f.size("n_groups"),
     )
     return _config(f, mixer)
 

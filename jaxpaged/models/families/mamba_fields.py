@@ -34,6 +34,23 @@ def read(f: Fields, width: int | None = None) -> Mamba2:
     )
 
 
+def read_plain(f: Fields, *, num_heads: int, head_dim: int, state_size: int, num_groups: int) -> Mamba2:
+    """Read the other fields of Mamba-2 as Nemotron-H and the model of that name call them."""
+    has_bias = f.flag("use_bias")
+    return Mamba2(
+        num_heads=num_heads,
+        head_dim=head_dim,
+        state_size=state_size,
+        num_groups=num_groups,
+        kernel_size=f.size("conv_kernel", 4),
+        conv_bias=f.flag("use_conv_bias", True),
+        bias=has_bias,
+        out_bias=has_bias,
+        dt_limit=dt_limit(f),
+        norm_groups=num_groups,
+    )
+
+
 def dt_limit(f: Fields) -> tuple[float, float]:
     """Read the limits of time steps; without any they are 0 and infinity."""
     said = f.get("time_step_limit") or (0.0, None)
@@ -57,26 +74,14 @@ def dt_rank(f: Fields, name: str) -> int:
 
 def table(module: str) -> dict[str, str | tuple[str, ...]]:
     """Return the names of Mamba-2's weights in a module of this name."""
-    return {
-        "mixer.in": f"{module}.in_proj",
-        "mixer.conv": f"{module}.conv1d",
-        "mixer.a_log": f"{module}.A_log",
-        "mixer.d": f"{module}.D",
-        "mixer.dt_bias": f"{module}.dt_bias",
-        "mixer.norm": f"{module}.norm",
-        "mixer.out": f"{module}.out_proj",
-    }
+    return _table(module, dt_bias="dt_bias", norm="norm")
 
 
 def mamba1_table(module: str) -> dict[str, str | tuple[str, ...]]:
     """Return the names of Mamba-1's weights in a module of this name, without those of norms."""
-    return {
-        "mixer.in": f"{module}.in_proj",
-        "mixer.conv": f"{module}.conv1d",
-        "mixer.x": f"{module}.x_proj",
-        "mixer.dt": f"{module}.dt_proj",
-        "mixer.dt_bias": f"{module}.dt_proj.bias",
-        "mixer.a_log": f"{module}.A_log",
-        "mixer.d": f"{module}.D",
-        "mixer.out": f"{module}.out_proj",
-    }
+    return _table(module, x="x_proj", dt="dt_proj", dt_bias="dt_proj.bias")
+
+
+def _table(module: str, **more: str) -> dict[str, str | tuple[str, ...]]:
+    names = {"in": "in_proj", "conv": "conv1d", "a_log": "A_log", "d": "D", "out": "out_proj", **more}
+    return {f"mixer.{role}": f"{module}.{name}" for role, name in names.items()}

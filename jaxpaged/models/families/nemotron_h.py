@@ -71,18 +71,12 @@ def _types(f: Fields) -> list[str]:
 
 
 def _mixer(f: Fields) -> Mamba2:
-    num_groups, has_bias = f.size("n_groups", 8), f.flag("use_bias")
-    return Mamba2(
+    return mamba_fields.read_plain(
+        f,
         num_heads=f.size("mamba_num_heads", 128),
         head_dim=f.size("mamba_head_dim", 64),
         state_size=f.size("ssm_state_size", 128),
-        num_groups=num_groups,
-        kernel_size=f.size("conv_kernel", 4),
-        conv_bias=f.flag("use_conv_bias", True),
-        bias=has_bias,
-        out_bias=has_bias,
-        dt_limit=mamba_fields.dt_limit(f),
-        norm_groups=num_groups,
+        num_groups=f.size("n_groups", 8),
     )
 
 
