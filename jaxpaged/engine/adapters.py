@@ -145,7 +145,7 @@ def beside(model: Decoder, names: Names | None, setup: Setup) -> Adapters | None
     all shards along their first axis.
     """
     config, mesh = setup.config, setup.mesh
-    shards = setup.shards or (setup.load_as().shard,)
+    shards = setup.shards or (setup.shard(),)
     if not config.enable_lora:
         return None
     check("adapter_names", names, "those of the model's family, for enable_lora", names is not None)

@@ -115,6 +115,10 @@ class Setup:
         config = self.config
         return Shard(self.whole, Shards(config.tensor_parallel_size, config.tensor_parallel_sums), number)
 
+    def shard(self, number: int = 0) -> Shard | None:
+        """Return a device's shard; None where one device has all, and sums as it does."""
+        return self._shard(number) if self.shards or self.sums_in_pieces else None
+
     @functools.cached_property
     def sums_in_pieces(self) -> bool:
         """Whether sums are made as another number of devices would make them: also on one device."""
@@ -122,8 +126,8 @@ class Setup:
 
     def load_as(self, number: int = 0) -> LoadAs:
         """Return the form in which a device's weights are loaded; `number` is that of its shard."""
-        shard = self._shard(number) if self.shards or self.sums_in_pieces else None
-        return LoadAs(self.dtype, self.config.quantization, shard, self.config.loop_over_layers, self.kinds)
+        shard, loops = self.shard(number), self.config.loop_over_layers
+        return LoadAs(self.dtype, self.config.quantization, shard, loops, self.kinds)
 
     @property
     def draft_load_as(self) -> LoadAs:
@@ -134,7 +138,8 @@ class Setup:
     @functools.cached_property
     def model_config(self) -> ModelConfig:
         """Model as one device computes it: narrower than `whole` under tensor parallelism."""
-        return self._shard(0).config if self.shards or self.sums_in_pieces else self.whole
+        shard = self.shard()
+        return self.whole if shard is None else shard.config
 
     @functools.cached_property
     def layout(self) -> Layout:
@@ -253,7 +258,7 @@ class Setup:
         c, config = self.model_config, self.config
         padded = c.num_kv_heads, c.head_dim
         narrowest, *wider = c.heads_by_size
-        if not wider or self.shards or self.sums_in_pieces or isinstance(self.attention, Attention):
+        if not wider or self.shard() is not None or isinstance(self.attention, Attention):
             return padded
         one = self.layout, config.block_size, self.dtype, narrowest
         return narrowest if all(kv_cache.is_divisible(*one, heads) for heads in wider) else padded

@@ -28,11 +28,11 @@ from jaxpaged.config import Sums
 from jaxpaged.digest import digest
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.layers import Values
+from pallas_kernels.ops.states import LANES
 
 DATA, MODEL = "data", "model"  # the axes of a mesh
 COLUMNS = ("o", "down", "mixer.out")  # roles split by input; `Shard._rows` has those split by output
 CONVOLUTION = "mixer.conv.weight"  # split by channel, its second axis
-LANES = 16  # float32 numbers in the widest vector of a processor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,8 +198,8 @@ class Shard:
 
     def pieces(self, role: str) -> list["Shard"]:
         """Return the shards of `num_pieces` times as many, to which this one's products of a role belong."""
-        count = self.shards.num_pieces
-        if count == 1 or not is_of_columns(role.rpartition(".")[0]):
+        (name, _, ending), count = role.rpartition("."), self.shards.num_pieces
+        if count == 1 or ending != "weight" or not is_of_columns(name):
             return [self]
         narrow = Shards(self.shards.size * count)
         return [Shard(self.whole, narrow, self.number * count + i) for i in range(count)]

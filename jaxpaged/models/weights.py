@@ -133,9 +133,8 @@ class Weights(ABC):
     def _pieces(self, role: str) -> list["Weights"]:
         """Return the weights of which each makes a piece of a role's; itself where there is one."""
         pieces = [] if self._pieces_of is None else self._pieces_of(role)
-        if len(pieces) < 2 or not role.endswith(".weight"):
+        if len(pieces) < 2:
             return [self]
-
         made = [copy.copy(self) for _ in pieces]
         for weights, shard in zip(made, pieces, strict=True):
             weights._shard, weights._of_experts = shard, {}

@@ -1,6 +1,6 @@
 """Description of a recurrent mixer: sizes, weights, and what a layer keeps for a block of tokens."""
 
-from typing import ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 
@@ -42,6 +42,21 @@ class Mixer(Protocol):
         convolution's channels. Empty: each device has all. The inputs of `mixer.out` are divided in any case.
         """
         ...
+
+
+class OnOneDevice:
+    """Base of descriptions whose states one device has whole."""
+
+    name: ClassVar[str]
+
+    def divided(self, size: int) -> Any:
+        """Return the whole. Raises `InputError` for several devices."""
+        check("tensor_parallel_size", size, f"1 with layers of {self.name}", size == 1)
+        return self
+
+    def sections(self, role: str) -> list[int]:
+        """Return nothing: one device has all."""
+        return []
 
 
 def state_arrays(

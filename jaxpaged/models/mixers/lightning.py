@@ -10,17 +10,16 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jaxpaged import row_sums
-from jaxpaged.checks import check
 from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.models.attention import PassBatch
 from jaxpaged.models.feed_forward import linear, times
 from jaxpaged.models.mixers import paged
-from jaxpaged.models.mixers.description import Shape, check_sizes, state_arrays
+from jaxpaged.models.mixers.description import OnOneDevice, Shape, check_sizes, state_arrays
 from jaxpaged.models.weights import Weights
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lightning:
+class Lightning(OnOneDevice):
     """Lightning attention (Qin and others 2024): linear attention with a constant decay of each head."""
 
     name: ClassVar[str] = "lightning"
@@ -60,15 +59,6 @@ class Lightning:
     def arrays(self, block_size: int, dtype: jnp.dtype) -> dict[str, tuple[Shape, jnp.dtype]]:
         """Return the arrays of `ops.states.StateBlocks`."""
         return state_arrays(block_size, self.num_heads, self.num_heads, self.head_dim, self.head_dim)
-
-    def divided(self, size: int) -> "Lightning":
-        """Return the whole: one device computes it. Raises `InputError` for more."""
-        check("tensor_parallel_size", size, f"1 with layers of {self.name}", size == 1)
-        return self
-
-    def sections(self, role: str) -> list[int]:
-        """Return nothing: one device has all."""
-        return []
 
 
 class LightningMixer(nnx.Module):

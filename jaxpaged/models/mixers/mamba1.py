@@ -10,13 +10,12 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jaxpaged import row_sums
-from jaxpaged.checks import check
 from jaxpaged.memory.kv_cache import KVCache
 from jaxpaged.models import layers
 from jaxpaged.models.attention import PassBatch
 from jaxpaged.models.feed_forward import linear, stack
 from jaxpaged.models.mixers import paged
-from jaxpaged.models.mixers.description import Shape, check_sizes
+from jaxpaged.models.mixers.description import OnOneDevice, Shape, check_sizes
 from jaxpaged.models.weights import Weights
 from pallas_kernels.ops import states
 
@@ -24,7 +23,7 @@ NORMED = ("dt", "b", "c")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mamba1:
+class Mamba1(OnOneDevice):
     """Mamba-1 (Gu and Dao 2023): channels whose decays differ by state number, with B and C for all."""
 
     name: ClassVar[str] = "mamba1"
@@ -76,15 +75,6 @@ class Mamba1:
             "b": ((block_size, self.state_size), float32),
             "conv": ((block_size, self.width), dtype),
         }
-
-    def divided(self, size: int) -> "Mamba1":
-        """Return the whole: one device computes it. Raises `InputError` for more."""
-        check("tensor_parallel_size", size, f"1 with layers of {self.name}", size == 1)
-        return self
-
-    def sections(self, role: str) -> list[int]:
-        """Return nothing: one device has all."""
-        return []
 
 
 class Mamba1Mixer(nnx.Module):
