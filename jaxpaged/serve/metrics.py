@@ -26,9 +26,9 @@ from prometheus_client.registry import Collector
 from jaxpaged.api.outputs import CompletionOutput, RequestOutput
 from jaxpaged.engine.engine import Engine
 from jaxpaged.sampling_params import SamplingParams
+from jaxpaged.serve.metric_families import LABELS, single
 from jaxpaged.serve.tier_metrics import tier_families
 
-LABELS = ("model_name", "engine")
 TTFT_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 TOKEN_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 REQUEST_S = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
@@ -242,7 +242,7 @@ class _EngineCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         stats, config, size = self._engine.stats, self._engine.config, self._engine.cache_size
         for name, help_, value in stats.gauges():
-            yield self._of(GaugeMetricFamily, name, help_, value)
+            yield single(GaugeMetricFamily, f"vllm:{name}", help_, value, self._labels)
         info = GaugeMetricFamily(
             "vllm:cache_config_info",
             "The cache's fixed sizes.",
@@ -252,7 +252,7 @@ class _EngineCollector(Collector):
         info.add_metric(sizes, 1)
         yield info
         for name, help_, count in stats.totals(with_drafts=bool(config.speculative_config)):
-            yield self._of(CounterMetricFamily, name, help_, count)
+            yield single(CounterMetricFamily, f"vllm:{name}", help_, count, self._labels)
         if config.speculative_config:
             yield self._by_place(stats.num_accepted_at)
         yield from tier_families(stats.tiers, size.block_size, self._labels)
@@ -262,15 +262,4 @@ class _EngineCollector(Collector):
         family = CounterMetricFamily(f"vllm:{name}", help_, labels=(*LABELS, "position"))
         for place, value in enumerate(counts):
             family.add_metric((*self._labels, str(place)), value)
-        return family
-
-    def _of(
-        self,
-        kind: type[GaugeMetricFamily] | type[CounterMetricFamily],
-        name: str,
-        help_: str,
-        value: float,
-    ) -> Metric:
-        family = kind(f"vllm:{name}", help_, labels=LABELS)
-        family.add_metric(self._labels, value)
         return family

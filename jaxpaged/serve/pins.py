@@ -18,11 +18,11 @@ from prometheus_client.registry import Collector
 from jaxpaged.api.async_llm import Admitted
 from jaxpaged.engine.engine import Engine
 from jaxpaged.routing import keys_of_tokens, salt_of
+from jaxpaged.serve.metric_families import LABELS, single
 from jaxpaged.tiers.host import KEPT_SHARE
 
 ENDS = 64  # pins of one number of seconds end at no more than twice as many times
 CLIENT_SHARE = 2  # one part in so many of all pins may be one client's
-LABELS = ("model_name", "engine")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,17 +171,12 @@ class PinCollector(Collector):
             ("pinned_tokens", "Tokens of prompts that requests have the tiers keep now.", pins.num_tokens),
             ("pinned_tokens_limit", "Tokens that all requests together may have kept.", pins.max_tokens),
         ):
-            gauge = GaugeMetricFamily(f"jaxpaged:{name}", help_, labels=LABELS)
-            gauge.add_metric(labels, value)
-            yield gauge
+            yield single(GaugeMetricFamily, f"jaxpaged:{name}", help_, value, labels)
         granted = CounterMetricFamily(
             "jaxpaged:tokens_pinned", "Tokens pinned anew, by seconds.", labels=(*LABELS, "seconds")
         )
         for seconds, value in sorted(pins.num_granted.items()):
             granted.add_metric((*labels, f"{seconds:g}"), value)
         yield granted
-        refused = CounterMetricFamily(
-            "jaxpaged:tokens_not_pinned", "Tokens not pinned because of a bound.", labels=LABELS
-        )
-        refused.add_metric(labels, pins.num_refused)
-        yield refused
+        help_ = "Tokens not pinned because of a bound."
+        yield single(CounterMetricFamily, "jaxpaged:tokens_not_pinned", help_, pins.num_refused, labels)

@@ -4,9 +4,8 @@ from collections.abc import Iterator, Mapping
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from jaxpaged.serve.metric_families import LABELS, single
 from jaxpaged.tiers.tiers import HOST, TierCounts
-
-LABELS = ("model_name", "engine")
 
 
 def tier_families(
@@ -23,9 +22,7 @@ def tier_families(
         ("external_prefix_cache_queries", "Tokens looked up in tiers below the device.", host.num_queries),
         ("external_prefix_cache_hits", "Tokens fetched.", sum(tier.num_hits for tier in tiers.values())),
     ):
-        family = CounterMetricFamily(f"vllm:{name}", help_, labels=LABELS)
-        family.add_metric(labels, blocks * block_size)
-        yield family
+        yield single(CounterMetricFamily, f"vllm:{name}", help_, blocks * block_size, labels)
     moved = CounterMetricFamily(
         "vllm:kv_offload_total_bytes",
         "Bytes of K and V moved between the device and host memory.",

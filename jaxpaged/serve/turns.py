@@ -20,10 +20,11 @@ import numpy as np
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from jaxpaged.serve.metric_families import single
+
 MAX_TURNS = 4096
 MAX_TOKENS = 2**24  # of all turns together: 64 MiB
 SHOWN_TOKENS, SHOWN_CHARS = 16, 80  # of a prompt's text where it differs
-LABELS = ("model_name", "engine")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -236,6 +237,4 @@ class TurnCollector(Collector):
                 turns.num_missed_tokens,
             ),
         ):
-            family = CounterMetricFamily(f"jaxpaged:{name}", help_, labels=LABELS)
-            family.add_metric(self._labels, value)
-            yield family
+            yield single(CounterMetricFamily, f"jaxpaged:{name}", help_, value, self._labels)
