@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxpaged.engine.drafted import Draft
 from jaxpaged.engine.driver import Driver
-from jaxpaged.models.config import LayerKind
+from jaxpaged.models.config import LayerKind, ModelConfig
 from jaxpaged.models.decoder import Decoder
 from jaxpaged.models.families.llama import NAMES
 from jaxpaged.models.weights import StoredWeights, random_weights
@@ -45,7 +45,11 @@ def _fetching(driver: Driver) -> Driver:
 
 def _of_vocabulary(vocab_size: int, **options: Any) -> Driver:
     """Create an engine over a model with so many tokens, of which some are chosen at once."""
-    config = dataclasses.replace(tiny.CONFIG, vocab_size=vocab_size)
+    return _of_config(dataclasses.replace(tiny.CONFIG, vocab_size=vocab_size), **options)
+
+
+def _of_config(config: ModelConfig, **options: Any) -> Driver:
+    """Create an engine over a model with random weights."""
     weights = random_weights(config, NAMES, 0)
     return tiny.driver(lambda form: Decoder(StoredWeights(config, NAMES, weights, form)), config, **options)
 
@@ -71,9 +75,7 @@ def _on_devices(size: int, *kinds: LayerKind, **options: Any) -> Driver:
     wide = dataclasses.replace(
         tiny.CONFIG, num_q_heads=8, num_kv_heads=4, intermediate_size=128, layers=kinds
     )
-    weights = random_weights(wide, NAMES, 0)
-    options |= {"tensor_parallel_size": size, "tensor_parallel_sums": 4}
-    return tiny.driver(lambda form: Decoder(StoredWeights(wide, NAMES, weights, form)), wide, **options)
+    return _of_config(wide, **options, tensor_parallel_size=size, tensor_parallel_sums=4)
 
 
 # A model of other sizes, whose drafts are hardly ever right.

@@ -153,16 +153,8 @@ def logits_of(config, load, size, sums, token_ids, dtype):
 
     def run(params, token_ids, positions, table):
         model = nnx.merge(graphdef, params)
-        batch = batch_of(np.arange(num_blocks), np.arange(len(token_ids)), tile_len, block_size)
-        starts = positions[::tile_len]
-        batch = dataclasses.replace(
-            batch,
-            slot_mapping=table[positions // block_size] * block_size + positions % block_size,
-            block_tables=jnp.tile(table, (len(starts), 1)),
-            query_starts=starts,
-            seq_lens=starts + tile_len,
-            implementation="native",
-        )
+        batch = batch_of(table, positions, tile_len, block_size)
+        batch = dataclasses.replace(batch, implementation="native")
         cache = model.create_cache(num_blocks + 1, block_size)
         return model.logits(model(token_ids, positions, cache, batch)[0])
 
