@@ -142,6 +142,15 @@ def test_blocks_of_another_format_are_refused(here, blocks):
             exchange.describe_format(config, *its, measured)
 
 
+def test_blocks_of_other_sums_are_of_another_model(here, blocks):
+    """Their last bits may differ."""
+    driver = tiny.driver_of(here)
+    config = dataclasses.replace(driver.config, tensor_parallel_sums=2)
+    described = driver.door.model_config, driver.setup.grouping, driver.device.params, driver.state.kv_cache
+    assert exchange.describe_format(driver.config, *described) == blocks.block_format
+    assert exchange.describe_format(config, *described).model != blocks.block_format.model
+
+
 def test_room_for_adapters_is_no_other_model(here, blocks):
     driver, model = tiny.driver_of(here), tiny.load(LoadAs(jnp.dtype("float32")))
     lora.make_room(model, NAMES, num_adapters=2, rank=4)
